@@ -189,9 +189,8 @@ def validate_packed(layout: InputLayout, X: Shaped[Tensor, "n D"], name: str = "
     """
     for tensor, first in layout.columns():
         part = X.detach()[:, first : first + tensor.size]
-        if tensor.dtype.is_floating_point or part.dtype == tensor.dtype:
-            continue
-        if not torch.equal(part.to(tensor.dtype).to(part.dtype), part):
+        holds_any = tensor.dtype.is_floating_point or part.dtype == tensor.dtype
+        if not holds_any and not torch.equal(part.to(tensor.dtype).to(part.dtype), part):
             raise ValueError(f"{name}[{tensor.key!r}] must hold whole numbers ({tensor.dtype}), as in training.")
 
 

@@ -546,8 +546,8 @@ def loop_losses(
             continue  # weights of rows
         functions: list[Any] = [lambda: own[0]] * bool(own and reduction == loss.reduction)
         if isinstance(loss, ClassLoss):
-            weights = None if loss.class_weights is None else value.new_tensor(loss.class_weights)
-            options: dict[str, Any] = {"weight": weights, "ignore_index": ignored_class(loss), "reduction": reduction}
+            options: dict[str, Any] = {"weight": _class_weights(loss, value), "ignore_index": ignored_class(loss)}
+            options |= {"reduction": reduction}
             options |= {"label_smoothing": loss.label_smoothing} if isinstance(loss, CrossEntropy) else {}
             call: Any = F.cross_entropy if isinstance(loss, CrossEntropy) else F.nll_loss
             z = classes_second(value, y)
@@ -580,9 +580,7 @@ def _common_factor(c: Float[Tensor, " n"], expected: Float[Tensor, " n"]) -> flo
 
 def own_input(loss: Loss, returned: Any, targets: Tensor) -> Any:
     """Return what a loss takes of that which a network returned, or None where it takes the outputs."""
-    if isinstance(loss, UnstatedLoss) or (
-        isinstance(loss, PerSampleLoss) and not isinstance(loss.function, ELEMENTWISE)
-    ):
+    if isinstance(loss, PerSampleLoss | UnstatedLoss) and not isinstance(getattr(loss, "function", None), ELEMENTWISE):
         return returned
     z = returned.get("logits") if isinstance(returned, Mapping) else getattr(returned, "logits", returned)
     if not isinstance(z, Tensor) or not z.is_floating_point():

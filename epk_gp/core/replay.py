@@ -337,10 +337,8 @@ class BitwiseReplay(Segments):
         self._clip(module, update)
         steps = dict[str, LinearStep]()
         for optimizer in optimizers:
-            rule, groups = (
-                RULES[type(optimizer)],
-                [(p, group) for group in optimizer.param_groups for p in group["params"]],
-            )
+            rule = RULES[type(optimizer)]
+            groups = [(p, group) for group in optimizer.param_groups for p in group["params"]]
             names = {id(named[name]): name for name in model.names}
             own = {names[id(p)]: p for p, _ in groups}
             before = states_before(optimizer, own, rule.needs_before)

@@ -144,13 +144,8 @@ def averaged_trajectory(
     digest = hashlib.blake2b(trajectory.digest.encode(), digest_size=16)
     for value in (a, lead, statistics):
         digest.update(b"" if value is None else tensor_bytes(value))
-    return replace(
-        trajectory,
-        states=states,
-        statistics=whole,
-        average=WeightAverage(trajectory, a, lead),
-        digest=digest.hexdigest(),
-    )
+    average = WeightAverage(trajectory, a, lead)
+    return replace(trajectory, states=states, statistics=whole, average=average, digest=digest.hexdigest())
 
 
 def schedule_free_average(trajectory: Trajectory, *, network: nn.Module | None = None) -> Trajectory:

@@ -357,10 +357,8 @@ class UpdateLaw:
         self.parts, self.held = tuple(part for part, _ in parts), tuple(sorted(held))
         self._at = []  # with the options from each change on; and which parameters are in a group, (L,)
         for place, named in enumerate(groups):
-            of_step = [
-                part if (group := history[place]) is None else replace(part, options=group.options)
-                for part, history in parts
-            ]
+            known_at = [(part, history[place]) for part, history in parts]
+            of_step = [part if group is None else replace(part, options=group.options) for part, group in known_at]
             is_known = [name in named or not run.optimizer_groups for name in model.names]
             self._at.append((tuple(of_step), torch.tensor(is_known, device=reference.device)))
 

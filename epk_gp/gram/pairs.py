@@ -219,9 +219,7 @@ class _Side:
             grads = grads.permute(0, 1, 3, 4, 2, 5).flatten(4)[:, :, None]
         return _Factors(grads, inputs, has_bias)
 
-    def arranged(
-        self, grads: Float[Tensor, "S Q K U n d"]
-    ) -> tuple[Float[Tensor, "S Q G rows d"], Int64[Tensor, " P"]]:
+    def grouped(self, grads: Float[Tensor, "S Q K U n d"]) -> tuple[Float[Tensor, "S Q G rows d"], Int64[Tensor, " P"]]:
         """Arrange output gradients so that each pair has one matrix of rows, and return which one it is."""
         if self.outputs is None:
             return grads.transpose(2, 3).flatten(3, 4), self.of_pairs
@@ -376,7 +374,7 @@ def _cotangents(
 
 def _products(left: _Factors, right: _Factors, x: _Side, y: _Side) -> Float[Tensor, "S Q P K n J m"]:
     """Multiply the layer's gradients of both sides of every pair, at every node; arguments as of `_cotangents`."""
-    (a, i), (b, j) = x.arranged(left.output_grads), y.arranged(right.output_grads)
+    (a, i), (b, j) = x.grouped(left.output_grads), y.grouped(right.output_grads)
     products = _products_of_pairs(a, b, i, j)
     products = torch.unflatten(torch.unflatten(products, -1, (-1, len(y.points))), -3, (-1, len(x.points)))
     if left.inputs is None or right.inputs is None:

@@ -13,14 +13,7 @@ from epk_gp.core.losses import Head, resolve_head
 from epk_gp.core.trajectory import Trajectory, parse_inputs, validate_trajectory
 from epk_gp.gram.path_kernel import PathKernel, require_recorded
 from epk_gp.gram.sketch import NUM_NODES, PathSketch, nodes_trajectory, trace_coefficients
-from epk_gp.quadrature.rules import (
-    WeightPath,
-    gauss_legendre,
-    left_endpoint,
-    path_identity,
-    require_integrable,
-    straight,
-)
+from epk_gp.quadrature import rules
 
 EXPECTED_ERROR = 1.06  # times 1 / sqrt(k): measured, between points whose cosine is small (docs/theory.md, section 9)
 
@@ -96,13 +89,13 @@ def _reference(sketch: PathSketch) -> tuple[PathKernel, str]:
     """Return the kernel that features are compared with, and its description."""
     run = sketch.trajectory
     if sketch.nodes is None:
-        return PathKernel(run, sketch.head, left_endpoint()), f"all {run.num_steps} steps, each at its start"
+        return PathKernel(run, sketch.head, rules.left_endpoint()), f"all {run.num_steps} steps, each at its start"
     if run.num_steps <= MAX_PROBE_STEPS:
-        kernel = PathKernel(run, sketch.head, gauss_legendre(2), path=sketch.path)
-        along = "".join(f" along {path}" for path in path_identity(sketch.path))
+        kernel = PathKernel(run, sketch.head, rules.gauss_legendre(2), path=sketch.path)
+        along = "".join(f" along {path}" for path in rules.path_identity(sketch.path))
         return kernel, f"all {run.num_steps} steps{along}, 2 nodes each"
     many = nodes_trajectory(run, MAX_PROBE_STEPS, path=sketch.path)
-    return PathKernel(many, sketch.head, left_endpoint()), f"{MAX_PROBE_STEPS} nodes of the path"
+    return PathKernel(many, sketch.head, rules.left_endpoint()), f"{MAX_PROBE_STEPS} nodes of the path"
 
 
 def _cosines(K: Float[Tensor, "n n"], chosen: Bool[Tensor, " n"]) -> Float[Tensor, " pairs"]:
@@ -142,7 +135,7 @@ def path_features(
     seed: int = 0,
     head: Head | None = None,
     is_train: bool | Bool[Tensor, " n"] = False,
-    path: WeightPath = straight(),
+    path: rules.WeightPath = rules.straight(),
     num_probe: int = NUM_PROBE,
     **options: Unpack[ComputeSettings],
 ) -> Float[Tensor, "n k"]:
@@ -203,7 +196,7 @@ def trace_sketch(
     nodes: int | None,
     seed: int,
     head: Head | None,
-    path: WeightPath = straight(),
+    path: rules.WeightPath = rules.straight(),
 ) -> PathSketch:
     """Return the sketch of tr K(x, x') / C.
 
@@ -214,8 +207,8 @@ def trace_sketch(
     validate_integer(seed, "seed")
     chosen = resolve_head(head, trajectory.loss, trajectory.num_outputs)
     require_recorded(trajectory)
-    require_integrable(path, "path_features")
-    if nodes is None and path_identity(path):
+    rules.require_integrable(path, "path_features")
+    if nodes is None and rules.path_identity(path):
         raise ValueError(f"nodes must be a number with path={path!r}, which they are spread along: got None.")
     run = trajectory if nodes is None else nodes_trajectory(trajectory, nodes, path=path)
     coefficients = trace_coefficients(run, int(seed)) / run.num_outputs**0.5

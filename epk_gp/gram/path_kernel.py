@@ -167,10 +167,8 @@ class PathKernel:
             is_per_class: Only pairs of equal classes are wanted.
             is_traced: Only their sum is wanted.
         """
-        etas = _parse_step_weights(self.trajectory, self.step_weights)
-        return PlannedKernel(
-            self.trajectory, net, self.head, self.rule, etas, self.path, options, is_per_class, is_traced
-        )
+        run, etas = self.trajectory, _parse_step_weights(self.trajectory, self.step_weights)
+        return PlannedKernel(run, net, self.head, self.rule, etas, self.path, options, is_per_class, is_traced)
 
     def parse_inputs(self, X: Inputs, name: str = "X") -> Shaped[Tensor, "n ..."]:
         """Return inputs as one tensor.

@@ -277,16 +277,14 @@ class PlannedKernel:
         """
         if isinstance(self.rule, rules.AdaptiveRule):
             for s in steps:
-                yield self._adaptive_nodes(s, X, self.rule, cost)
+                yield self._point_nodes(s, X, self.rule, cost)
             return
         jacobians = self.jacobians([(s, t) for s in steps for t, _ in self.rule], X, cost)
         weights = [NodeWeights(weight, None, len(X)) for _, weight in self.rule]
         for _ in steps:
             yield map(NodeBatch, islice(jacobians, len(weights)), weights)
 
-    def _adaptive_nodes(
-        self, s: int, X: Tensor, rule: rules.AdaptiveRule, cost: ContractionCost
-    ) -> Iterator[NodeBatch]:
+    def _point_nodes(self, s: int, X: Tensor, rule: rules.AdaptiveRule, cost: ContractionCost) -> Iterator[NodeBatch]:
         segment, integral = self._integrate(s, X, rule)
         for rows in torch.arange(len(integral.point), device=X.device).split(len(X)):
             points = integral.point[rows]

@@ -20,7 +20,7 @@ import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
 
-from epk_gp.autodiff.representations import DenseJacobian
+from epk_gp.autodiff.representations import DenseJacobian, LeftFactor
 from epk_gp.core.inputs import Points
 from epk_gp.core.plans import MAX_STEP_BATCH, empty_huge_pages
 from epk_gp.core.step import fingerprint
@@ -359,7 +359,7 @@ def add_chords(kernel: PlannedKernel, steps: Steps, tile: GramAccumulator, X: Te
         Y: The training copies.
     """
     chords = kernel.stretches(steps)
-    left, right, weights = list[Averages](), list[Averages](), list[float]()
+    left, right, weights = list[list[LeftFactor]](), list[list[LeftFactor]](), list[float]()
     at_nodes = kernel.node_batches([first for first, _ in chords], X, kernel.cost(1))
     for (_, own), nodes in zip(chords, at_nodes, strict=True):
         batches, length = list(nodes), sum(eta for _, eta in own)
@@ -372,12 +372,10 @@ def add_chords(kernel: PlannedKernel, steps: Steps, tile: GramAccumulator, X: Te
             for (_, eta), of_step in zip(part, jacobians, strict=True):
                 for batch in batches:
                     tile.add_nodes(batch, of_step, eta, averages)
-        left.append(averages)
-        right.append(sums)
+        left.append([*averages.values()])
+        right.append([*sums.values()])
         weights.append(length)
-    tile.add_steps(
-        [list(of_chord.values()) for of_chord in left], [list(of_chord.values()) for of_chord in right], weights
-    )
+    tile.add_steps(left, right, weights)
 
 
 def _test_side(kernel: PlannedKernel, batches: Sequence[NodeBatch]) -> Averages:

@@ -270,9 +270,7 @@ def _soap(p: nn.Parameter, group: Options, before: Options, after: Options) -> L
     scale = rate * (1 - decay) / (v.sqrt() + float(group["eps"]))
     inner = {"inner_left": None if left is None else left.T, "inner_right": right}
     outer = {"left": left, "right": None if right is None else right.T}
-    return _step(
-        group, lr, momentum_lr=scale, **_mean(beta1), **inner, **outer, weight_decay=0.0, decoupled_decay=decay
-    )
+    return _step(group, lr, momentum_lr=scale, **_mean(beta1), **inner | outer, weight_decay=0.0, decoupled_decay=decay)
 
 
 def lookahead(inner: UpdateRule) -> UpdateRule:

@@ -24,14 +24,8 @@ from jaxtyping import Float
 from torch import Tensor, nn, optim
 from torch.optim import Optimizer
 
-from epk_gp.optimizers.library_rules import (
-    LIBRARY_RULES,
-    TEMPLATE,
-    NoOptimizer,
-    lookahead,
-    of_class,
-    orthogonalising_matrix,
-)
+from epk_gp.optimizers import library_rules
+from epk_gp.optimizers.library_rules import NoOptimizer, orthogonalising_matrix
 from epk_gp.optimizers.update_rules import GRADIENT, OPTIONS, WEIGHTS, LinearStep, Options, UpdateRule
 
 Memory = tuple[Tensor, ...]
@@ -231,7 +225,7 @@ RULES: dict[type[Optimizer], UpdateRule] = {NoOptimizer: GRADIENT_DESCENT} | {
     if hasattr(optim, rule.name)  # the installed torch may be older
 }
 _SGD_OPTIONS = {*signature(optim.SGD).parameters, "initial_lr", "param_names"}
-_OF_LIBRARIES = LIBRARY_RULES | {
+_OF_LIBRARIES = library_rules.LIBRARY_RULES | {
     "Muon": UpdateRule("Muon", _muon_of_library, (GRADIENT,), unexplained=0.5),
     "SGDW": UpdateRule("SGDW", _sgd, (GRADIENT,)),
 }
@@ -490,9 +484,9 @@ def _known_rule(optimizer: Optimizer) -> UpdateRule:
         if kind in RULES:
             return RULES[kind]
         if kind.__name__ == "Lookahead" and isinstance(inner, Optimizer):
-            return of_class(lookahead(_known_rule(inner)), optimizer)
+            return library_rules.of_class(library_rules.lookahead(_known_rule(inner)), optimizer)
         if kind.__name__ in _OF_LIBRARIES:
-            return of_class(_OF_LIBRARIES[kind.__name__], optimizer)
+            return library_rules.of_class(_OF_LIBRARIES[kind.__name__], optimizer)
     if isinstance(optimizer, optim.LBFGS):
         raise ValueError(
             "the optimizer must take one gradient a step: LBFGS evaluates the loss several times within a step, and "
@@ -503,7 +497,8 @@ def _known_rule(optimizer: Optimizer) -> UpdateRule:
     kind, other = type(optimizer), ", nor is it that of SGD, whose options it has" if may_be_sgd else ""
     refusal = (
         f"the optimizer's update rule must be known: that of {kind.__module__}.{kind.__name__} is not{other}. Known "
-        f"are {known}. Where its step is linear in the gradients, state it, with its own options and state:\n{TEMPLATE}"
+        f"are {known}. Where its step is linear in the gradients, state it, with its own options and state:\n"
+        f"{library_rules.TEMPLATE}"
     )
     if may_be_sgd:
         return replace(RULES[optim.SGD], refusal=refusal)

@@ -177,10 +177,8 @@ class UpdateCoefficients:
 
     def map(self, function: Callable[[Tensor], Tensor]) -> "UpdateCoefficients":
         """Return the same coefficients with a function applied to each tensor, matrices included."""
-        others: dict[str, Any] = {
-            name: {k: function(Q) for k, Q in getattr(self, name).items()} for name in BY_PARAMETER
-        }
-        return UpdateCoefficients(*map(function, self), **others, places=self.places)
+        rest: dict[str, Any] = {name: {k: function(Q) for k, Q in getattr(self, name).items()} for name in BY_PARAMETER}
+        return UpdateCoefficients(*map(function, self), **rest, places=self.places)
 
 
 def stack_coefficients(steps: Sequence[LinearStep], sizes: Sequence[int]) -> UpdateCoefficients:
@@ -216,9 +214,7 @@ def stack_coefficients(steps: Sequence[LinearStep], sizes: Sequence[int]) -> Upd
             is_whole = isinstance(value, Tensor) and value.ndim
             if is_whole and value.numel() != size:
                 raise ValueError(f"{name} must be one number or one per weight, {size}: got {tuple(value.shape)}.")
-            numbers.append(
-                value.detach().reshape(-1) if is_whole else like.new_full((size,), float(value), dtype=dtype)
-            )
+            numbers.append(value.detach().flatten() if is_whole else like.new_full((size,), float(value), dtype=dtype))
         joined[name] = torch.cat(numbers)  # which promotes their types
     return UpdateCoefficients(**joined | matrices)
 

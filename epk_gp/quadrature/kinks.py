@@ -144,8 +144,7 @@ def _picked(
     if isinstance(second, Tensor):
         if len(output) != len(x) or output.ndim < 2:
             return None
-        both = torch.stack([x.expand_as(output), (sign * second.detach()).expand_as(output)], dim=1)
-        x = both
+        x = torch.stack([x.expand_as(output), (sign * second.detach()).expand_as(output)], dim=1)
     else:
         dims = tuple(d % x.ndim for d in ((second,) if isinstance(second, int) else second or ()))
     if not dims or 0 in dims:
@@ -179,7 +178,7 @@ def values_at_ends(
     What fused functions hide is not seen.
     """
     zeros, is_seen = segment.w.new_zeros(len(X)), segment.net.plan.supports_interpolation
-    size = min(segment.memory.kink_search_rows(), segment.memory.directional_rows())
+    size = segment.memory.kink_search_rows()
     switches, (start, end) = _stand_differently(partial(values, segment), X, (zeros, zeros + 1), size)
     return start, end, switches & is_seen
 
@@ -305,20 +304,17 @@ def _preactivations(segment: WeightSegment, X: Tensor, t: Tensor) -> list[tuple[
 
 
 def _solve(
-    value_of: Callable[[Tensor, Tensor], Tensor],
-    ends: tuple[Tensor, Tensor],
-    at_ends: tuple[Tensor, Tensor],
-    eps: float,
+    value_of: Callable[[Tensor, Tensor], Tensor], ends: tuple[Tensor, Tensor], f_ends: tuple[Tensor, Tensor], eps: float
 ) -> Float[Tensor, " B"]:
     """Solve all events by the Illinois method (Dowell & Jarratt 1971), which keeps them bracketed.
 
     Args:
         value_of: Evaluates some of the events at given places.
         ends: Where each of the B events is bracketed.
-        at_ends: Its values there.
+        f_ends: Its values there.
         eps: Of the inputs.
     """
-    (low, high), (at_low, at_high) = (x.clone() for x in ends), (x.clone() for x in at_ends)
+    (low, high), (at_low, at_high) = (x.clone() for x in ends), (x.clone() for x in f_ends)
     scale = at_low.abs() + at_high.abs()
     root = low.clone()
     active = torch.arange(len(root), device=root.device)

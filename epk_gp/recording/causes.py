@@ -24,11 +24,7 @@ _REGRESSION = "For regression, state loss=nn.MSELoss()."
 
 
 def validate_targets(
-    loss: Loss,
-    targets: Shaped[Tensor, "..."],
-    num_points: int,
-    num_outputs: int,
-    sample_shape: tuple[int, ...] | None = None,
+    loss: Loss, targets: Shaped[Tensor, "..."], num_points: int, num_outputs: int, sample_shape: tuple[int, ...] | None
 ) -> None:
     """Raise if targets do not fit the data, the network or the loss.
 
@@ -98,9 +94,7 @@ def _validate_classes(loss: ClassLoss, targets: Tensor, sample_shape: tuple[int,
         )
 
 
-def validate_output_scale(
-    loss: Loss, outputs: Float[Tensor, "n ..."], targets: Shaped[Tensor, "n ..."] | None = None
-) -> None:
+def validate_output_scale(loss: Loss, outputs: Float[Tensor, "n ..."], targets: Shaped[Tensor, "n ..."]) -> None:
     """Raise if the loss takes log-probabilities and the outputs are not log-probabilities.
 
     Args:
@@ -113,8 +107,7 @@ def validate_output_scale(
     """
     if not isinstance(loss, NegativeLogLikelihood):
         return
-    z = outputs.detach()
-    totals = (z if targets is None else classes_second(z, targets)).logsumexp(dim=1).flatten()
+    totals = classes_second(outputs.detach(), targets).logsumexp(dim=1).flatten()
     worst = float(totals[totals.abs().argmax()])
     if abs(worst) > torch.finfo(outputs.dtype).eps ** 0.5:
         raise ValueError(

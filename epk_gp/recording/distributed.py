@@ -142,10 +142,8 @@ class Ranks:
             ValueError: It has.
         """
         digests = self.gather(data_digest)
-        if other := [rank for rank, own in enumerate(digests) if own != digests[0]]:
-            raise ValueError(
-                f"X and y must be the same on all ranks: those of rank {other[0]} are not those of rank 0."
-            )
+        if odd := [rank for rank, own in enumerate(digests) if own != digests[0]]:
+            raise ValueError(f"X and y must be the same on all ranks: those of rank {odd[0]} are not those of rank 0.")
 
     def whole_step(
         self, record: Callable[[], _OwnStep], setup: TrainingSetup, made: MadeStep, end: Float[Tensor, " P"]

@@ -192,7 +192,7 @@ def seen_passes(setup: TrainingSetup, made: MadeStep, step: Step) -> list[SeenPa
 
 def doubt_of_loss(setup: TrainingSetup, made: MadeStep, step: Step) -> str | None:
     """Say what the loop's loss is, if passes of a step show that it is not the stated one; None if they do not."""
-    if (cause := _loss_cause(setup, made, seen_passes(setup, made, step))) is not None:
+    if (cause := _loss_cause(setup, made, seen_passes(setup, made, step), None)) is not None:
         return cause
     is_read = any(batch.weight is None for batch in made.announced)
     return "weight=None found no factor of the stated loss that all rows have" if is_read else None
@@ -236,14 +236,12 @@ def _move_cause(setup: TrainingSetup, observed: ObservedStep) -> str:
             f"{known}, and the step is {rule}'s but for {abs(factor - 1):.1g} of it: where it is compiled "
             "or capturable=True, torch computes its rates in float32. Accept it with unexplained=0.001"
         )
-    inside = (
-        f"the weights moved by {factor:.4g} times {rule}'s step: its learning rate was another one inside of step()"
-    )
+    cause = f"the weights moved by {factor:.4g} times {rule}'s step: its learning rate was another one inside of step()"
     if rate > 0 and allclose(rest, -rate * made.gradient):
         other = f"another optimizer moved the weights by {rate:.3g} times it too: pass the recorder both"
-        return f"{known}, and {other}{f' (or {inside})' * is_scaled}"
+        return f"{known}, and {other}{f' (or {cause})' * is_scaled}"
     if is_scaled:
-        return f"{known}, and {inside}. Change it before or after optimizer.step()"
+        return f"{known}, and {cause}. Change it before or after optimizer.step()"
     if len(moved) < len(model.names):
         return f"{known}, and the weights of {_named(moved)} were changed between batch() and the end of the step"
     return f"{known}, but the weights did not move by {rule}'s rule: another optimizer or option"
@@ -316,9 +314,7 @@ def _replayed(replay: TrainingReplay, state: Float[Tensor, " PQ"], seen: SeenPas
     return returned, any(others)
 
 
-def _loss_cause(
-    setup: TrainingSetup, made: MadeStep, seen: Sequence[SeenPass], check: StepCheck | None = None
-) -> str | None:
+def _loss_cause(setup: TrainingSetup, made: MadeStep, seen: Sequence[SeenPass], check: StepCheck | None) -> str | None:
     """Say what the loop's loss is, where it is not the stated one: by its gradient in the outputs and the optimizer's.
 
     A factor alone is none if the optimizer's gradient does not have it: a GradScaler takes its own back.

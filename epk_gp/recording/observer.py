@@ -475,10 +475,8 @@ class StepObserver:
             settings=setup.changed_settings(),
         )
         modes = torch.tensor([part.training for part in setup.net.modules()])
-        count = len(args) + len(kwargs)
-        self._begun.append(
-            CapturedForward(inputs, modes, statistics, statistics, record, difference, num_arguments=count)
-        )
+        own = inputs, modes, statistics, statistics, record, difference
+        self._begun.append(CapturedForward(*own, num_arguments=len(args) + len(kwargs)))
 
     def _after_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], returned: Any) -> Any:
         """Take what a pass returned; of a loss that is not stated the loop goes on with aliases of it."""

@@ -238,24 +238,21 @@ class PassRecords:
         key = modes.numpy().tobytes()
         if modes.any() and key not in self._differing:
             start, statistics = self._state.split([self._setup.model.num_weights, self._setup.model.num_statistics])
-            self._differing[key] = any(
-                self._differs_at(modes, torch.cat([w, statistics])) for w in (start, perturbed_initial(start))
-            )
+            states = (torch.cat([w, statistics]) for w in (start, perturbed_initial(start)))
+            self._differing[key] = any(self._differs_at(modes, state) for state in states)
         return self._differing.get(key, False)
 
     def _differs_at(self, modes: Tensor, state: Tensor) -> bool:
         model = self._setup.model
-        module, params = copied_module(model.module), model.unflatten(state)  # of which a frozen base may be large
-        for part, mode in zip(module.modules(), modes.tolist(), strict=True):
+        net, params = copied_module(model.module), model.unflatten(state)  # of which a frozen base may be large
+        for part, mode in zip(net.modules(), modes.tolist(), strict=True):
             part.training = mode
-        named = {name: value.clone() for name, value in {**dict(module.named_buffers()), **params}.items()}
+        named = {name: value.clone() for name, value in {**dict(net.named_buffers()), **params}.items()}
         # dropout may leave a few nodes as they are
         rows = (self._setup.X if model.signature.graph is not None else self._setup.X[:_NUM_ROWS]).clone()
         with torch.no_grad(), random_state_kept(model.spec.device), disable_fused_attention(), quiet_checkpoints():
             try:
-                returned = model.signature.call(
-                    lambda *args, **kwargs: functional_call(module, named, args, kwargs), rows
-                )
+                returned = model.signature.call(lambda *args, **kwargs: functional_call(net, named, args, kwargs), rows)
             except (RuntimeError, ValueError):  # such as one value per channel in training mode
                 return True
             expected = model.returned(params, rows)
@@ -385,10 +382,8 @@ def _used_targets(
     found = _as_stated(loss, z, delta, y, c, _possible_labels(loss, delta, cuts), tolerance)
     if found is not None:
         labels, weights, factor = found
-        is_other = (
-            (labels != y).reshape(len(y), -1).any(dim=1) if labels.shape == y.shape else torch.ones(len(y)).bool()
-        )
-        index = is_other.nonzero().squeeze(1).to(labels.device)
+        differs = (labels != y).reshape(len(y), -1).any(dim=1) if labels.shape == y.shape else torch.ones(len(y)).bool()
+        index = differs.nonzero().squeeze(1).to(labels.device)
         return SeenRows(index, labels[index]) if len(index) else None, weights * (factor if is_read else 1.0), False
     if z.ndim > 2 and isinstance(loss, ClassLoss) and not y.is_floating_point():
         shifted = (F.pad(labels[:, 1:], (0, 1), value=ignored_class(loss)) for labels in cuts)

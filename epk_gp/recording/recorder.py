@@ -268,9 +268,7 @@ class Recorder:
         self._is_recording = not self._is_closed  # a closed recorder stays closed
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
         """Stop observing the optimizer, and commit what was recorded, also after an error."""
         self._observer.stop()
         if self._is_closed:
@@ -358,7 +356,7 @@ class Recorder:
             with _errors_of_step(index):
                 learning_rate(self._optimizers)
                 if not self._setup.is_at(last):
-                    self._follow_move(*self._observer.first_state())
+                    self._follow_move(*self._observer.first_state(), is_end=False)
                     last = self._history.last.end
                 if not self._setup.is_at(last) and not self._observer.has_moved_between_passes:
                     is_on_disk = 0 < index == self.num_committed
@@ -380,9 +378,7 @@ class Recorder:
             with suppress(StepMismatchError):  # an edit: an error at the next step, or the end
                 self._history.move_statistics(self._observer.statistics())
 
-    def _follow_move(
-        self, w: Float[Tensor, " P"], statistics: Float[Tensor, " Q"] | None, *, is_end: bool = False
-    ) -> None:
+    def _follow_move(self, w: Float[Tensor, " P"], statistics: Float[Tensor, " Q"] | None, *, is_end: bool) -> None:
         """Record a move of the weights since the last step, without a gradient, if it leads towards a recorded state.
 
         At the end of the recording, weights that are those of an earlier state are none: the run up to it says more.

@@ -432,13 +432,11 @@ def _validated_fingerprint(model: FunctionalModel, state: Tensor, moved: Tensor,
     if start.dtype not in (torch.float32, torch.float64):
         raise TypeError(f"the weights must be float32 or float64: got {start.dtype}. Convert them with net.float().")
     inputs = {"X": X} if graph is None else {f"tensor {k!r} of the graph": v for k, v in graph.tensors.items()}
-    for name, value in inputs.items():
-        if value.is_floating_point() and value.dtype != start.dtype:
-            raise TypeError(
-                f"{name} must have the weights' dtype {start.dtype}: got {value.dtype}. Convert one of them."
-            )
-        if value.device != start.device:  # a graph's tensors are the user's
-            raise ValueError(f"{name} must be on the network's device {start.device}: got {value.device}.")
+    for name, x in inputs.items():
+        if x.is_floating_point() and x.dtype != start.dtype:
+            raise TypeError(f"{name} must have the weights' dtype {start.dtype}: got {x.dtype}. Convert one of them.")
+        if x.device != start.device:  # a graph's tensors are the user's
+            raise ValueError(f"{name} must be on the network's device {start.device}: got {x.device}.")
     rows = X[:NUM_FINGERPRINT_POINTS].clone() if graph is None else graph.nodes
     before = {} if graph is None else {key: value.clone() for key, value in graph.tensors.items()}
     perturbed = model.unflatten(moved)

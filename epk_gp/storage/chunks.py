@@ -209,15 +209,16 @@ def read_steps(path: str | os.PathLike[str], schema: ChunkSchema, chunk: Chunk) 
     return with_stored_passes(Path(path), chunk, schema, steps)
 
 
-def _validate_layout(
-    actual: Mapping[str, tuple[tuple[int, ...], str]], schema: ChunkSchema, chunk: Chunk, where: str
-) -> None:
+_Layout = tuple[tuple[int, ...], str]  # shape and dtype of a tensor
+
+
+def _validate_layout(actual: Mapping[str, _Layout], schema: ChunkSchema, chunk: Chunk, where: str) -> None:
     """Raise if names, shapes and dtypes are not those of a chunk of this run."""
     k, j, L, any_length = chunk.states, chunk.states - (chunk.first == 0), len(schema.sizes), -1
     P, Q, weight_dtype = schema.num_weights, schema.num_statistics, SAFETENSORS_DTYPES[schema.dtype]
     if "sizes" not in actual or actual["sizes"][0] != (j,):  # first: the journal may claim any number of states
         raise ValueError(f"{where} must hold {j} steps: its 'sizes' are missing or others.")
-    expected: dict[str, tuple[tuple[int, ...], str]] = {
+    expected: dict[str, _Layout] = {
         "states": ((len(schema.held_between(chunk.first, chunk.last)), P), weight_dtype),
         "sizes": ((j,), "F64"),
         "lengths": ((j,), "I64"),
@@ -230,7 +231,7 @@ def _validate_layout(
     if schema.thins and REPLAY in actual:
         expected |= {REPLAY: ((any_length,), "U8"), f"{REPLAY}.at": ((k, 2), "I64")}
     if j:
-        optional: dict[str, tuple[tuple[int, ...], str]] = {f"update.{field}": ((j, P), "F32 F64") for field in FIELDS}
+        optional: dict[str, _Layout] = {f"update.{field}": ((j, P), "F32 F64") for field in FIELDS}
         optional |= {f"update.{field}.at": ((j, L), "I64") for field in FIELDS if schema.thins}
         optional |= {GROUPS: ((any_length,), "U8"), MOVES: ((j, 2), "F64")}
         if schema.is_stream:

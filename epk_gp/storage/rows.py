@@ -26,9 +26,7 @@ from epk_gp.core.model import random_state_kept
 from epk_gp.core.step import Step, fingerprint_data, tensor_bytes
 
 TrainingInputs = Any  # `Inputs`, arrays, a map-style dataset (also of `datasets`), a `DataLoader` or a `Stream`
-Targets = (
-    Shaped[Tensor, "M ..."] | np.ndarray[Any, np.dtype[Any]] | str | None
-)  # a text: the key of an item that holds it
+Targets = Shaped[Tensor, "M ..."] | np.ndarray[Any, np.dtype[Any]] | str | None  # a text: the key of items' targets
 
 _ITEMS = 64  # of a dataset that are read at a time
 _READ_TWICE = 16  # items that are read twice, to see whether they are the same each time

@@ -76,9 +76,7 @@ class Storage:
         validate_count(self.keep_every, "keep_every")
 
 
-def thinning_header(
-    storage: object, folder: str | os.PathLike[str] | None, momentum: Tensor | None = None
-) -> dict[str, Any]:
+def thinning_header(storage: object, folder: str | os.PathLike[str] | None, momentum: Tensor | None) -> dict[str, Any]:
     """Return what header and digest of a run hold of its options on disk; nothing where every state is kept.
 
     Raises:
