@@ -28,7 +28,7 @@ def a_row(system, number, unit="AUROC", data="digits", deviation=0.25):
 def test_a_table_has_the_best_in_bold_and_names_what_we_lose(load):
     rows = [a_row("epk_gp", 0.5), a_row("other", 0.75), a_row("epk_gp", 1.0, "NLL"), a_row("other", 2.0, "NLL")]
     assert load("report").tables({"head": HEAD, "rows": rows}).splitlines() == [
-        "| a judge | digits: AUROC | digits: NLL | seconds |",
+        "| a judge: digits | AUROC | NLL | seconds |",
         "| --- | --- | --- | --- |",
         "| epk_gp | 0.500 ± 0.250 | **1.000 ± 0.250** | 2 |",
         "| other | **0.750 ± 0.250** | 2.000 ± 0.250 | 2 |",
@@ -41,6 +41,7 @@ def test_a_table_has_the_best_in_bold_and_names_what_we_lose(load):
 
 def test_nothing_is_lost_where_ours_is_the_best_or_level_or_alone(load):
     rows = [a_row("epk_gp", 0.75), a_row("other", 0.7501), a_row("third", 0.5), a_row("epk_gp", 0.1, data="alone")]
+    rows += [a_row("epk_gp", 0.9, "share within 2 error bars"), a_row("other", 1.0, "share within 2 error bars")]
     assert load("report").lost(rows) == []
 
 

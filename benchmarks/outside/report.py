@@ -5,58 +5,59 @@ from statistics import mean
 from typing import Any
 
 Rows = list[dict[str, Any]]
-LEAST_IS_BEST = ("NLL", "ECE", "Brier", "RMSE", "error", "difference")  # words of a unit; of others the most is best
+LEAST_IS_BEST = ("nll", "ece", "brier", "rmse", "difference")  # words of a unit; of others the most is best
+NO_BEST = "share within"  # of a unit that has a right value in between
 OURS = "epk_gp"
 
 
 def tables(content: dict[str, Any], judge: str = "") -> str:
-    """Return the table of every judge in a file, or of one, where others are better, and what was measured on what."""
-    groups: dict[str, Rows] = defaultdict(list)
-    for row in content["rows"]:
-        if judge in ("", row["judge"]):
-            groups[row["judge"]].append(row)
-    parts = [part for rows in groups.values() for part in (judge_table(rows), *lost(rows))]
-    return "\n\n".join([*parts, measured(content["head"])])
+    """Return the tables of every judge in a file, or of one, where others are better, and what was measured on what."""
+    rows = [row for row in content["rows"] if judge in ("", row["judge"])]
+    groups: dict[tuple[str, str], Rows] = defaultdict(list)
+    for row in rows:
+        groups[row["judge"], row["data"]].append(row)
+    return "\n\n".join([*map(data_table, groups.values()), *lost(rows), measured(content["head"])])
 
 
-def judge_table(rows: Rows) -> str:
-    """Return a judge's table; the best number of a column is bold."""
-    columns = list(dict.fromkeys((row["data"], row["unit"]) for row in rows))
+def data_table(rows: Rows) -> str:
+    """Return the table of a judge's numbers on one set of data; the best number of a column is bold."""
+    units = list(dict.fromkeys(row["unit"] for row in rows))
     costs: dict[str, list[float]] = defaultdict(list)
-    cells: dict[tuple[str, str, str], str] = {}
+    cells: dict[tuple[str, str], str] = {}
     for row in rows:
         costs[row["system"]].append(row["cost_seconds"])
-        is_best = rounded(row) == rounded(best(rows, row)) and len(peers(rows, row)) > 1
-        cells[row["system"], row["data"], row["unit"]] = f"**{written(row)}**" if is_best else written(row)
+        first = best(rows, row)
+        is_best = first is not None and rounded(row) == rounded(first)
+        cells[row["system"], row["unit"]] = f"**{written(row)}**" if is_best else written(row)
     lines = [
-        [system, *(cells.get((system, *column), "–") for column in columns), f"{mean(seconds):.3g}"]
+        [system, *(cells.get((system, unit), "–") for unit in units), f"{mean(seconds):.3g}"]
         for system, seconds in costs.items()
     ]
-    head = [f"{row['judge']}" for row in rows[:1]]
-    return markdown_table([*head, *(f"{data}: {unit}" for data, unit in columns), "seconds"], lines)
+    return markdown_table([f"{rows[0]['judge']}: {rows[0]['data']}", *units, "seconds"], lines)
 
 
 def peers(rows: Rows, row: dict[str, Any]) -> Rows:
     """Return the rows that a row is compared with, itself included."""
-    return [other for other in rows if (other["data"], other["unit"]) == (row["data"], row["unit"])]
+    return [other for other in rows if all(other[key] == row[key] for key in ("judge", "data", "unit"))]
 
 
-def best(rows: Rows, row: dict[str, Any]) -> dict[str, Any]:
-    """Return the best of the rows that a row is compared with."""
-    sign = -1 if any(word in row["unit"] for word in LEAST_IS_BEST) else 1
-    return max(peers(rows, row), key=lambda other: sign * other["number"])
+def best(rows: Rows, row: dict[str, Any]) -> dict[str, Any] | None:
+    """Return the best of the rows that a row is compared with; none where it stands alone or no number is best."""
+    found, unit = peers(rows, row), row["unit"].lower()
+    sign = -1 if any(word in unit for word in LEAST_IS_BEST) else 1
+    return None if len(found) < 2 or NO_BEST in unit else max(found, key=lambda other: sign * other["number"])
 
 
 def lost(rows: Rows) -> list[str]:
     """Say, in one line, where another system is better than the best of ours."""
-    found = []
-    for data, unit in dict.fromkeys((row["data"], row["unit"]) for row in rows):
-        asked = {"data": data, "unit": unit}
-        ours = [row for row in peers(rows, asked) if OURS in row["system"]]
-        first = best(rows, asked)
-        own = best(ours, asked) if ours else first
-        if rounded(own) != rounded(first):
-            found.append(f"{data}, {unit}: {first['system']} {written(first)}, {own['system']} {written(own)}")
+    found: dict[str, None] = {}
+    for row in rows:
+        first = best(rows, row)
+        ours = [other for other in peers(rows, row) if OURS in other["system"]]
+        own = best(ours, row) or (ours[0] if ours else None)
+        if first is not None and own is not None and rounded(own) != rounded(first):
+            what = f"{row['data']}, {row['unit']}: {first['system']} {written(first)}, {own['system']} {written(own)}"
+            found[what] = None
     return [f"**We lose at** {'; '.join(found)}."] if found else []
 
 
