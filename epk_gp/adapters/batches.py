@@ -36,9 +36,7 @@ def gathered(batches: Iterable[Any]) -> tuple[Inputs, Shaped[Tensor, "n ..."]]:
         are_tensors = all(isinstance(part, Tensor) for part in found[i].values())
         if not are_tensors or not {target} < found[i].keys() == found[0].keys():
             kinds = {name: type(part).__name__ for name, part in found[i].items()}
-            raise TypeError(
-                f"batches must be alike, (inputs, ..., targets) or a dict with 'labels': {i} holds {kinds}."
-            )
+            raise TypeError(f"batches must be alike, (inputs, ..., targets) or dicts with 'labels': {i} holds {kinds}.")
     if not found:
         raise ValueError("there must be a batch of inputs and targets: got none.")
     joined = {name: torch.cat([parts[name] for parts in found]) for name in found[0]}

@@ -35,7 +35,7 @@ class UncertaintyScorer:
         self.classifier, self.score = classifier, score
 
     def fit(self, data_loader: Iterable[Any]) -> Self:
-        """Fit the classifier to unseen points in batches, whose labels are numbers of outputs; training points are refused."""
+        """Fit the classifier to batches of unseen points, which are refused if seen; labels are numbers of outputs."""
         with torch.inference_mode(mode=False):
             self.classifier.fit(TensorDataset(*gathered(data_loader)))  # type: ignore[arg-type]  # one tensor
         return self
