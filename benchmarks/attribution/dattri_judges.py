@@ -55,22 +55,25 @@ def main(
     rows: Annotated[Path, typer.Option(help="Folder of what is saved.")] = HERE / "attribution" / ".rows",
     environments: Annotated[Path, typer.Option(help="Folder of the peers' environments.")] = HERE / ".venvs",
     subsets: Annotated[int, typer.Option(help="Random halves.")] = 100,
-    removed: Annotated[int, typer.Option(help="Samples that are left out, one at a time.")] = 100,
+    removed: Annotated[int, typer.Option(help="Samples that are left out, one at a time; 0 for none.")] = 100,
     points: Annotated[int, typer.Option(help="Test samples, the first ones.")] = 20,
     runs: Annotated[int, typer.Option(help="Recorded runs over which the derivative is averaged as well.")] = 3,
     networks: Annotated[str, typer.Option(help="Which of dattri's two networks.")] = "logistic mlp",
+    only: Annotated[str, typer.Option(help="Regular expression: names of what is computed; all is, by default.")] = "",
 ) -> None:
     """Ask dattri about scores of both networks, and write its answers."""
     torch.set_num_threads(1)
-    timer, saved, repeats = Stopwatch(), Rows(rows), "one recorded run"
+    timer, saved, repeats = Stopwatch(), Rows(rows, only), "one recorded run"
     pythons: Pythons = {name: python_of(environments / name, PACKAGES[name]) for name in ("dattri",)}
     if isinstance(dattri := pythons["dattri"], str):
         raise typer.BadParameter(f"dattri must be installed to judge: {dattri}")
-    judged: Judged = []
-    config = {"subsets": subsets, "removed": removed, "points": points, "runs": runs}
+    asked_for = [setting for setting in SETTINGS if setting.network in networks.split()]
+    names = [setting.name for setting in asked_for]
+    before = json.loads(out.read_text())["rows"] if out.is_file() else []
+    judged: Judged = [row for row in before if row["data"] not in names]
+    config = {"points": points, "runs": runs}
     out.parent.mkdir(parents=True, exist_ok=True)
-    for name in networks.split():
-        setting = next(setting for setting in SETTINGS if setting.network == name)
+    for setting in asked_for:
         judged += by_retraining(setting, saved, pythons, dattri, subsets, removed, points, runs)
         judged += by_wrong_labels(setting, saved, pythons, dattri)
         head = provenance(timer) | {"date": datetime.now(UTC).date().isoformat(), "repeats": repeats, "config": config}
@@ -90,7 +93,8 @@ def by_retraining(
 ) -> Judged:
     """Return LDS and leave-one-out correlation of scores for the first test samples."""
     problem = Problem(setting, 0)
-    only = replace(saved, only=": (" + "|".join(re.escape(score.name) for score in asked(setting)) + ")$")
+    scores = "|".join(re.escape(score.name) for score in asked(setting))
+    only = saved if saved.only else replace(saved, only=f": ({scores})$")
     found = {name: row for name, row in scores_of(problem, points, only, pythons).items() if "scores" in row}
     once = saved.get(f"{problem.name}: seconds", _key(setting), lambda: {"seconds": retraining_seconds(problem)})
     retrainings = {score.name: score.retrainings * (once or {})["seconds"] for score in SCORES}
@@ -100,8 +104,11 @@ def by_retraining(
     job = {"network": setting.network, "X": data.X, "y": data.y, "X_test": data.X_test, "y_test": data.y_test}
     truths = {
         LDS: _truth(setting, saved, dattri, job, "lds truth", list(range(0, subsets, GROUP)), min(GROUP, subsets)),
-        LOO: _truth(setting, saved, dattri, job, "loo truth", list(range(0, removed, GROUP)), min(GROUP, removed)),
     }
+    if removed:
+        truths[LOO] = _truth(
+            setting, saved, dattri, job, "loo truth", list(range(0, removed, GROUP)), min(GROUP, removed)
+        )
     judged = []
     for judge, truth in truths.items():
         options = {(name, o): s for name, row in found.items() for o, s in row["scores"].items()}
@@ -112,9 +119,9 @@ def by_retraining(
             values = own[best].nan_to_num(0.0)[:points].tolist()
             cost = row["seconds"][best] + retrainings.get(name, 0.0)
             error = stdev(values) / len(values) ** 0.5 if len(values) > 1 else 0.0
-            note = f"± {error:.3f} over {len(values)} test images" + (
-                f"; {best}, the best of its options" if best else ""
-            )
+            trained = f"{subsets} halves" if judge == LDS else f"{removed} networks without one image"
+            note = f"± {error:.3f} over {len(values)} test images; {trained}"
+            note += f"; {best}, the best of its options" if best else ""
             judged.append(_row(name, judge, setting.name, mean(values), cost, note))
     return judged
 
@@ -124,16 +131,15 @@ def by_wrong_labels(setting: Setting, saved: Rows, pythons: Pythons, dattri: Pat
     setting = replace(setting, name=f"{setting.name}, wrong labels", num_train=MISLABELLED)
     problem = Problem(setting, 0, flipped=True)
     names = ["self-influence (epk_gp)", *(s.name for s in SCORES if s.name in ("TracIn (dattri)", "TRAK-1 (dattri)"))]
-    kept = {name: saved.saved(f"{problem.name}: own {name}", _key(setting)) for name in names}
-    if any(row is None for row in kept.values()):
+    rows = {name: f"{problem.name}: own {name}" for name in names}
+    kept = {name: saved.saved(row, _key(setting)) for name, row in rows.items()}
+    if any(kept[name] is None and saved.asked_for(row) for name, row in rows.items()):
         trained = Trained(problem, 1)
         trained.X_test, trained.y_test = trained.data.X, trained.data.y
         with tempfile.TemporaryDirectory() as folder:
             trained.save_job(job := Path(folder) / "job.pt")
-            for name in names:
-                kept[name] = saved.get(
-                    f"{problem.name}: own {name}", _key(setting), lambda name=name: _own(name, trained, pythons, job)
-                )
+            for name, row in rows.items():
+                kept[name] = saved.get(row, _key(setting), lambda name=name: _own(name, trained, pythons, job))
     found = {name: row for name, row in kept.items() if row is not None and "scores" in row}
     answers = _metrics(dattri, "mislabel", [row["scores"] for row in found.values()], {"wrong": problem.wrong()})
     note = f"{MISLABELLED} images, a tenth with a wrong label"

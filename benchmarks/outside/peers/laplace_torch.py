@@ -16,7 +16,7 @@ from laplace.curvature import BackPackGGN, CurvlinopsGGN
 from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
-BATCH = 25  # of its example
+BATCH = 50  # its example has 25: for each batch the gradients of all points are computed anew
 GRID = {"log_prior_prec_min": -2.0, "log_prior_prec_max": 4.0, "grid_size": 13}
 
 
