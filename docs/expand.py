@@ -34,6 +34,8 @@ ATTRIBUTION = ROOT / "benchmarks" / "attribution"
 LANGUAGE_MODELS = ROOT / "benchmarks" / "language_models.json"
 METHODS = _module(DOCS / "method_tables.py")
 SCORES = _module(ATTRIBUTION / "report.py")
+OUTSIDE = ROOT / "benchmarks" / "outside"
+JUDGES = _module(OUTSIDE / "report.py")
 
 
 def main() -> None:
@@ -182,6 +184,12 @@ def _saved(name: str) -> dict:
         "language_models": LANGUAGE_MODELS,
     }
     return json.loads(elsewhere.get(name, GALLERY / f"{name}.json").read_text())
+
+
+def _outside(page: Path, name: str, *judge: str) -> str:
+    """Return the tables of outside judges in a file, or of the one that is named; nothing where there is no file."""
+    file = OUTSIDE / f"{name}.json"
+    return JUDGES.tables(json.loads(file.read_text()), " ".join(judge)) if file.exists() else "*Not measured yet.*"
 
 
 def _tables(page: Path, name: str, *tables: str) -> str:
@@ -369,6 +377,7 @@ TABLES: dict[str, Callable[[dict], str]] = {
 KINDS: dict[str, Callable[..., str]] = {
     "results": lambda page: headline(),
     "saved": _tables,
+    "outside": _outside,
     "file": _file,
     "program": _program,
     "section": _section,

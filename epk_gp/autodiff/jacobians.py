@@ -356,6 +356,7 @@ class _RecordedPass:
         for output_grads in self._backward():
             for builder in builders:
                 builder.add_cotangents(output_grads)
+        del self.mode  # which holds the weights, and this object: a circle, that memory would wait for
         return [layer if isinstance(layer, LayerJacobian) else layer.build() for layer in layers]
 
     def _start_layer(self, name: str, cost: ContractionCost) -> "LayerJacobianBuilder | UseBuilder | LayerJacobian":

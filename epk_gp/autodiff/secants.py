@@ -389,6 +389,10 @@ class SecantDerivatives(ParameterInterception):
             return self._carry(result, end)
         if any(value.is_complex() for value in (*moving, *results)):
             raise _unsupported(func, "takes complex numbers that move")
+        if not inputs and all(torch.equal(*both) for both in zip(results, ends, strict=True)):
+            return self._carry(result, end)
+        if not inputs:
+            raise _unsupported(func, "makes numbers of comparisons that come out otherwise at both ends")
         if places and func in _ROUTING:
             raise _unsupported(func, "takes places that both states choose otherwise, as a mixture of experts does")
         found = self._averaged(func, args, kwargs, (inputs, places), list(zip(results, ends, strict=True)))

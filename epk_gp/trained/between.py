@@ -22,8 +22,9 @@ from torch import Tensor, nn
 from epk_gp.autodiff.dense import PlannedModel
 from epk_gp.autodiff.scalars import Function
 from epk_gp.autodiff.verification import observed_plan, planned, probe_rows
-from epk_gp.core.checks import ComputeOptions, ComputeSettings, parse_options, validate_number
+from epk_gp.core.checks import ComputeOptions, ComputeSettings, parse_options, validate_positive
 from epk_gp.core.gradients import RunReplay, passes_of
+from epk_gp.core.graphs import tensors_of
 from epk_gp.core.inputs import Inputs
 from epk_gp.core.losses import CrossEntropy, Head, Loss, sample_weights
 from epk_gp.core.model import functionalize
@@ -121,11 +122,12 @@ class CheckpointSplit(Displayed, Certificate):
         """Why the result is not certified; shares of samples never are."""
         if (left := self.unexplained) is None:
             return super().findings
-        share = float(left.abs().sum() / self.pieces.sum(dim=3).abs().sum().clamp(min=1e-300))
+        change, size = (float(value.abs().sum()) for value in (self.pieces.sum(dim=3), left))
+        share = f"{size / change:.0%} of the change in the stretches" if change > 0 else f"{size:.2g}"
         return [
             *super().findings,
-            f"shares of samples are of first order, from the gradients at checkpoints alone: {share:.0%} of the change "
-            "in the stretches is `unexplained` (a recorded run has exact ones)",
+            f"shares of samples are of first order, from the gradients at checkpoints alone: {share} is `unexplained` "
+            "(a recorded run has exact ones)",
         ]
 
     def by(self, *axes: SplitBy, depth: int | None = None) -> Shares:
@@ -139,8 +141,8 @@ class CheckpointSplit(Displayed, Certificate):
             ValueError: An axis is unknown, or no heads are known.
         """
         known = ("stretch", "module", "parameter", "head")
-        if not axes or any(axis not in known for axis in axes):
-            raise ValueError(f"axes must be among {', '.join(map(repr, known))}: got {axes}.")
+        if not axes or any(axis not in known for axis in axes) or len({*axes}) < len(axes):
+            raise ValueError(f"axes must be different ones of {', '.join(map(repr, known))}: got {axes}.")
         if "head" in axes and not any(head for *_, head in self.names):
             raise ValueError(
                 "heads must be known: none were found, or heads that change places do not leave the outputs as they "
@@ -154,7 +156,7 @@ class CheckpointSplit(Displayed, Certificate):
             "head": [head or module for (*_, head), module in zip(self.names, modules, strict=True)],
         }
         found, places, indicators = list[Axis](), list[str](), list[Tensor]()
-        for letter, axis in zip("abde", axes, strict=False):
+        for letter, axis in zip("abde"[: len(axes)], axes, strict=True):
             names = list(dict.fromkeys(labels[axis]))
             group = torch.tensor([names.index(label) for label in labels[axis]])
             found.append(Axis("step" if axis == "stretch" else "parameter", group, tuple(names)))
@@ -233,7 +235,7 @@ class _StretchTerms(AttributionWork):
     def terms(
         self, block: Predictions, totals: TermSums, number: int, sums: Sums
     ) -> Iterator[tuple[Integral | None, int, dict[str, Tensor]]]:
-        """Go through the stretches."""
+        """Go through the stretches, from the last one back."""
         own, K, N, shape = cast(_StretchSums, totals), block.num_outputs, len(block.X), block.net.model.sizes
         P, most = sum(shape), max(1, block.memory.adjoint_points(1))
         keeps = bool(self.rates) or not block.is_layerwise
@@ -242,7 +244,7 @@ class _StretchTerms(AttributionWork):
             LossProducts(block, RunReplay(block.recorded, block.recorded_net.model, block.X)) if self.rates else None
         )
         ends = [0, *accumulate(heads for _, heads in self.cuts)]
-        for k in range(sums.steps, block.trajectory.num_steps):
+        for k in reversed(range(block.trajectory.num_steps - sums.steps)):  # a stretch ends where the next one began
             steps, d = range(k, k + 1), block.state(k + 1) - block.state(k)
             directions = d[:P].split(list(shape))
 
@@ -306,15 +308,16 @@ def between(
             copied, and evaluated in evaluation mode. Its own weights do not matter.
         checkpoints: K + 1 checkpoints in the order of training: state dicts, files of safetensors or torch, folders of
             transformers; or one folder that holds them, as the Trainer and Lightning write it.
-        X: n inputs. Their dtype is that of the computation.
+        X: n inputs, of the network's dtype.
         data: Training inputs and targets, for shares of samples to first order, as TracInCP has them (Pruthi et al.
             2020): a sample's gradient at the beginning of a stretch stands for all of its steps.
         loss: With data, the loss; cross entropy by default.
         lr: With data, the sum of the learning rates of each stretch's steps, (K,), or one number for all.
-        head: "logits", the default, or "log_softmax".
+        head: "logits" or "log_softmax"; None follows the loss of the data, as of `attribute`; without data, "logits".
         classes: One output per input; C is then 1.
         function: What is explained in place of the outputs, as of `attribute`.
-        output: Takes outputs (n, C) from what the network returns, where that is something else.
+        output: Takes outputs (n, C) from what the network returns, where that is something else; not needed with a
+            function and without data.
         heads: By attention module, and in it by parameter, (before, heads): its entries lie as (before, heads, rest).
             None looks for them by usual names, and tries what it finds.
         options: `memory_budget` and `progress`; see `ComputeOptions`.
@@ -325,6 +328,10 @@ def between(
             the network; or arguments do not fit, as of `attribute`.
     """
     parsed = parse_options("between", ("accumulate", "checkpoint", "executor"), **options)
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module: got {type(model).__name__}.")
+    if function is not None and data is None and output is None:
+        output = _any_number
     entries = listed(checkpoints)
     rates = _rates(data, loss, lr, len(entries) - 1)
     named = Named(model, entries)
@@ -344,6 +351,12 @@ def between(
     return result
 
 
+def _any_number(returned: Any) -> Float[Tensor, "n 1"]:
+    """Return one number of all that a network returns for each row, where others are explained."""
+    z = next(value for value in tensors_of(returned) if value.is_floating_point()).flatten(1)
+    return (z * torch.arange(1, z.shape[1] + 1, dtype=z.dtype, device=z.device).sin()).sum(dim=1, keepdim=True)
+
+
 def _rates(data: object, loss: object, lr: Any, count: int) -> tuple[float, ...]:
     """Return the learning rate of each stretch; none without data."""
     if data is None:
@@ -354,12 +367,12 @@ def _rates(data: object, loss: object, lr: Any, count: int) -> tuple[float, ...]
         raise TypeError(f"data must be a pair (inputs, targets) of the training samples: got {type(data).__name__}.")
     if lr is None:
         raise ValueError("lr must be given with data: the sum of the learning rates of the steps of each stretch.")
-    lr = lr.tolist() if isinstance(lr, Tensor) else lr
+    lr = lr.tolist() if hasattr(lr, "tolist") else lr
     rates = tuple(lr) if isinstance(lr, Sequence) else (lr,) * count
     if len(rates) != count:
         raise ValueError(f"lr must be one number, or one for each of the {count} stretches: got {len(rates)}.")
     for rate in rates:
-        validate_number(rate, "lr")
+        validate_positive(rate, "lr")
     return tuple(map(float, rates))
 
 

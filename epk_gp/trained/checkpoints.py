@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import zipfile
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
@@ -16,11 +17,15 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from epk_gp.core.show import warn_caller
+
 # A state dict, a file of one, or a folder that transformers or Lightning wrote.
 Checkpoint = Mapping[str, Tensor] | str | os.PathLike[str]
 
 _KEYS = ("state_dict", "model_state_dict", "model")  # under which others keep the weights beside their own things
-_FILES = ("*.safetensors", "*.ckpt", "*.pt", "*.pth", "*.bin")  # of one checkpoint
+_SUFFIXES = (".safetensors", ".ckpt", ".pt", ".pth", ".bin")
+_FILES = tuple(f"*{suffix}" for suffix in _SUFFIXES)  # of one checkpoint
+_NO_WEIGHTS = ("training_args", "optimizer", "scheduler", "scaler", "rng_state")
 _OF_FOLDER = ("model.safetensors", "adapter_model.safetensors", "pytorch_model.bin")  # as transformers and PEFT write
 
 
@@ -34,9 +39,13 @@ def listed(checkpoints: Any) -> list[Checkpoint]:
     if isinstance(checkpoints, str | os.PathLike):
         folder = Path(checkpoints)
         inner = folder / "checkpoints" if (folder / "checkpoints").is_dir() else folder  # Lightning
-        paths = [*inner.glob("checkpoint-*"), *(file for kind in _FILES for file in inner.glob(kind))]
-        paths.sort(key=lambda path: (_number(path) is None, _number(path) or 0, path.name))
-        checkpoints = paths
+        paths = [*inner.glob("checkpoint-*")] or _files(inner)
+        if unnumbered := [path.name for path in paths if _number(path) is None]:
+            raise ValueError(
+                f"checkpoints of a folder must have numbers in their names, by which they are ordered: {unnumbered[0]} "
+                f"in {inner} has none. Pass a list of those that are meant, in the order of training."
+            )
+        checkpoints = sorted(paths, key=lambda path: (_number(path), path.name))
     if isinstance(checkpoints, Mapping) or not isinstance(checkpoints, Sequence):
         raise TypeError(f"checkpoints must be a sequence of them, or a folder: got {type(checkpoints).__name__}.")
     if len(checkpoints) < 2:
@@ -46,25 +55,44 @@ def listed(checkpoints: Any) -> list[Checkpoint]:
             kind = type(each).__name__
             raise TypeError(f"a checkpoint must be a state dict, or the path of a file or folder: got {kind}.")
     numbers = [None if isinstance(each, Mapping) else _number(Path(each)) for each in checkpoints]
-    for k, (before, after) in enumerate(pairwise(numbers)):
+    for (before, after), titles in zip(pairwise(numbers), pairwise(titles_of(checkpoints)), strict=True):
         if before is not None and after is not None and before > after:
             raise ValueError(
-                "checkpoints must be in the order of training: "
-                f"{name_of(checkpoints[k], k)} comes before {name_of(checkpoints[k + 1], k + 1)}. Sort them by their "
-                "numbers, or rename them."
+                f"checkpoints must be in the order of training: {titles[0]} comes before {titles[1]}. Sort them by "
+                "their numbers, or rename them."
             )
     return list(checkpoints)
 
 
+def _files(folder: Path) -> list[Path]:
+    """Return the files of weights in a folder, without those of optimizers and the like."""
+    found = [file for kind in _FILES for file in sorted(folder.glob(kind))]
+    return [file for file in found if not file.name.startswith(_NO_WEIGHTS)]
+
+
 def _number(path: Path) -> int | None:
-    """Return the number of steps in the name of a checkpoint: the last one; None of a name without."""
-    found = re.findall(r"step[=_-]?(\d+)", path.name) or re.findall(r"\d+", path.name)
-    return int(found[-1]) if found else None
+    """Return the number of steps, or of epochs, in the name of a checkpoint; None of a name without.
+
+    A number behind a dot or "=" is a metric's, but that of steps and epochs.
+    """
+    name = path.stem if path.suffix in _SUFFIXES else path.name
+    ways = (r"step[=_-]?(\d+)", r"epoch[=_-]?(\d+)", r"(?:^|[^\d.=])(\d+)$", r"^(\d+)")
+    found = next((match for way in ways if (match := re.search(way, name))), None)
+    return None if found is None else int(found[1])
 
 
-def name_of(checkpoint: Checkpoint, k: int) -> str:
-    """Return what the k-th checkpoint is called."""
-    return f"state {k}" if isinstance(checkpoint, Mapping) else Path(checkpoint).stem or str(checkpoint)
+def titles_of(checkpoints: Sequence[Checkpoint]) -> tuple[str, ...]:
+    """Return what the checkpoints are called: each by another name."""
+    titles = list[str]()
+    for k, each in enumerate(checkpoints):
+        path = None if isinstance(each, Mapping) else Path(each)
+        titles.append(
+            f"state {k}" if path is None else path.stem if path.suffix in _SUFFIXES else path.name or str(path)
+        )
+    for k, each in enumerate(checkpoints):
+        if titles.count(titles[k]) > 1 and not isinstance(each, Mapping):
+            titles[k] = f"{Path(each).parent.name}/{Path(each).name}"
+    return tuple(title if titles.count(title) == 1 else f"{title} ({k})" for k, title in enumerate(titles))
 
 
 def read(checkpoint: Any) -> dict[str, Tensor]:
@@ -87,7 +115,7 @@ def _read_path(path: Path) -> dict[str, Tensor]:
             files = sorted(set(json.loads(index.read_text())["weight_map"].values()))
             return {name: value for file in files for name, value in _read_path(path / file).items()}
         named = [path / name for name in _OF_FOLDER if (path / name).is_file()]
-        found = named[:1] or [file for kind in _FILES for file in sorted(path.glob(kind))]
+        found = named[:1] or _files(path)
         if len(found) != 1:
             raise FileNotFoundError(
                 f"{path} must hold the weights of one checkpoint: it holds {len(found)} files of such."
@@ -98,7 +126,8 @@ def _read_path(path: Path) -> dict[str, Tensor]:
     try:
         if path.suffix == ".safetensors":
             return load_file(path)
-        return read(torch.load(path, map_location="cpu", weights_only=True, mmap=True))
+        is_mapped = zipfile.is_zipfile(path)  # torch's format since 1.6
+        return read(torch.load(path, map_location="cpu", weights_only=True, mmap=is_mapped))
     except (SafetensorError, RuntimeError, EOFError, OSError) as error:
         raise ValueError(f"{path} must hold weights that torch or safetensors wrote: {error}") from error
     except Exception as error:  # pickle's: it holds other objects than tensors
@@ -121,7 +150,7 @@ class Named:
 
     def __init__(self, net: nn.Module, checkpoints: Sequence[Checkpoint]) -> None:
         self.checkpoints, self._names = checkpoints, dict[int, list[str]]()
-        self.titles = tuple(name_of(each, k) for k, each in enumerate(checkpoints))
+        self.titles = titles_of(checkpoints)
         every = [*net.named_parameters(remove_duplicate=False), *net.named_buffers(remove_duplicate=False)]
         for name, value in every:
             self._names.setdefault(id(value), []).append(name)
@@ -147,14 +176,22 @@ class Named:
         stored, where = read(self.checkpoints[k]), f"checkpoint {self.titles[k]!r}"
         stored = {name.replace("_orig_mod.", ""): value for name, value in stored.items()}  # of torch.compile
         some, matches = next(iter(sorted(self.needed))), list[dict[str, Tensor]]()
-        for begin in sorted({name.removesuffix(some) for name in stored if name.endswith(some)}, key=len) or [""]:
+        ends = (some, some.replace(".default.", "."))  # PEFT leaves the adapter's name out
+        begins = {name.removesuffix(end) for end in ends for name in stored if name.endswith(end)}
+        for begin in sorted(begins, key=lambda begin: (len(begin), begin)) or [""]:
             found = dict[str, Tensor]()
             for names in self._names.values():
-                own = [stored[begin + name] for name in names if begin + name in stored]
+                aliases = [begin + alias for name in names for alias in (name, name.replace(".default.", "."))]
+                own = list({alias: stored[alias] for alias in aliases if alias in stored}.values())
+                if any(not torch.equal(own[0], other) for other in own[1:]):
+                    raise ValueError(
+                        f"{where} must hold one value of weights that the network shares: {names[0]!r} and "
+                        f"{names[-1]!r} have different ones."
+                    )
                 found |= dict.fromkeys(names, own[0]) if own else {}
             matches.append(found)
         whole = [found for found in matches if self.needed <= found.keys()]
-        if len(whole) > 1 and any(not torch.equal(whole[0][some], other[some]) for other in whole[1:]):
+        if any(not torch.equal(whole[0][name], other[name]) for other in whole[1:] for name in self.needed):
             raise ValueError(
                 f"{where} must hold one network: it has {len(whole)} with all of these parameters, such as an average "
                 "of the weights beside them. Pass the state dict of the one that is meant."
@@ -177,35 +214,46 @@ class Named:
                     f"{where} must have the dtype of the network: {name!r} has {value.dtype}, the network's "
                     f"{dtype}. Convert the network, net.to({value.dtype}), or the checkpoint."
                 )
-            if not value.isfinite().all():
+            if name in self.needed and not value.isfinite().all():
                 raise ValueError(f"{where} must hold finite numbers: {name!r} has NaN or infinity.")
         return found
 
     def at_first(self, net: nn.Module) -> tuple[nn.Module, tuple[str, ...]]:
         """Return a copy of a network at the first checkpoint, and the names of the buffers that move after it.
 
+        What no checkpoint has is the network's own, such as the frozen base of adapters; of buffers it says so.
+
         Raises:
-            ValueError: A frozen parameter is another one in a later checkpoint.
+            ValueError: A frozen parameter, or a buffer of whole numbers, is another one in a later checkpoint; or some
+                checkpoints have one and others have not.
         """
         copied = deepcopy(net)
-        own = dict(copied.named_parameters()) | dict(copied.named_buffers())
-        first = {name: value for name, value in self[0].items() if name in own}
+        own, buffers, first = dict(copied.named_parameters()), dict(copied.named_buffers()), self[0]
+        constants = {name: value for name, value in (own | buffers).items() if name not in self.needed}
+        kept = {name for name in constants if name in first}
         with torch.no_grad():
-            for name, value in first.items():
-                own[name].copy_(value)
-        frozen = {name: own[name].detach().clone() for name in first if name not in self.needed}
-        buffers, moving = dict(copied.named_buffers()), set[str]()
+            for name in (own | buffers).keys() & first.keys():
+                (own | buffers)[name].copy_(first[name])
+        moving, stored = set[str](), net.state_dict().keys()
         for k in range(1, len(self.checkpoints)):
             here = self[k]
-            changed = {
-                name for name, value in frozen.items() if name in here and not torch.equal(here[name].to(value), value)
-            }
-            if fixed := sorted(changed - buffers.keys()):
+            if odd := sorted(kept ^ (here.keys() & constants.keys())):
                 raise ValueError(
-                    f"frozen parameters must be the same in all checkpoints: {fixed[0]!r} is another one in "
-                    f"{self.titles[k]!r}. Call requires_grad_(True) of those that were trained."
+                    f"all checkpoints must have the same frozen parameters and buffers: {odd[0]!r} is in one of "
+                    f"{self.titles[0]!r} and {self.titles[k]!r} alone."
                 )
-            moving |= {name for name in changed if buffers[name].is_floating_point()}
+            changed = {name for name in kept if not torch.equal(here[name].to(constants[name]), constants[name])}
+            changed = {name for name in changed if not name.endswith("num_batches_tracked")}
+            if fixed := sorted(n for n in changed if n not in buffers or not buffers[n].is_floating_point()):
+                raise ValueError(
+                    "frozen parameters and buffers of whole numbers must be the same in all checkpoints: "
+                    f"{fixed[0]!r} is another one in {self.titles[k]!r}. Call requires_grad_(True) of parameters that "
+                    "were trained."
+                )
+            moving |= changed
+        absent = sorted(n for n in buffers.keys() & stored - kept if not n.endswith("num_batches_tracked"))
+        if absent:
+            warn_caller(f"the checkpoints have no buffer {absent[0]!r}: that of the network you pass is taken.")
         self.holds_last = bool(moving)
         return copied, tuple(name for name in buffers if name in moving)
 

@@ -1,6 +1,7 @@
 """What happened between checkpoints, against brute force."""
 
 import copy
+import gc
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import epk_gp as epk
+from epk_gp.trained import between as between_module
 
 
 class Attention(nn.Module):
@@ -200,8 +202,41 @@ def test_heads_that_are_not_what_their_names_say_are_not_claimed(rows):
         split.by_head()
     with pytest.raises(ValueError, match="heads must divide a trained parameter"):
         epk.between(net, moved(net), X, heads={"attn": {"c_attn.weight": (3, 5)}})
-    with pytest.raises(ValueError, match="axes must be among"):
+    with pytest.raises(ValueError, match="axes must be different ones of"):
         split.by("layer")
+
+
+class Interleaved(Attention):
+    """Attention whose heads lie number by number: (size, heads), not (heads, size)."""
+
+    def forward(self, x):
+        n, T, width = x.shape
+        parts = self.c_attn(x).split(width, dim=2)
+        q, k, v = (part.view(n, T, -1, self.n_head).permute(0, 3, 1, 2) for part in parts)
+        z = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.c_proj(z.permute(0, 2, 3, 1).reshape(n, T, width))
+
+
+class Units(nn.Module):
+    """No attention, although it has heads by name."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads, self.fc1, self.out = heads, nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x):
+        return self.out(torch.tanh(self.fc1(x)))
+
+
+@pytest.mark.parametrize("kind", [Interleaved, Units])
+def test_what_only_looks_like_heads_is_not_claimed(kind):
+    """Blocks of such parameters may change places as well as heads do."""
+    torch.manual_seed(0)
+    net = Reader()
+    net.attn = kind(8, 2)
+    net, X = net.double(), torch.randint(7, (4, 5))
+    with pytest.raises(ValueError, match="heads must be known: none were found"):
+        epk.between(net, moved(net), X).by_head()
 
 
 def test_numbers_of_a_text_are_split_as_outputs_are(texts):
@@ -308,11 +343,145 @@ def test_a_wrong_checkpoint_is_refused_in_one_line(message, rows):
 
 
 def test_a_checkpoint_of_two_networks_is_not_guessed_about(rows):
-    """Weights and their average under other names: which is meant must be said."""
+    """Weights and their average under other names, whatever they share: which is meant must be said."""
     net, states, X, _ = rows
-    both = [{f"{k}.{n}": v * (1 + (k == "ema")) for k in ("ema", "model") for n, v in s.items()} for s in states]
+    both = [{f"{k}.{n}": v + (k + n == "ema3.weight") for k in ("ema", "model") for n, v in s.items()} for s in states]
     with pytest.raises(ValueError, match="'state 0' must hold one network: it has 2 with all of these parameters"):
         epk.between(net, both, X)
+
+
+NAMES = {  # in the order of training
+    "metrics": ("epoch=00-val_loss=0.90.ckpt", "epoch=01-val_loss=0.52.ckpt", "epoch=02-val_loss=0.31.ckpt"),
+    "steps": ("epoch=0-step=30.ckpt", "epoch=0-step=60.ckpt", "epoch=1-step=90.ckpt"),
+    "numbers": ("ckpt_9.pt", "ckpt_10.pt", "ckpt_100.pt"),
+    "first": ("01-loss0.9.pth", "02-loss0.5.pth", "03-loss0.7.pth"),
+}
+
+
+@pytest.mark.parametrize("names", NAMES.values(), ids=NAMES.keys())
+def test_a_folder_is_read_in_the_order_of_steps_or_epochs(names, rows, tmp_path: Path):
+    """Numbers of metrics do not count, nor do files that hold no weights; a file without a number is refused."""
+    net, states, X, _ = rows
+    for name, state in zip(names, states, strict=False):
+        torch.save(state, tmp_path / name)
+    torch.save({}, tmp_path / "optimizer.pt")
+    torch.save({}, tmp_path / "training_args.bin")
+    expected = epk.between(net, states[:3], X[:2])
+    assert torch.equal(epk.between(net, tmp_path, X[:2]).pieces, expected.pieces)
+    assert torch.equal(epk.between(net, [tmp_path / name for name in names], X[:2]).pieces, expected.pieces)
+    torch.save(states[1], tmp_path / "best.pt")
+    with pytest.raises(ValueError, match=r"must have numbers in their names.*best.pt"):
+        epk.between(net, tmp_path, X[:2])
+
+
+def test_stretches_stay_apart_whatever_their_names(rows, tmp_path: Path):
+    """Files of one name in several folders, and folders whose names have dots."""
+    net, states, X, _ = rows
+    for k, state in enumerate(states):
+        (tmp_path / f"v1.{k}").mkdir()
+        save_file(state, tmp_path / f"v1.{k}" / "model.safetensors")
+    folders = [tmp_path / f"v1.{k}" for k in range(4)]
+    files = epk.between(net, [folder / "model.safetensors" for folder in folders], X[:2])
+    assert files.by_stretch().values.shape == (2, 3, 3)
+    assert len(set(files.checkpoints)) == 4
+    assert epk.between(net, folders, X[:2]).checkpoints == ("v1.0", "v1.1", "v1.2", "v1.3")
+    twice = epk.between(net, [states[0], states[0], states[1]], X[:2])
+    assert torch.count_nonzero(twice.by_stretch().values[:, :, 0]) == 0
+
+
+def test_buffers_are_those_of_the_checkpoints(rows):
+    """Statistics that only some of them have, and masks that change, are refused; of none, the network's are named."""
+    net, states, X, _ = rows
+    states = [copy.deepcopy(state) for state in states]
+    without = [{name: v for name, v in state.items() if "running" not in name} for state in states]
+    for odd in (0, 2):
+        mixed = [without[k] if k == odd else state for k, state in enumerate(states)]
+        with pytest.raises(ValueError, match="must have the same frozen parameters and buffers: '1.running_mean'"):
+            epk.between(net, mixed, X)
+    with pytest.warns(UserWarning, match="have no buffer '1.running_mean': that of the network you pass is taken"):
+        epk.between(net, without, X)
+    masked = copy.deepcopy(net)
+    masked.register_buffer("mask", torch.tensor([True, False]))
+    for k, state in enumerate(states):
+        state["mask"] = torch.tensor([True, k == 3])
+    with pytest.raises(ValueError, match="buffers of whole numbers must be the same in all checkpoints: 'mask'"):
+        epk.between(masked, states, X)
+
+
+def test_shared_weights_of_two_values_are_refused(rows):
+    """Which of them the network had cannot be known."""
+    X = rows[2]
+    shared = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)).double()
+    shared[2].weight = shared[0].weight
+    state = shared.state_dict()
+    odd = {**state, "2.weight": state["2.weight"] + 1}
+    with pytest.raises(ValueError, match="one value of weights that the network shares: '0.weight' and '2.weight'"):
+        epk.between(shared, [state, odd], X)
+
+
+def test_a_mask_of_signs_is_integrated_along_lines(rows):
+    """A network that makes numbers of comparisons has no averages of operations; the sum stays exact."""
+
+    class Masked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.f, self.o = nn.Linear(4, 6), nn.Linear(6, 2)
+
+        def forward(self, x):
+            z = self.f(x)
+            return self.o(z * (z > 0).to(z.dtype))
+
+    torch.manual_seed(0)
+    net = Masked().double()
+    split = epk.between(net, moved(net, 0.3), rows[2][:4])
+    assert split.certified
+    assert "averaged" not in split.path
+
+
+def test_memory_does_not_grow_with_the_stretches(texts):
+    """Nothing of a stretch waits for the collector of circles."""
+    net, states, X = texts
+    path, held = [states[k % 4] for k in range(9)], list[int]()
+    at_each = between_module.layerwise_average
+
+    def counted(*args):
+        held.append(sum(issubclass(type(each), torch.Tensor) for each in gc.get_objects()))
+        return at_each(*args)
+
+    gc.collect()
+    gc.disable()
+    try:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(between_module, "layerwise_average", counted)
+            epk.between(net, path, X)
+    finally:
+        gc.enable()
+    assert held[-1] <= held[2] + 5
+
+
+def test_a_function_needs_no_outputs():
+    """A model that returns (n, T, words) is asked for a number without saying what its outputs are."""
+    torch.manual_seed(0)
+    net, X = nn.Sequential(nn.Embedding(7, 8), nn.GELU(), nn.Linear(8, 7)).double(), torch.randint(7, (3, 5))
+    split = epk.between(net, moved(net, 0.1), X, function=epk.log_probability(torch.randint(7, (3,))))
+    assert split.certified
+    assert split.network.shape == (3, 1)
+
+
+def test_adapters_of_peft_are_read(tmp_path: Path):
+    """Its folders hold the adapter alone, without its name; the frozen base is the network's own."""
+    peft = pytest.importorskip("peft")
+    torch.manual_seed(0)
+    base, X = Reader(), torch.randint(7, (3, 5))
+    net = peft.get_peft_model(base, peft.LoraConfig(r=2, target_modules=["c_attn"]))
+    for k in range(3):
+        net.save_pretrained(tmp_path / f"checkpoint-{k}")
+        with torch.no_grad():
+            for p in net.parameters():
+                p.add_(0.1 * torch.randn_like(p) * p.requires_grad)
+    split = epk.between(net, tmp_path, X)
+    assert split.certified
+    assert all("lora" in parameter for parameter, *_ in split.names)
 
 
 @pytest.mark.slow
@@ -365,11 +534,12 @@ def test_wrong_arguments_are_refused(rows, tmp_path: Path):
     frozen[0].requires_grad_(False)
     (tmp_path / "odd.pt").write_bytes(b"no checkpoint")
     calls = {
-        "frozen parameters must be the same": lambda: epk.between(frozen, states, X),
+        "frozen parameters and buffers of whole numbers must be the same": lambda: epk.between(frozen, states, X),
         "at least two checkpoints": lambda: epk.between(net, states[:1], X),
         "loss and lr must come with the training samples": lambda: epk.between(net, states, X, lr=0.1),
         "lr must be given with data": lambda: epk.between(net, states, X, data=(X, y)),
         "one for each of the 3 stretches: got 2": lambda: epk.between(net, states, X, data=(X, y), lr=(0.1, 0.2)),
+        "lr must be positive and finite: got nan": lambda: epk.between(net, states, X, data=(X, y), lr=float("nan")),
         "odd.pt must hold": lambda: epk.between(net, [states[0], tmp_path / "odd.pt"], X),
     }
     for message, call in calls.items():
@@ -379,5 +549,9 @@ def test_wrong_arguments_are_refused(rows, tmp_path: Path):
         epk.between(net, [states[0], tmp_path / "none.pt"], X)
     with pytest.raises(TypeError, match="checkpoints must be a sequence"):
         epk.between(net, states[0], X)
+    with pytest.raises(TypeError, match="model must be a torch.nn.Module: got str"):
+        epk.between("net", states, X)
+    with pytest.raises(TypeError, match="heads must say"):
+        epk.between(net, states, X, heads={"0": {"weight": 2}})
     with pytest.raises(TypeError, match="a checkpoint must be a state dict"):
         epk.between(net, [1, 2], X)
