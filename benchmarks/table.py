@@ -62,10 +62,11 @@ def _tangent(rows: list[dict[str, Any]]) -> list[str]:
     parts = [
         f"float64, the same weights everywhere, {rows[0]['threads']} thread, "
         f"{max(row.get('rounds', 0) for row in rows)} turns that count, on a machine with other work. *First*: seconds "
-        "until a first block is there, with what is tried or compiled before; ms: another block. `epk.ntk` tries its fast derivatives in "
-        "every call, an `epk.NTKKernel` once. neural-tangents' trace is a mean, here times the number of outputs. "
-        "*Predictions*: gradient flow to time 5 and the process's posterior, with kernels; their error is against "
-        "neural-tangents. A contender is stopped after 60 s before its first block, or 20 s of another."
+        "until a first block is there, with what is tried or compiled before; ms: another block. `epk.ntk` tries "
+        "its fast derivatives in every call, an `epk.NTKKernel` once. neural-tangents' trace is a mean, here "
+        "times the number of outputs. *Predictions*: gradient flow to time 5 and the process's posterior, with "
+        "kernels; their error is against neural-tangents. A contender is stopped after 60 s before its first "
+        "block, or 20 s of another."
     ]
     for problem, of in dict.fromkeys((row["problem"], row.get("of", "")) for row in rows):
         lines = []
