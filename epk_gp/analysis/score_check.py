@@ -175,8 +175,8 @@ def check_scores(
     parse_options("check_scores", ("accumulate", "checkpoint"), **options)
     for name, value in (("retrainings", retrainings), ("left_out", left_out), ("removals", removals), ("seed", seed)):
         validate_count(value, name, minimum=0)
-    validate_count(trajectory.num_points, "trajectory.num_points", minimum=2)
     kernel = attribution_kernel(trajectory, head, adaptive(), None, function)
+    validate_count(trajectory.num_points, "trajectory.num_points", minimum=2)
     kernel, rows, _ = parse_request(kernel, X, (), (classes, function))
     run, n, M, rng = kernel.trajectory, len(rows), trajectory.num_points, np.random.default_rng(seed)
 
