@@ -60,18 +60,20 @@ def _blocks(rows: list[dict[str, Any]]) -> list[str]:
 
 def _tangent(rows: list[dict[str, Any]]) -> list[str]:
     parts = [
-        f"float64, the same weights everywhere, {rows[0]['threads']} thread. *First*: seconds until a first block is "
-        "there, with what is tried or compiled before; ms: another block. `epk.ntk` tries its fast derivatives in "
-        "every call, an `epk.NTKKernel` once. neural-tangents' trace is a mean, here times the number of outputs. "
-        "*Predictions*: gradient flow to time 5 and the process's posterior, with kernels; their error is against "
-        "neural-tangents. A contender is stopped after 60 s before its first block, or 20 s of another."
+        f"float64, the same weights everywhere, {rows[0]['threads']} thread, "
+        f"{max(row.get('rounds', 0) for row in rows)} turns that count, on a machine with other work. *First*: seconds "
+        "until a first block is there, with what is tried or compiled before; ms: another block. `epk.ntk` tries "
+        "its fast derivatives in every call, an `epk.NTKKernel` once. neural-tangents' trace is a mean, here "
+        "times the number of outputs. *Predictions*: gradient flow to time 5 and the process's posterior, with "
+        "kernels; their error is against neural-tangents. A contender is stopped after 60 s before its first "
+        "block, or 20 s of another."
     ]
     for problem, of in dict.fromkeys((row["problem"], row.get("of", "")) for row in rows):
         lines = []
         for row in (row for row in rows if (row["problem"], row.get("of", "")) == (problem, of)):
-            has_run, is_tried_anew = "median" in row, row["contender"] == "epk.ntk"
+            has_run, is_kept = "median" in row, row["contender"] not in ("epk.ntk", "torch.func recipe")
             memory = f"{row['peak_bytes'] / 2**30:.2f} ({row['bytes_before'] / 2**30:.2f})" if has_run else "–"
-            first = f"{row['first']:.1f}" if has_run and not is_tried_anew else "–"
+            first = f"{row['first']:.1f}" if has_run and is_kept else "–"
             lines.append(
                 [row["contender"], _time(row), first, memory, f"{row['error']:.0e}" if row.get("error") else "–"]
             )

@@ -37,13 +37,14 @@ def make(problem: dict[str, Any], arrays: dict[str, np.ndarray]) -> Run:
 
 
 def _predictions(f: Any, weights: dict[str, Any], X: Any, Y: Any, y: Any) -> Run:
-    """Return gradient flow of the linearised network at time 5, and the posterior of the process with noise 0.1."""
-    kernel = jax.jit(nt.empirical_ntk_fn(f, trace_axes=(), vmap_axes=0, implementation=1))
+    """Return gradient flow of the linearised network at time 5, and a posterior with noise in proportion."""
+    kernel = jax.jit(nt.empirical_ntk_fn(f, trace_axes=(), vmap_axes=0, implementation=3))
 
     def predict() -> Any:
         K, k, prior = kernel(X, X, weights), kernel(Y, X, weights), kernel(Y, Y, weights)
         flow = nt.predict.gradient_descent_mse(K, y, trace_axes=())
-        process = nt.predict.gp_inference(K, y, diag_reg=0.1, diag_reg_absolute_scale=True, trace_axes=())
+        noise = 0.1 * jnp.einsum("iicc->", K) / y.size
+        process = nt.predict.gp_inference(K, y, diag_reg=noise, diag_reg_absolute_scale=True, trace_axes=())
         mean, covariance = process("ntkgp", k, prior)
         paired = covariance.transpose(0, 2, 1, 3)  # as (m, C, m, C)
         values = (*flow(5.0, f(weights, X), f(weights, Y), k), mean, paired)

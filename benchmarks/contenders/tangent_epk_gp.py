@@ -30,14 +30,14 @@ def make(problem: dict[str, Any], arrays: dict[str, np.ndarray]) -> Run:
 
 @torch.no_grad()
 def _predictions(net: torch.nn.Module, X: torch.Tensor, Y: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    """Return gradient flow of the linearised network at time 5, and the posterior of the process with noise 0.1."""
+    """Return gradient flow of the linearised network at time 5, and a posterior with noise in proportion."""
     K, k, prior = (epk.ntk(net, *points).flatten(2).flatten(0, 1) for points in ((X,), (Y, X), (Y,)))
     f, g = net(X), net(Y)
     values, V = torch.linalg.eigh(K)
     residual, reached = V.T @ (y - f).flatten(), -torch.expm1(-5 * values.clamp(min=0) / y.numel())
     train = f.flatten() + V @ (reached * residual)
     test = g.flatten() + k @ (V @ (reached / values.abs() * residual))
-    L = torch.linalg.cholesky(K + 0.1 * torch.eye(len(K)))
+    L = torch.linalg.cholesky(K + 0.1 * K.diagonal().mean() * torch.eye(len(K), dtype=K.dtype))
     mean = k @ torch.cholesky_solve(y.reshape(-1, 1), L)[:, 0]
     covariance = prior - k @ torch.cholesky_solve(k.T, L)
     return torch.cat([train, test, mean, covariance.flatten()])

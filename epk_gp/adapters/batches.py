@@ -21,22 +21,24 @@ def library(install: str) -> Iterator[None]:
 
 
 def gathered(batches: Iterable[Any]) -> tuple[Inputs, Shaped[Tensor, "n ..."]]:
-    """Return inputs and targets of all batches, each (inputs, ..., targets) or a dict with "labels".
+    """Return inputs and targets of all batches, or of a single one: (inputs, ..., targets), or a dict with "labels".
 
     Raises:
+        TypeError: A batch is something else.
         ValueError: There is no batch.
     """
-    X, y = list[Any](), list[Tensor]()
-    for batch in batches:
-        if isinstance(batch, Mapping):
-            X.append({name: value for name, value in batch.items() if name != "labels"})
-            y.append(batch["labels"])
-        else:
-            X.append(tuple(batch[:-1]))
-            y.append(batch[-1])
-    if not X:
+    is_single = isinstance(batches, tuple | list) and any(isinstance(part, Tensor) for part in batches)
+    found = list[dict[Any, Tensor]]()
+    for i, batch in enumerate([batches] if is_single else batches):
+        form = batch if isinstance(batch, Mapping) else enumerate(batch) if isinstance(batch, tuple | list) else {}
+        found.append(dict(form))
+        target = "labels" if form is batch else len(found[0]) - 1
+        are_tensors = all(isinstance(part, Tensor) for part in found[i].values())
+        if not are_tensors or not {target} < found[i].keys() == found[0].keys():
+            kinds = {name: type(part).__name__ for name, part in found[i].items()}
+            raise TypeError(f"batches must be alike, (inputs, ..., targets) or dicts with 'labels': {i} holds {kinds}.")
+    if not found:
         raise ValueError("there must be a batch of inputs and targets: got none.")
-    if isinstance(X[0], dict):
-        return {name: torch.cat([x[name] for x in X]) for name in X[0]}, torch.cat(y)
-    inputs = tuple(torch.cat(values) for values in zip(*X, strict=True))
-    return inputs[0] if len(inputs) == 1 else inputs, torch.cat(y)
+    joined = {name: torch.cat([parts[name] for parts in found]) for name in found[0]}
+    y = joined.pop(target)
+    return joined if target == "labels" else joined[0] if target == 1 else tuple(joined.values()), y

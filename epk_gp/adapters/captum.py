@@ -53,7 +53,7 @@ class EPKInfluence(SampleScorer):
         """Score all training samples for n inputs.
 
         Args:
-            inputs: A tuple (input, ..., targets), or a loader of such tuples.
+            inputs: A tuple (input, ..., targets), or a loader or list of such tuples.
             k: How many samples to return for each input; None returns the scores of all.
             proponents: Whether those with the highest scores are returned, or those with the lowest.
             aggregate: Whether the scores of all inputs are summed, to one row.
@@ -62,7 +62,7 @@ class EPKInfluence(SampleScorer):
         Raises:
             TypeError, ValueError: As `epk_gp.attribute`; or k is not in 1 .. M.
         """
-        scores = self.scores_of(*gathered([inputs] if isinstance(inputs, tuple | list) else inputs))
+        scores = self.scores_of(*gathered(inputs))
         scores = scores.sum(dim=0, keepdim=True) if aggregate else scores
         if k is None:
             return scores
@@ -82,6 +82,5 @@ class EPKInfluence(SampleScorer):
         Raises:
             ValueError: An input is no training sample.
         """
-        if inputs is None:
-            return self.self_scores(torch.arange(self.trajectory.num_points, device=self.trajectory.device))
-        return self.self_scores(self.rows_of([inputs] if isinstance(inputs, tuple | list) else inputs, "inputs"))
+        every = torch.arange(self.trajectory.num_points, device=self.trajectory.device)
+        return self.self_scores(every if inputs is None else self.rows_of(inputs, "inputs"))

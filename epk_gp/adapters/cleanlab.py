@@ -46,8 +46,16 @@ class EPKLabelIssues(IssueManager):  # type: ignore[misc]  # the library need no
     issue_name = "epk_label"
 
     def find_issues(self, trajectory: Trajectory, **options: Any) -> None:
-        """Judge the labels of all training points, which must be the Datalab's in their order."""
-        found = label_issues(trajectory, **options)
+        """Judge the labels of all training points, which must be the Datalab's in their order.
+
+        Raises:
+            TypeError, ValueError: As `label_issues`; or the Datalab has other points or labels than the run.
+        """
+        found, lab = label_issues(trajectory, **options), self.datalab
+        given = found["given_label"].sort_index()
+        labels = [list(lab.labels), [lab.class_names[c] for c in lab.labels]] if lab.has_labels else [list(given)]
+        if list(given.index) != [*range(len(lab.data))] or list(given) not in labels:
+            raise ValueError("the Datalab must hold the run's points and class numbers, in their order: got others.")
         names = {"is_label_issue": f"is_{self.issue_name}_issue", "label_score": self.issue_score_key}
         self.issues = found[[*names]].rename(columns=names)
         self.summary = self.make_summary(score=float(found["label_score"].mean()))

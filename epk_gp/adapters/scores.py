@@ -25,7 +25,8 @@ class SampleScorer:
         trajectory: The recorded run with M samples.
         scores: "influence" - how much the loss would rise without the sample, to first order (`epk_gp.influence`);
             "contributions" - by how much the sample lowered the loss along the run, exactly (`epk_gp.attribute`).
-        options: What else these functions are called with.
+        options: What else these functions are called with, `smoothing` too; with it, scores of samples for themselves
+            cost as much as those of all samples for them.
     """
 
     def __init__(self, trajectory: Trajectory, *, scores: Scores = "influence", **options: Any) -> None:
@@ -51,7 +52,7 @@ class SampleScorer:
 
     def self_scores(self, rows: Int64[Tensor, " m"]) -> Float[Tensor, " m"]:
         """Score samples for their own losses."""
-        if self.scores == "influence":
+        if self.scores == "influence" and "smoothing" not in self.options:
             return -self_influence(self.trajectory, rows, **self.options)
         own = self.scores_of(self.trajectory.inputs[rows], self.trajectory.targets[rows])
         return own.gather(1, rows.to(own.device)[:, None])[:, 0]
@@ -64,11 +65,12 @@ class SampleScorer:
         """
         run, (X, y) = self.trajectory, gathered(batches)
         given, own = parse_inputs(run, X), run.inputs[torch.arange(run.num_points, device=run.device)]
-        kind = min(given.dtype, own.dtype, key=lambda dtype: dtype.itemsize)
+        y = y if y.is_floating_point() else y.to(run.targets)
+        kind, of_y = (min(a.dtype, b.dtype, key=lambda d: d.itemsize) for a, b in ((given, own), (y, run.targets)))
         places = dict[bytes, list[int]]()
-        for i, key in enumerate(_contents(own.to(kind), run.targets)):
+        for i, key in enumerate(_contents(own.to(kind), run.targets.to(of_y))):
             places.setdefault(key, []).append(i)
-        keys, rows = [*_contents(given.to(kind), y.to(run.targets))], list[int]()
+        keys, rows = [*_contents(given.to(kind), y.to(of_y))], list[int]()
         for row, key in enumerate(keys):
             if not places.get(key):
                 raise ValueError(f"{name} must hold samples of the run with their targets: row {row} is none of them.")

@@ -6,6 +6,7 @@ from typing import Any, Self
 import torch
 from jaxtyping import Float, Shaped
 from torch import Tensor
+from torch.utils.data import TensorDataset
 
 from epk_gp.adapters.batches import gathered
 from epk_gp.gp.stacking import ClassUncertainty
@@ -34,9 +35,9 @@ class UncertaintyScorer:
         self.classifier, self.score = classifier, score
 
     def fit(self, data_loader: Iterable[Any]) -> Self:
-        """Fit the classifier to batches of held-out points with their labels; training points are refused."""
+        """Fit the classifier to batches of unseen points, which are refused if seen; labels are numbers of outputs."""
         with torch.inference_mode(mode=False):
-            self.classifier.fit(*gathered(data_loader))
+            self.classifier.fit(TensorDataset(*gathered(data_loader)))  # type: ignore[arg-type]  # one tensor
         return self
 
     def predict(self, x: Shaped[Tensor, "n ..."]) -> Float[Tensor, " n"]:

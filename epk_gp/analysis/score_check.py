@@ -34,6 +34,9 @@ _TOP, _LISTED = 10, 5  # samples of a query that are removed together; samples t
 _NEAR, _COARSE, _MISSED = 0.9, 0.03, 0.01  # cosine and error for which a scale and rounding are named; share of change
 _CHANCE, _SHUFFLES, _RESAMPLES = 0.01, 199, 199  # share of shuffles that may agree as much; draws of the bootstrap
 _FITS, _MATCHED, _DISTINCT = 0.25, 256, 16  # share of squared distances left in order; profiles; scores of a dtype
+_MUTUAL, _FAINT, _PATH, _RANKED = 0.8, 0.01, 0.99, 3  # share of moved profiles that are each other's nearest (half are
+# by chance); size of a faint query; cosine of contributions along another path; networks that a rank correlation needs
+_QUIET = "Nothing exact was compared.", "No fault was found."  # without and with exact numbers
 
 
 class Cost(NamedTuple):
@@ -76,8 +79,8 @@ class CheckedScores:
 
     @property
     def nearest(self) -> str:
-        """What is most like the scores, "contributions" or "derivatives", by the mean cosine."""
-        return max(self.likeness, key=lambda kind: self.likeness[kind]["cosine"].nanmean().abs(), default="")
+        """What is most like the scores, "contributions" or "derivatives", by the mean size of the cosine."""
+        return max(self.likeness, key=lambda kind: self.likeness[kind]["cosine"].abs().nanmean(), default="")
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -101,17 +104,14 @@ class ScoreCheck(Displayed):
     @property
     def findings(self) -> tuple[str, ...]:
         """What looks wrong with any of the scores; empty where nothing was found."""
-        named = [(f"{name}: " * (len(self.systems) > 1), each) for name, each in self.systems.items()]
-        return tuple(f"{name}{found}" for name, each in named for found in each.findings)
+        return tuple(f"{k}: " * (len(self.systems) > 1) + line for k, a in self.systems.items() for line in a.findings)
 
     def _summary(self) -> Summary:
-        entries = [Entry(name, " ".join(a.findings) or "No fault was found.") for name, a in self.systems.items()]
+        entries = [Entry(name, " ".join(a.findings) or _QUIET[bool(a.likeness)]) for name, a in self.systems.items()]
         entries += [Entry("note", note) for note in self.notes]
         entries += [Entry(f"cost of {k}", f"{a:.2g} s = {b:.2g} trainings") for k, (a, b) in self.costs.items()]
         columns = ("", "sum misses", "contributions", "derivatives", "LDS", "left out", f"without top {_TOP}")
-        note = (
-            "Means over queries: of cosine, × slope; LDS in 95 % of draws; change of the number, predicted / measured."
-        )
+        note = "Means over queries: cosine, × slope; LDS in 95 % of draws; change of the number, predicted / measured."
         rows = tuple(self._row(name, each) for name, each in (self.systems | self.references).items())
         title = f"Scores for {count(len(self.change), 'explained number')}, checked"
         return Summary(title, tuple(entries), Table(columns, rows, note))
@@ -175,6 +175,7 @@ def check_scores(
     parse_options("check_scores", ("accumulate", "checkpoint"), **options)
     for name, value in (("retrainings", retrainings), ("left_out", left_out), ("removals", removals), ("seed", seed)):
         validate_count(value, name, minimum=0)
+    validate_count(trajectory.num_points, "trajectory.num_points", minimum=2)
     kernel = attribution_kernel(trajectory, head, adaptive(), None, function)
     kernel, rows, _ = parse_request(kernel, X, (), (classes, function))
     run, n, M, rng = kernel.trajectory, len(rows), trajectory.num_points, np.random.default_rng(seed)
@@ -184,8 +185,8 @@ def check_scores(
 
     given = scores if isinstance(scores, Mapping) else {"scores": scores}
     raw = {str(name): _parsed(name, s, (n, run.num_outputs if classes is None else 1, M)) for name, s in given.items()}
-    if not raw:
-        raise ValueError("scores must hold those of one system at least: got none.")
+    if not raw or len(raw) < len(given):
+        raise ValueError(f"scores must hold those of one system at least, under names that differ: got {list(given)}.")
     start, end = (explained(network_outputs(run, rows, state=state, head=kernel.head)) for state in (0, -1))
     judged = {name: values.nan_to_num(0.0, 0.0, 0.0) for name, values in raw.items()}
     tops = torch.cat([s[:removals].topk(min(_TOP, M // 2), dim=1).indices for s in judged.values()])
@@ -208,10 +209,14 @@ def check_scores(
         costs[name] = Cost(seconds := time.perf_counter() - begin, seconds / training)
         notes += [f"{name} not certified: {finding}" for finding in found.findings]
         if isinstance(found, Retraining):
-            outcomes[name] = explained(replace(found, trajectory=run).outputs(rows, head=kernel.head))
+            outcomes[name] = outcome = explained(replace(found, trajectory=run).outputs(rows, head=kernel.head))
+            good, least = int(outcome.isfinite().all(dim=1).sum()), _RANKED if name in ("LDS", "left out") else 1
+            short = f"{name}: {good} of {len(outcome)} networks have finite outputs; {least} are needed."
+            notes += [short] * (good < max(len(outcome), least))
             continue
         values = found.samples if name == "contributions" else found.values
         truths |= {name: values.flatten(0, 1).double().cpu()} if values.isfinite().all() else {}
+        notes += [f"{name}: not compared, because they are not finite."] * (name not in truths)
 
     checked, size = dict[str, CheckedScores](), len(tops) // len(judged)
     references = {f"exact {kind}": truth for kind, truth in truths.items() if f"exact {kind}" not in raw}
@@ -239,51 +244,57 @@ def _findings(
         yield f"All samples have one score for {_listed('queries', flat)}."
     if not truths or bool(flat.all()):
         return
-    unseen = torch.stack([(t == 0).all(dim=0) for t in truths.values()]).all(dim=0)
-    if len(s) > 1 and bool((flat := is_constant(s.T) & ~unseen).any()):
-        yield f"All queries have one score for {_listed('samples', flat)}."
-    if bool((unseen := unseen & (s.abs().amax(dim=0) > exact * s.abs().max())).any()):
+    varied = [t.std(dim=0, correction=0) > exact * t.abs().amax(dim=0) for t in truths.values()]
+    if bool((alike := is_constant(s.T) & torch.stack(varied).all(dim=0)).any()):
+        yield f"All queries have one score for {_listed('samples', alike)}."
+    unseen = ~torch.cat([*truths.values()]).any(dim=0) & (s.abs().amax(dim=0) > exact * s.abs().max())
+    if bool(unseen.any()):
         yield f"Nothing was learned from {_listed('samples', unseen)}, which have scores: their exact numbers are 0."
     stored = [str(dtype)[6:] for dtype in (torch.bfloat16, torch.float16) if torch.equal(s, s.to(dtype).double())]
     if stored and len(s.unique()) > _DISTINCT and not torch.equal(s, s.round()):
         yield f"The precision is low: every score is a number of {stored[0]}."
-    nearest, words = like[each.nearest], f"exact {each.nearest}"
-    cosine, slope = float(nearest["cosine"].nanmean().abs()), float(nearest["slope"].abs().nanmedian())
-    error, chance = float(nearest["error"].nanmedian()), [float(other["chance"]) for other in like.values()]
-    disorder = list(_disorder(s, truths, rng)) if error > exact else []
+    sizes = truths[each.nearest].norm(dim=1)  # the rounding of faint queries, whose terms cancel, is that of others
+    off = like[each.nearest]["error"] * (sizes / (_FAINT * sizes.max())).clamp(max=1) > exact
+    disorder = dict(_disorder(s, truths, rng)) if bool(off.any()) else {}
     yield from disorder
-    correlations = {kind: float(other["pearson"].nanmean()) for kind, other in like.items()}
-    clear = [value for value, share in zip(correlations.values(), chance, strict=True) if share <= _CHANCE]
-    is_turned = bool(clear) and max(clear) < 0
-    if is_turned:
-        found = ", ".join(f"{value:.2f} with exact {kind}" for kind, value in correlations.items())
+    kind = next(iter(disorder.values()), each.nearest)
+    cosines, slopes, errors = (like[kind][name] for name in ("cosine", "slope", "error"))
+    clear = [float(a["pearson"].nanmean()) for a in like.values() if float(a["chance"]) <= _CHANCE]
+    sign = -1 if clear and max(clear) < 0 else 1
+    if sign < 0:
+        found = ", ".join(f"{float(a['pearson'].nanmean()):.2f} with exact {name}" for name, a in like.items())
         yield f"The sign looks turned: the correlation is {found}."
-    elif not clear and not disorder and cosine < _NEAR:
-        yield f"They agree with nothing exact beyond chance: {100 * min(chance):.0f} % of shuffled scores do as well."
+    elif not clear and not disorder and float(cosines.abs().nanmean()) < _NEAR:
+        least = 100 * min(float(a["chance"]) for a in like.values())
+        yield f"They agree with nothing exact beyond chance: {least:.0f} % of shuffled scores do as well."
         return
-    total, change = (-1 if is_turned else 1) * s.sum(dim=1), s.sum(dim=1) - each.miss
-    missed = min(_relative(total - sums, sums) for sums in (change, truths.get("contributions", s).sum(dim=1)))
-    if each.nearest == "contributions" and missed > _MISSED:
-        k = int((total - change).abs().argmax())
-        instead = f"(query {k}: {float(total[k]):.4g} instead of {float(change[k]):.4g})"
-        yield f"Their sums miss the change of the number by {missed:.2g} times its size {instead}: no contributions do."
-    if isinstance(run.loss, ClassLoss) and run.targets.ndim > 1 and error > exact:
+    total, sums = sign * s.sum(dim=1), truths.get("contributions", s).sum(dim=1)
+    missed, k = _relative(total - sums, sums), int((total - sums).abs().argmax())
+    if kind == "contributions" and missed > _MISSED:
+        instead = f"(query {k}: {float(total[k]):.4g} instead of {float(sums[k]):.4g})"
+        yield f"Their sums miss those of exact contributions by {missed:.2g} times their size {instead}."
+    if isinstance(run.loss, ClassLoss) and run.targets.ndim > 1 and bool(off.any()):
         ignored = (run.targets == ignored_class(run.loss)).flatten(1).sum(dim=1).double().cpu()
-        differs = (s - truths[each.nearest]).norm(dim=0)
+        differs = (s - truths[kind]).norm(dim=0)
         growth = rank_agreement(differs[None], ignored[None]).mean
         if growth > max(0.5, 3.3 * len(ignored) ** -0.5):  # one in a thousand by chance
             yield f"Padding may be counted: what differs grows with ignored positions (rank correlation {growth:.2f})."
-    if not disorder and cosine > _NEAR and abs(slope - 1) > 0.02 + 2 * (1 - cosine):
-        low, high = nearest["slope"].abs().nan_to_num(slope).aminmax()
-        yield f"The scale is off: they are {slope:.4g} times the {words}, from {low:.4g} to {high:.4g} over queries."
-    is_path = each.nearest == "contributions" and missed <= exact / 10  # other contributions have the same sum
-    if error > exact and not (is_path or disorder or wrong.any()):
+    far = (cosines.abs() > _NEAR) & ((sign * slopes - 1).abs() > 0.02 + 2 * (1 - cosines.abs()))
+    if not disorder and bool(far.any()):
+        low, middle, high = (sign * slopes[far]).quantile(slopes.new_tensor([0, 0.5, 1])).tolist()
+        yield f"The scale is off: {_subject(far)} {middle:.4g} times the exact {kind}, from {low:.4g} to {high:.4g}."
+    is_path = kind == "contributions" and missed <= exact / 10  # other contributions have the same sum
+    off &= ~flat & ~wrong.any(dim=1) & ~((cosines > _PATH) & is_path)
+    if not disorder and bool(off.any()):
+        error, cosine = float(errors[off].median()), float(cosines[off].abs().mean())
         hint = "; rounding to bfloat16 may leave 0.002, coarse rules or few checkpoints more" if error < _COARSE else ""
-        yield f"They are not the {words}, the nearest: cosine {cosine:.3f}, relative error {error:.2g}{hint}."
+        hint = "; their sum is right: another path, or a fault" if is_path else hint
+        found = f"not the exact {kind}, the nearest: cosine {cosine:.3f}, relative error {error:.2g}{hint}"
+        yield f"{_subject(off).capitalize()} {found}."
 
 
-def _disorder(s: Tensor, truths: Mapping[str, Tensor], rng: np.random.Generator) -> Iterator[str]:
-    """Say whether samples or queries are in another order: their scores are like the exact numbers of others.
+def _disorder(s: Tensor, truths: Mapping[str, Tensor], rng: np.random.Generator) -> Iterator[tuple[str, str]]:
+    """Say whether samples or queries are in another order, and of what: their scores are the exact numbers of others.
 
     A sample's profile is its scores for all queries, each query's scores scaled to norm 1; a query's its scores.
     """
@@ -292,9 +303,9 @@ def _disorder(s: Tensor, truths: Mapping[str, Tensor], rng: np.random.Generator)
         pairs = [(kind, *((S.T, T.T) if plural == "samples" else (S, T))) for kind, S, T in sides]
         ratio, rows, places, kind = min(((*_fit(S, T, rng), kind) for kind, S, T in pairs), key=lambda fit: fit[0])
         if ratio < _FITS and int((moved := rows != places).sum()) > 1:  # no order moves one alone
-            named = zip(rows[moved][:_LISTED].tolist(), places[moved][:_LISTED].tolist(), strict=True)
+            named = [f"#{i} that of #{j}" for i, j in torch.stack((rows, places), 1)[moved][:_LISTED].tolist()]
             found = f"{int(moved.sum())} of {len(rows)} are nearest the exact {kind} of another one"
-            yield f"The {plural} look out of order: {found} ({', '.join(f'#{i} that of #{j}' for i, j in named)})."
+            yield f"The {plural} look out of order: {found} ({', '.join(named)}).", kind
 
 
 def _fit(S: Tensor, T: Tensor, rng: np.random.Generator) -> tuple[float, Tensor, Tensor]:
@@ -302,13 +313,16 @@ def _fit(S: Tensor, T: Tensor, rng: np.random.Generator) -> tuple[float, Tensor,
 
     Returns:
         The sum of their squared distances, relative to the least of: that to the profiles' own ones, that to profiles
-        which are mixed of different ones, and the profiles' own size; the profiles; and those nearest to them.
+        which are mixed of different ones, and the profiles' own size (infinite unless the scores nearest to what is
+        nearest are mostly the profile itself); the profiles; and those nearest to them.
     """
-    rows, mixed = torch.from_numpy(rng.permutation(len(S))[:_MATCHED]), torch.from_numpy(rng.permuted(T, axis=0))
-    distances, by_chance = (torch.cdist(S[rows], profiles).square() for profiles in (T, mixed))
+    rows = torch.from_numpy(rng.permutation(S.any(dim=1).nonzero()[:, 0])[:_MATCHED])  # zeros have no order
+    distances, by_chance = (torch.cdist(S[rows], a).square() for a in (T, torch.from_numpy(rng.permuted(T, axis=0))))
     own, (best, places) = (S - T)[rows].square().sum(dim=1), distances.min(dim=1)
     limit = min(own.sum(), by_chance.amin(dim=1).sum(), S[rows].square().sum())
-    return float(best.sum() / limit), rows, torch.where(best < own, places, rows)
+    places = torch.where(best < own, places, rows)
+    mutual = (torch.cdist(T[places], S).argmin(dim=1) == rows)[places != rows].double().mean()
+    return float(best.sum() / limit) if mutual > _MUTUAL else float("inf"), rows, places
 
 
 def _likeness(s: Tensor, t: Tensor, rng: np.random.Generator) -> dict[str, Tensor]:
@@ -333,7 +347,7 @@ def _agreement(field: str, s: Tensor, weights: Tensor, changes: Tensor, seed: in
     def mean(drawn: np.ndarray) -> float:
         return float(rank_agreement(predicted[:, drawn], measured[:, drawn]).per_point.nanmean().nan_to_num())
 
-    if len(measured.T) < 3:
+    if len(measured.T) < _RANKED:
         return {}
     low, high = bootstrap(
         (np.arange(predicted.shape[1]),), mean, vectorized=False, n_resamples=_RESAMPLES, method="percentile",
@@ -344,11 +358,12 @@ def _agreement(field: str, s: Tensor, weights: Tensor, changes: Tensor, seed: in
 
 def _parsed(name: Any, values: Any, shape: tuple[int, int, int]) -> Tensor:
     """Return scores in float64 on the CPU, with a row for each number that is explained, (n * K, M)."""
-    (n, K, M), dense = shape, values.detach().cpu().double().numpy() if isinstance(values, Tensor) else values
+    (n, K, M), dense = shape, None if np.ma.isMaskedArray(values) else values
+    dense = values.detach().cpu().double().numpy() if isinstance(values, Tensor) and not values.is_complex() else dense
     try:
-        found = torch.from_numpy(np.array(dense, dtype=np.float64))
+        found = torch.from_numpy(np.asarray(dense).astype(np.float64, casting="same_kind"))  # no text, None or complex
     except (TypeError, ValueError) as error:
-        raise TypeError(f"{name} must be an array of real numbers: got {type(values).__name__}.") from error
+        raise TypeError(f"{name} must be an unmasked array of real numbers: got {type(values).__name__}.") from error
     if tuple(found.shape) not in (shape, (n * K, M) if K == 1 else shape):
         wanted = f"({n}, {M})" if K == 1 else f"({n}, {K}, {M}), or ({n}, {M}) with classes= or function="
         raise ValueError(f"{name} must have the shape (inputs, samples), {wanted}: got {tuple(found.shape)}.")
@@ -357,6 +372,10 @@ def _parsed(name: Any, values: Any, shape: tuple[int, int, int]) -> Tensor:
 
 def _relative(difference: Tensor, size: Tensor) -> float:
     return float(difference.norm() / size.norm().clamp(min=torch.finfo(size.dtype).tiny))
+
+
+def _subject(places: Bool[Tensor, " q"]) -> str:
+    return "they are" if bool(places.all()) else f"{_listed('queries', places)} are"
 
 
 def _listed(noun: str, places: Bool[Tensor, " m"]) -> str:

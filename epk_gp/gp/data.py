@@ -11,6 +11,7 @@ from torch import Tensor
 from epk_gp.core.checks import as_tensor, parse_indices, validate_labels, validate_texts
 from epk_gp.core.losses import CrossEntropy, Head, NegativeLogLikelihood, ignored_class
 from epk_gp.core.trajectory import Trajectory, network_outputs, parse_inputs
+from epk_gp.storage.rows import map_data
 
 TargetKind = Literal["network", "dirichlet", "labels"]
 ALPHA_EPSILON = 0.01  # concentration of the classes that are not the label
@@ -212,13 +213,15 @@ def class_inputs(trajectory: Trajectory, X: object, name: str = "X") -> Shaped[T
 
     Args:
         trajectory: The run.
-        X: n inputs as the run takes them; or an array with a row per point, whose columns are the flattened input.
+        X: n inputs as the run takes them, or a data set or loader of them; or an array with a row per point, whose
+            columns are the flattened input.
         name: Name of the points in a message.
 
     Raises:
         TypeError, ValueError: The network cannot take the points.
     """
     if not is_array(X):
+        X = X if (rows := map_data(X, None, None)) is None else rows.mapped()[0]
         return parse_inputs(trajectory, X, name)  # type: ignore[arg-type]  # checked there
     points = as_numbers(X, name).to(trajectory.device)
     kind, shape = trajectory.inputs.dtype, trajectory.input_shape

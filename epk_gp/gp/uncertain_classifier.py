@@ -98,9 +98,10 @@ class UncertainClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         inputs_kernel: "rbf" or None. It is left out for integers as inputs: they have no distances.
         points: Indices of the training points to condition on; all by default.
         classes: Names of the C classes in the order of the outputs, numbers or text; 0 .. C - 1 by default. Labels
-            that are passed in are of these, and `predict` returns an array of them. Columns of probabilities and sets
-            have this order. scikit-learn's scorers of probabilities (neg_log_loss, roc_auc_ovr) take columns for
-            classes in ascending order whatever `classes_` says, and are wrong with names that do not ascend.
+            that are passed in are of these, and `predict` returns an array of them; the targets of data sets and
+            loaders are numbers of outputs, whatever the names. Columns of probabilities and sets have this order.
+            scikit-learn's scorers of probabilities (neg_log_loss, roc_auc_ovr) take columns for classes in ascending
+            order whatever `classes_` says, and are wrong with names that do not ascend.
         seed: Seed of the sketch, of the division of the validation points, and of Monte Carlo samples.
         power: Of the product of both kernels; None for 2 with the kernel matrix itself, and for 1 with sketched
             features, whose noise grows with the power.
@@ -172,7 +173,7 @@ class UncertainClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
             model: A trained classifier, which is copied and taken in evaluation mode. Its weights are the parameters
                 that require gradients: those of the last layer alone cost least.
             X: Its N training inputs, as `epk_gp.Recorder` takes them, data sets and loaders too; or a data frame.
-            y: Their classes; None where X is a data set whose items hold them.
+            y: Their classes; None where X is a data set whose items hold them, as numbers of outputs.
             output: Takes the logits (n, C) from what the network returns, where that is something else.
             classes: Names of the classes, in the order of the outputs.
             settings: Other arguments of `UncertainClassifier`.
@@ -186,7 +187,7 @@ class UncertainClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         weight = next(model.parameters(), None) if isinstance(model, nn.Module) else None
         if weight is not None and gp_data.is_array(X):
             X = gp_data.float_inputs(gp_data.as_numbers(X), weight.dtype).to(weight.device)
-        if not isinstance(y, str | None):
+        if not isinstance(y, str | None) or (y is None and isinstance(X, Tensor | tuple | Mapping)):
             names = None if classes is None else gp_data.class_names(classes, len(np.asarray(classes)))
             y = gp_data.as_labels(y, names)
             validate_labels(y, len(y), name="y")
@@ -199,7 +200,7 @@ class UncertainClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
 
         Args:
             X: n validation points, at least 20, drawn as the points that will be asked about; or a data set or loader.
-            y: Their classes; None where X is a data set whose items hold them.
+            y: Their classes; None where X is a data set whose items hold them, as numbers of outputs.
 
         Raises:
             TypeError: Points, labels or names of classes are of the wrong kind.
@@ -207,14 +208,14 @@ class UncertainClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
                 them; points or labels are not those of the network; a setting cannot be used; or the classifier was
                 read from a file, which holds no training data.
         """
-        trajectory = self.trajectory
+        trajectory, classes_of_y = self.trajectory, self.classes
         if y is None and (rows := map_data(X, None, None)) is not None:
-            X, y = rows.mapped()
+            (X, y), classes_of_y = rows.mapped(), None
         points, own = gp_data.labelled_points(trajectory, self.points, "UncertainClassifier")
         settings = LabelSettings(self.nodes, self.features, self.inputs_kernel, self.seed, self.power, self.path)
         held_out = gp_data.class_inputs(trajectory, X)
         names = gp_data.class_names(self.classes, trajectory.num_outputs)
-        classes = gp_data.class_labels(trajectory, y, len(held_out), classes=self.classes).to(held_out.device)
+        classes = gp_data.class_labels(trajectory, y, len(held_out), classes=classes_of_y).to(held_out.device)
         if len(held_out) < MIN_VALIDATION_POINTS:
             raise ValueError(f"there must be at least {MIN_VALIDATION_POINTS} validation points: got {len(held_out)}.")
         gp_data.count_seen(held_out, trajectory, points)

@@ -13,7 +13,7 @@ from epk_gp.core.checks import ComputeSettings, parse_options
 from epk_gp.core.graphs import Graph, Ragged, as_ragged, map_tensors
 from epk_gp.core.inputs import Inputs, Points, Signature
 from epk_gp.core.losses import Head, apply_head, resolve_head
-from epk_gp.core.model import uncompiled
+from epk_gp.core.model import perturbed_initial, uncompiled
 from epk_gp.core.show import warn_caller
 from epk_gp.core.step import fingerprint_data
 from epk_gp.core.trajectory import Trajectory
@@ -22,6 +22,7 @@ from epk_gp.kernel_machine.baselines import tangent_trajectory
 from epk_gp.kernels.blocks import Outputs, parse_outputs
 from epk_gp.kernels.epk import CACHE_BYTES, EPKKernel
 from epk_gp.quadrature.rules import left_endpoint
+from epk_gp.recording.setup import validate_row_independence
 from epk_gp.trained.network import as_trajectory
 
 OtherInputs = Shaped[Tensor, "m ..."] | Sequence[Tensor] | Mapping[str, Tensor] | Ragged  # m of them
@@ -82,8 +83,8 @@ def ntk(
         (n, C, C), (n,) and (C, n). The first may be a view: `reshape` flattens it.
 
     Raises:
-        TypeError, ValueError: Network and inputs do not fit, no weight requires a gradient, there is no such output, or
-            an option is unknown.
+        TypeError, ValueError: Network and inputs do not fit, an output depends on other rows, no weight requires a
+            gradient, there is no such output, or an option is unknown.
     """
     parsed = parse_options("ntk", ("accumulate",), **options)
     if diagonal and X2 is not None:
@@ -97,6 +98,9 @@ def ntk(
     a = Points(kernel.parse_inputs(X), is_train=True)
     if not diagonal:
         b = a if X2 is None else Points(kernel.parse_inputs(X2, "X2"), is_train=True)
+        if b is not a and run.model.signature.graph is None:  # X alone may be one row
+            both = torch.cat([side.X[: _NUM_EXAMPLES // 2].to(run.inputs) for side in (a, b)])
+            validate_row_independence(run.model, run.model.unflatten(perturbed_initial(run.states[0])), both)
         blocks = {"full": kernel.block, "independent": kernel.block_per_class, "trace": kernel.trace_block}
         return blocks[kind](a, b, parsed)
     K = kernel.diagonal_blocks(a, parsed)

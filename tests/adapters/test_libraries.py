@@ -273,6 +273,33 @@ def test_cleanlabs_datalab_has_the_same_labels_as_issues():
     assert list(some.index) == [30, 3, 12]
 
 
+def test_cleanlabs_issues_of_other_labels_than_the_datalabs_are_refused():
+    made, cleanlab = adapter("cleanlab", "cleanlab"), real("cleanlab")
+    real("cleanlab.datalab.internal.issue_manager_factory").register(made.EPKLabelIssues)
+    X, y = gaussians(15, 0)
+    asked = {"epk_label": {"trajectory": gaussian_run(X, y), "nodes": 4}}
+    words = ["ant", "bee", "cat"]
+
+    def manager(data, label_name="label", **options):
+        lab = cleanlab.Datalab(data, label_name=label_name, verbosity=0)
+        made.EPKLabelIssues(lab).find_issues(**asked["epk_label"], **options)
+
+    for labels in (y.numpy(), y.numpy() + 1, [words[c] for c in y.tolist()]):
+        manager({"label": labels})
+    manager({"x": X[:, 0].numpy()}, None)  # without labels
+    for data, label_name, options in (
+        ({"label": y.flip(0).numpy()}, "label", {}),
+        ({"label": y[:30].numpy()}, "label", {}),
+        ({"label": [words[::-1][c] for c in y.tolist()]}, "label", {}),
+        ({"x": X[:30, 0].numpy()}, None, {}),
+        ({"label": y[:30].numpy()}, "label", {"points": [*range(1, 31)]}),
+    ):
+        with pytest.raises(
+            ValueError, match="the Datalab must hold the run's points and class numbers, in their order: got"
+        ):
+            manager(data, label_name, **options)
+
+
 def test_opendatavals_experiments_take_an_evaluators_values():
     made = adapter("opendataval", "opendataval.dataval")
     fetchers, experiment = real("opendataval.dataloader"), real("opendataval.experiment")

@@ -147,6 +147,35 @@ def test_a_text_is_scored_by_the_loss_of_its_next_words():
     assert_close(EPKAttributor(run).self_attribute(batches), EPKExplainer(trajectory=run).self_influence())
 
 
+def test_float_targets_may_be_narrow_as_inputs_may():
+    run, (train, _) = cases.record("numbers"), cases.data("numbers")
+    narrow = TensorDataset(*(values.float() for values in train.tensors))
+    for data in (narrow, TensorDataset(train.tensors[0], narrow.tensors[1])):
+        rows = SampleScorer(run).rows_of(DataLoader(data, batch_size=5), "data")
+        assert rows.tolist() == [*range(cases.M)]
+    others = TensorDataset(narrow.tensors[0], narrow.tensors[1] + 1e-3)
+    assert refusal(ValueError, "row 0 is none", lambda: SampleScorer(run).rows_of(DataLoader(others), "data")) is None
+
+
+def test_captum_takes_a_batch_a_list_of_batches_and_a_loader():
+    run, (train, test) = cases.record("classes"), cases.data("classes")
+    influence, (X, y) = EPKInfluence(run), test.tensors
+    expected = influence.influence((X, y))
+    for inputs in ([X, y], [(X[:2], y[:2]), (X[2:], y[2:])], [[X, y]], ((X, y),)):
+        assert torch.equal(influence.influence(inputs), expected)
+    halves = [tuple(values[rows] for values in train.tensors) for rows in (slice(0, 5), slice(5, None))]
+    assert torch.equal(influence.self_influence(halves), influence.self_influence())
+
+
+def test_smoothed_scores_of_samples_for_themselves_are_the_diagonal():
+    run, train = cases.record("classes"), cases.loaders("classes")[0]
+    smooth = {"smoothing": epk.Smoothing(2, 0.9, 1.1)}
+    whole = EPKAttributor(run, **smooth).attribute(train, train)
+    own = EPKAttributor(run, **smooth).self_attribute(train)
+    assert_close(own, whole.diagonal(), rtol=0, atol=1e-12)
+    assert (own - EPKAttributor(run).self_attribute(train)).abs().max() > 1e-5  # the control
+
+
 @pytest.mark.usefixtures("unchecked")
 def test_what_means_nothing_is_refused():
     run, test = cases.record("classes"), cases.loaders("classes")[1]
@@ -166,6 +195,18 @@ def test_what_means_nothing_is_refused():
         (ValueError, "train_dataloader must .*: row 0 is none", lambda: attributor.attribute(test, test)),
         (ValueError, "row 2 is none of them", lambda: attributor.self_attribute(DataLoader(twice, batch_size=3))),
         (ValueError, "all of the run's equal samples", lambda: EPKAttributor(equal).self_attribute(some)),
+        *(
+            (TypeError, r"batches must be alike, .*: [01] holds \{", lambda bad=bad: EPKInfluence(run).influence(bad))
+            for bad in (
+                [inputs[0], inputs[1].tolist()],
+                [(inputs[0], inputs[1].tolist())],
+                [{"x": inputs[0]}],
+                [(inputs[0],)],
+                [inputs, {"x": inputs[0], "labels": inputs[1]}],
+                DataLoader(inputs[0]),
+                "text",
+            )
+        ),
         (ValueError, "there must be a batch", lambda: attributor.attribute([], test)),
         (
             ValueError,

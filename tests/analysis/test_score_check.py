@@ -3,9 +3,10 @@
 import functools
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from scipy.stats import pearsonr, spearmanr
@@ -16,6 +17,7 @@ from torch.nn import functional as F
 from weighted_loops import CLASSES, POINTS, WeightedLoop
 
 import epk_gp as epk
+from epk_gp.analysis import score_check
 from epk_gp.analysis.counterfactual import random_subsets
 from epk_gp.analysis.score_check import ScoreCheck
 from helpers import make_case
@@ -232,7 +234,7 @@ FAULTS: dict[str, tuple[Callable[[], Problem], Callable[[Problem], Any], str]] =
     ),
     "stored in bfloat16": (classes, stored(torch.bfloat16), "every score is a number of bfloat16"),
     "stored in float16": (classes, stored(torch.float16), "every score is a number of float16"),
-    "without Adam's state": (classes, lambda p: by_hand(p, forget_at=8), "sums miss the change of the number by"),
+    "without Adam's state": (classes, lambda p: by_hand(p, forget_at=8), "sums miss those of exact contributions by"),
     "padding counts": (language, lambda p: by_hand(p, row_loss=padding_counts), "Padding may be counted"),
     "samples shuffled": (
         classes, lambda p: p.contributions[:, order(p)], "samples look out of order: .* the exact contributions",
@@ -283,6 +285,156 @@ def test_a_planted_fault_is_named(problem: Any, plant: Any, words: str) -> None:
     check = problem.check(plant(problem))
     assert re.search(words, " ".join(check.findings)), check.findings
     assert all(found in " ".join(str(check).split()) for found in check.findings)
+
+
+def of_queries(values: Tensor, queries: list[int], change: Callable[[Tensor], Tensor]) -> Tensor:
+    """Return scores of which only some queries are wrong."""
+    return values.index_copy(0, torch.tensor(queries), change(values[queries]))
+
+
+def noise(like: Tensor) -> Tensor:
+    return torch.randn(like.shape, generator=torch.Generator().manual_seed(1), dtype=like.dtype) * like.std()
+
+
+def of_wrong_classes(problem: Problem, compute: Any) -> Callable[[Tensor], Tensor]:
+    asked = problem.asked | {"classes": (problem.asked["classes"] + 1) % 3}
+    found = compute(problem.run, problem.X, **asked)
+    wrong = (found.samples if compute is epk.attribute else found.values)[:, 0]
+    return lambda values: wrong[[3, 5, 6][: len(values)]]
+
+
+KINDS = {"contributions": epk.attribute, "derivatives": epk.influence}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("queries", [[3], [3, 5, 6]], ids=["one", "three"])
+def test_wrong_queries_among_sound_ones_are_named(kind: str, queries: list[int]) -> None:
+    problem = classes()
+    sound, named = getattr(problem, kind), ", ".join(f"#{q}" for q in queries)
+    faults = {
+        "random": (noise, f"Queries {named} are not the exact {kind}"),
+        "wrong class": (of_wrong_classes(problem, KINDS[kind]), f"Queries {named} are not the exact {kind}"),
+        "samples shuffled": (lambda s: s[:, order(problem)], f"Queries {named} are not the exact {kind}"),
+        "turned": (lambda s: -s, f"scale is off: queries {named} are -1 times the exact {kind}"),
+        "times 3": (lambda s: 3 * s, f"scale is off: queries {named} are 3 times the exact {kind}"),
+    }
+    check = problem.check({name: of_queries(sound, queries, change) for name, (change, _) in faults.items()})
+    for name, (_, words) in faults.items():
+        found = " ".join(check.systems[name].findings)
+        assert words in found, (name, found)
+        assert "out of order" not in found
+    swapped = problem.check(sound[[0, 1, 2, 5, 4, 3, 6, 7]]).findings
+    assert "The queries look out of order: 2 of 8" in " ".join(swapped)
+    assert not [found for found in swapped if "samples" in found]
+
+
+def test_half_of_the_queries_turned_leave_the_kind_as_it_is() -> None:
+    problem = classes()
+    check = problem.check(of_queries(problem.derivatives, [0, 2, 4, 6], torch.neg))
+    assert check.systems["scores"].nearest == "derivatives"
+    assert "queries #0, #2, #4, #6 are -1 times the exact derivatives" in " ".join(check.findings)
+
+
+def test_a_right_sum_does_not_make_contributions() -> None:
+    problem = classes()
+    noisy = noise(problem.contributions)
+    found = problem.check(problem.contributions + noisy - noisy.mean(dim=1, keepdim=True)).findings
+    assert len(found) == 1
+    assert re.search(
+        "not the exact contributions.*cosine 0.[5-8].*their sum is right: another path, or a fault", found[0]
+    )
+
+
+def test_scores_in_order_are_not_called_out_of_order() -> None:
+    torch.manual_seed(0)
+    net, X = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1)).double(), torch.randn(100, 4).double()
+    optimizer = torch.optim.Adam(net.parameters(), lr=0.03)
+    run = epk.train(net, X, X[:, :1].sin(), optimizer=optimizer, steps=10, batch_size=50, loss=nn.MSELoss())
+    far, near = X[:8] + 0.3, X[:1] + 1e-3 * torch.randn(3, 4).double()
+    factors = torch.exp(0.4 * torch.randn(100).double())
+    for inputs in (far, near):
+        exact = {"a": epk.attribute(run, inputs).samples[:, 0], "b": epk.influence(run, inputs).values[:, 0]}
+        scores = {f"{name}, scaled by sample": values * factors for name, values in exact.items()}
+        half = torch.randperm(100)[:50]
+        scores |= {f"{name}, half of it 0": values.index_fill(1, half, 0.0) for name, values in exact.items()}
+        check = epk.check_scores(run, scores, inputs, **QUIET)
+        assert not [found for found in check.findings if "out of order" in found]
+        assert all(each.findings for each in check.systems.values())
+        shuffled = epk.check_scores(run, {k: s[:, torch.randperm(100)] for k, s in exact.items()}, inputs, **QUIET)
+        assert sum("samples look out of order" in found for found in shuffled.findings) == 2
+
+
+def test_exact_scores_of_equal_queries_pass_and_one_sample_is_refused() -> None:
+    run, X = classes().run, classes().X[[0, 0]]
+    scores = {"a": epk.attribute(run, X).samples, "b": epk.influence(run, X).values}
+    assert epk.check_scores(run, scores, X, **QUIET).findings == ()
+    net = nn.Linear(2, 2).double()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    X, y = torch.ones(1, 2).double(), torch.zeros(1, dtype=torch.int64)
+    run = epk.train(net, X, y, optimizer=optimizer, steps=3, batch_size=1, loss=epk.CrossEntropy())
+    with pytest.raises(ValueError, match="trajectory.num_points must be at least 2: got 1"):
+        epk.check_scores(run, torch.zeros(1, 2, 1), X, **QUIET)
+
+
+def test_with_weight_decay_sums_are_compared_with_those_of_exact_contributions() -> None:
+    torch.manual_seed(0)
+    net, X = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 1)).double(), torch.randn(30, 4).double()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, weight_decay=0.3)
+    run = epk.train(net, X, X[:, :1].sin(), optimizer=optimizer, steps=20, batch_size=15, loss=nn.MSELoss())
+    exact = epk.attribute(run, X[:5]).samples[:, 0]
+    check = epk.check_scores(run, {"exact": exact, "twice": 2 * exact}, X[:5], **QUIET)
+    assert float(check.systems["exact"].miss.norm() / check.change.norm()) > 0.1
+    assert check.systems["exact"].findings == ()
+    k = int(exact.sum(dim=1).abs().argmax())
+    total = float(exact[k].sum())
+    words = (
+        f"miss those of exact contributions by 1 times their size (query {k}: {2 * total:.4g} instead of {total:.4g})"
+    )
+    assert words in check.systems["twice"].findings[0]
+
+
+def test_sums_are_not_held_against_scores_that_are_derivatives() -> None:
+    problem = classes()
+    shifted = problem.check(problem.derivatives.roll(1, 1)).findings
+    assert not [found for found in shifted if "sums" in found]
+    alone = " ".join(problem.check(problem.derivatives, derivatives=False).findings)
+    assert "no contributions" not in alone
+
+
+def test_what_was_not_compared_is_said() -> None:
+    run, scores = LOOP.record(), torch.randn(SHAPE, dtype=torch.float64)
+    options = QUIET | {"contributions": False, "derivatives": False}
+    assert "No fault was found" not in str(epk.check_scores(run, scores, LOOP.test_points, **options))
+    assert "Nothing exact was compared." in str(epk.check_scores(run, scores, LOOP.test_points, **options))
+    few = epk.check_scores(run, scores, LOOP.test_points, **options | {"retrainings": 2, "left_out": 2})
+    assert few.notes == tuple(
+        f"{name}: 2 of 2 networks have finite outputs; 3 are needed." for name in ("LDS", "left out")
+    )
+
+
+def test_networks_that_diverge_and_numbers_that_are_not_finite_are_noted(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(compute: Any, field: str) -> Any:
+        def spoiled(*args: Any, **options: Any) -> Any:
+            found = compute(*args, **options)
+            values = getattr(found, field).clone()
+            values[0, ..., 0] = float("nan")
+            return replace(found, **{field: values})
+
+        return spoiled
+
+    run, scores = LOOP.record(), torch.randn(SHAPE, dtype=torch.float64)
+    monkeypatch.setattr(score_check, "influence", broken(score_check.influence, "values"))
+    outputs = score_check.Retraining.outputs
+    monkeypatch.setattr(
+        score_check.Retraining, "outputs",
+        lambda *args, **options: outputs(*args, **options).index_fill(0, torch.tensor([1]), float("nan")),
+    )  # fmt: skip
+    check = epk.check_scores(run, scores, LOOP.test_points, **QUIET | {"retrainings": 5})
+    assert list(check.references) == ["exact contributions"]
+    assert check.notes == (
+        "derivatives: not compared, because they are not finite.",
+        "LDS: 4 of 5 networks have finite outputs; 3 are needed.",
+    )  # fmt: skip
 
 
 def test_samples_that_no_step_saw_have_no_scores() -> None:
@@ -387,8 +539,15 @@ def test_scores_that_cannot_be_judged_are_refused_in_a_sentence() -> None:
         (ValueError, r"\(3, 3, 12\), or \(3, 12\) with classes= or function=: got \(3, 12\)", good[:, 0], {}),
         (ValueError, r"\(3, 12\): got \(12, 3\)", good[:, 0].T, one),
         (ValueError, r"\(3, 12\): got \(2, 12\)\.", good[:2, 0], one),
-        (TypeError, "must be an array of real numbers: got str", "scores", one),
-        (ValueError, "of one system at least: got none", {}, one),
+        (TypeError, "must be an unmasked array of real numbers: got str", "scores", one),
+        (TypeError, "unmasked array of real numbers: got MaskedArray", np.ma.masked_less(good.numpy(), 1), {}),
+        (TypeError, "unmasked array of real numbers: got list", good.numpy().astype(str).tolist(), {}),
+        (TypeError, "unmasked array of real numbers: got list", [[[None] * 12] * 3] * 3, {}),
+        (TypeError, "unmasked array of real numbers: got list", [[1.0], [1.0, 2.0]], {}),
+        (TypeError, "unmasked array of real numbers: got Tensor", good + 1j, {}),
+        (TypeError, "unmasked array of real numbers: got ndarray", good.numpy() + 1j, {}),
+        (ValueError, "of one system at least, under names that differ: got \\[\\]", {}, one),
+        (ValueError, r"under names that differ: got \[1, '1'\]", {1: good, "1": good}, {}),
         (ValueError, "retrainings must be at least 0: got -1", good, {"retrainings": -1}),
         (TypeError, "seed must be a whole number", good, {"seed": 0.5}),
         (TypeError, "unexpected keyword argument 'checkpoint'", good, {"checkpoint": "folder"}),

@@ -10,8 +10,9 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import epk_gp as epk
+from epk_gp.adapters.captum import EPKInfluence
+from epk_gp.adapters.uncertainty import UncertaintyScorer
 from epk_gp.analysis.counterfactual import leave_one_out
-from epk_gp.analysis.explainer import contribution_scores, influence_scores
 from epk_gp.gram import sketch
 from epk_gp.gram.path_features import path_features
 
@@ -163,6 +164,39 @@ def test_data_of_every_kind_give_the_same_classifier():
     torch.testing.assert_close(taken.predict_proba(V), expected, rtol=0, atol=1e-12)
 
 
+@pytest.mark.parametrize("names", [[2, 0, 1], NAMES[:3]])
+def test_targets_of_data_sets_are_numbers_of_outputs_whatever_the_names(names):
+    torch.manual_seed(1)
+    X, V = torch.randn(60, 4, dtype=torch.float64), torch.randn(40, 4, dtype=torch.float64)
+    y, labels = ((part[:, 0] > 0).long() + (part[:, 1] > 0).long() for part in (X, V))
+    net = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3)).double()
+    expected = epk.UncertainClassifier.of(net, X, y).fit(V, labels)
+    data, validation = (DataLoader(TensorDataset(*part), 8) for part in ((X, y), (V, labels)))
+    named = np.asarray(names)
+    for judged in (
+        epk.UncertainClassifier.of(net, data, classes=names).fit(validation),
+        epk.UncertainClassifier.of(net, X, named[y], classes=names).fit(validation),
+        epk.UncertainClassifier.of(net, data, classes=names).fit(V, named[labels]),
+        UncertaintyScorer(epk.UncertainClassifier.of(net, data, classes=names)).fit(validation).classifier,
+    ):
+        torch.testing.assert_close(judged.predict_proba(V), expected.predict_proba(V), rtol=0, atol=1e-12)
+        assert judged.stacking_ == expected.stacking_
+        assert (judged.predict(V) == named[expected.predict(V)]).all()
+    wrong = DataLoader(TensorDataset(V, labels - 1), 8)  # -1 is no class, though NumPy takes it as the last
+    with pytest.raises(ValueError, match=r"y must lie in 0\.\.2: got -1\.\.1"):
+        UncertaintyScorer(epk.UncertainClassifier.of(net, data, classes=names)).fit(wrong)
+
+
+def test_loaders_are_predicted_as_their_points():
+    net, X, y = trained_net()
+    V, labels = held_out()
+    judged = epk.UncertainClassifier.of(net, X, y).fit(V, labels)
+    for data in (DataLoader(TensorDataset(V, labels), 7), TensorDataset(V)):
+        assert torch.equal(judged.predict(data), judged.predict(V))
+        assert torch.equal(judged.predict_proba(data), judged.predict_proba(V))
+        assert torch.equal(judged.uncertainty(data).error, judged.uncertainty(V).error)
+
+
 class Returning(nn.Module):
     """A network that returns a dictionary."""
 
@@ -221,8 +255,7 @@ def test_what_only_a_recorded_run_has_is_refused():
         lambda: epk.self_influence(run),
         lambda: epk.retrain(run, torch.ones(50, dtype=torch.float64)),
         lambda: leave_one_out(run, X[:2]),
-        lambda: contribution_scores(run, X[:2], y[:2]),
-        lambda: influence_scores(run, X[:2], y[:2]),
+        lambda: EPKInfluence(run).influence((X[:2], y[:2])),
     ):
         with pytest.raises(ValueError, match="needs the recorded steps of a training: this run has the states"):
             ask()
@@ -236,6 +269,9 @@ def test_bad_arguments_have_one_clear_line():
         (lambda: of("net", X, y), TypeError, r"the network must be a torch.nn.Module: got str"),
         (lambda: of(net, X, NAMES * 10), TypeError, r"y must be whole numbers, the classes of the network: got list"),
         (lambda: of(net, X, NAMES * 10, classes=NAMES[:2]), ValueError, r"y must hold classes .*: got 'cat'"),
+        (lambda: of(net, X), TypeError, r"y must be whole numbers, .* got NoneType"),
+        (lambda: of(net, X.numpy()), TypeError, r"y must be whole numbers, .* got NoneType"),
+        (lambda: of(net, X, classes=NAMES), ValueError, r"y must hold classes .*: got None"),
         (lambda: of(net, X, y.double()), TypeError, r"y must be class indices: got torch.float64"),
         (lambda: of(net, X, y, classes=NAMES[:2]), ValueError, r"y must hold classes of the network"),
         (lambda: of(net, X, y, power=0).fit(V, labels), ValueError, r"power must be"),
