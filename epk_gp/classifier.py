@@ -10,12 +10,10 @@ from sklearn.base import ClassifierMixin
 from sklearn.preprocessing import LabelEncoder
 from sklearn.utils.multiclass import check_classification_targets
 from sklearn.utils.validation import _check_sample_weight, check_is_fitted, validate_data
-from torch import Tensor
 
 from epk_gp.analysis.labels import LabelErrors, label_errors
 from epk_gp.core.losses import CrossEntropy
 from epk_gp.estimator import RecordedEstimator
-from epk_gp.gp.data import class_labels
 from epk_gp.gp.uncertain_classifier import UncertainClassifier
 
 
@@ -64,7 +62,7 @@ class EPKClassifier(ClassifierMixin, RecordedEstimator):  # type: ignore[misc]  
         check_classification_targets(labels)
         weights = _check_sample_weight(sample_weight, features, dtype=np.float64)
         encoder = LabelEncoder().fit(labels)
-        present = np.unique(labels[weights > 0]).tolist()
+        present = np.unique(labels[weights != 0]).tolist()
         if len(present) < 2:
             raise ValueError(f"y must hold at least 2 classes: got {len(present)} class, {present}.")
         targets, classes = torch.as_tensor(encoder.transform(labels)).long(), encoder.classes_
@@ -121,6 +119,3 @@ class EPKClassifier(ClassifierMixin, RecordedEstimator):  # type: ignore[misc]  
         """
         points, settings = self._points(X), {"points": self._weighted, **settings}
         return UncertainClassifier(self.trajectory_, classes=self.classes_, **settings).fit(points, y)
-
-    def _targets(self, y: ArrayLike, count: int, name: str = "y") -> Tensor:
-        return class_labels(self.trajectory_, y, count, name, classes=self.classes_)

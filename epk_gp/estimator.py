@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from jaxtyping import Float
 from numpy.typing import ArrayLike
-from sklearn.base import BaseEstimator
+from sklearn.base import BaseEstimator, is_classifier
 from sklearn.utils.validation import check_is_fitted, check_random_state, validate_data
 from torch import Tensor, nn
 
@@ -17,6 +17,7 @@ import epk_gp  # whose report needs matplotlib, which is imported when a report 
 from epk_gp.core.checks import as_tensor, validate_positive
 from epk_gp.core.losses import Loss
 from epk_gp.core.trajectory import network_outputs
+from epk_gp.gp.data import class_labels
 from epk_gp.kernel_machine.attribute import Attribution, attribute
 from epk_gp.recording.passes import draw_from
 from epk_gp.recording.train import train
@@ -56,17 +57,20 @@ class RecordedEstimator(BaseEstimator):  # type: ignore[misc]  # scikit-learn sh
 
         Args:
             X: n rows.
-            classes: One output for each row, by its name, such as `predict(X)`; all outputs by default.
+            classes: One output for each row, by its name, such as `predict(X)` of a classifier; or by its number, where
+                names are text or there are none. All outputs by default.
             settings: Further arguments of `epk_gp.attribute`.
 
         Raises:
             TypeError, ValueError: As `epk_gp.attribute`; or rows or classes are unlike those of `fit`.
         """
-        points, names = self._points(X), self._output_names
+        points, names, chosen = self._points(X), self._output_names, None
         if classes is not None:
-            settings["classes"], names = self._targets(classes, len(points), "classes"), classes
+            by_number = np.asarray(classes).dtype.kind in "iu" and np.asarray(names).dtype.kind not in "biuf"
+            own = class_labels(self.trajectory_, classes, len(points), "classes", classes=None if by_number else names)
+            settings["classes"], chosen = own, own.tolist() if names is None else [names[c] for c in own.tolist()]
         result = attribute(self.trajectory_, points, **settings)
-        return result.labelled(point=row_labels(X), output=names, sample=self.index_)
+        return result.labelled(point=row_labels(X), output=names, chosen=chosen, sample=self.index_)
 
     def report(self, file: str | Path, X: ArrayLike, y: ArrayLike | None = None, **settings: Any) -> Path:
         """Write what predictions are made of as one HTML file, with the names of features and outputs.
@@ -80,8 +84,11 @@ class RecordedEstimator(BaseEstimator):  # type: ignore[misc]  # scikit-learn sh
         Raises:
             TypeError, ValueError, OSError: As `epk_gp.write_report`; or rows or targets are unlike those of `fit`.
         """
-        points = self._points(X)
-        targets = None if y is None else self._targets(y, len(points))
+        points, targets = self._points(X), None
+        if y is not None and is_classifier(self):
+            targets = class_labels(self.trajectory_, y, len(points), classes=self._output_names)
+        elif y is not None:
+            targets = as_tensor(np.atleast_1d(np.asarray(y, dtype=np.float64)))
         names = {"names": getattr(self, "feature_names_in_", None), "class_names": self._output_names}
         return epk_gp.write_report(file, self.trajectory_, points, targets, **{**names, **settings})
 
@@ -148,10 +155,6 @@ class RecordedEstimator(BaseEstimator):  # type: ignore[misc]  # scikit-learn sh
     def _outputs(self, X: ArrayLike) -> Float[Tensor, "n C"]:
         points = self._points(X)  # checks first that there is a run
         return network_outputs(self.trajectory_, points)
-
-    def _targets(self, y: ArrayLike, count: int, name: str = "y") -> Tensor:
-        """Return targets of some rows as the run has them."""
-        raise NotImplementedError
 
 
 def row_labels(X: object) -> Any:

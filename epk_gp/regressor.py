@@ -114,9 +114,6 @@ class EPKRegressor(MultiOutputMixin, RegressorMixin, RecordedEstimator):  # type
         """Return values of targets in the shape that y had."""
         return values[:, 0] if self._is_single else values
 
-    def _targets(self, y: ArrayLike, count: int, name: str = "y") -> Tensor:
-        return as_tensor(np.asarray(y, dtype=np.float64)).reshape(count, -1)
-
 
 class _InUnits(nn.Module):
     """A network whose outputs are in units of the targets."""

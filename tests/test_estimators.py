@@ -153,6 +153,62 @@ def test_a_row_of_weight_zero_is_no_data_of_the_processes():
     assert process.points.tolist() == np.flatnonzero(used).tolist()
 
 
+def test_results_are_those_of_a_fit_without_the_rows_of_weight_zero():
+    X, classes, targets = table(45, 0)
+    used = WEIGHTS > 0
+    X[~used] += 30  # what they say of the scale of the inputs would be seen
+    new, labels, _ = table(30, 1)
+    weighted, fewer = (
+        epk.EPKClassifier(steps=10, random_state=0).fit(*data)
+        for data in ((X, classes, used), (X[used], classes[used]))
+    )
+    first, second = (model.label_errors(nodes=3).to_frame() for model in (weighted, fewer))
+    np.testing.assert_allclose(first["margin"], second["margin"][first.index], atol=0.02)  # each sketches on its own
+    first, second = (model.uncertain_classifier(new, labels, nodes=3) for model in (weighted, fewer))
+    lengths = [own.process_.kernel.lengthscale for own in (first, second)]
+    assert lengths[0] == pytest.approx(lengths[1], rel=1e-12)
+    np.testing.assert_allclose(first.predict_proba(new.to_numpy()), second.predict_proba(new.to_numpy()), atol=0.02)
+    (mean, std), (expected_mean, expected_std) = (
+        epk.EPKRegressor(steps=10, random_state=0).fit(*data).predict(new, return_std=True)
+        for data in ((X, targets, used), (X[used], targets[used]))
+    )
+    np.testing.assert_allclose(mean, expected_mean, rtol=1e-9)
+    np.testing.assert_allclose(std, expected_std, rtol=0.01)
+
+
+def test_rows_of_weight_zero_are_unseen_validation_points():
+    X, classes, _ = table(75, 0)
+    is_held_out = np.arange(75) >= 45
+    model = epk.EPKClassifier(steps=10, random_state=0).fit(X, classes, sample_weight=~is_held_out)
+    alone = epk.EPKClassifier(steps=10, random_state=0).fit(X[:45], classes[:45])
+    held_out = X[is_held_out], classes[is_held_out]
+    first, second = (own.uncertain_classifier(*held_out, nodes=3) for own in (model, alone))
+    np.testing.assert_allclose(first.stacking_.process, second.stacking_.process, rtol=0.1)
+    with pytest.raises(ValueError, match="30 of 30 are training points"):
+        model.uncertain_classifier(X[:30], classes[:30], nodes=3)
+    with pytest.raises(ValueError, match="30 of 30 are training points"):  # of the process
+        model.uncertain_classifier(*held_out, nodes=3, points=None)
+
+
+def test_one_target_of_each_row_is_chosen_by_its_name_or_number(regressor, classifier):
+    X, _, targets = table(4, 1)
+    every = regressor.attribute(X)
+    asked, numbers = ["age", "mass", "mass", "age"], [1, 0, 0, 1]
+    for classes in (asked, numbers, torch.tensor(numbers), pd.Series(asked)):
+        parts = regressor.attribute(X, classes=classes)
+        assert list(parts.to_frame().index) == list(zip(X.index, asked, strict=True))
+        torch.testing.assert_close(parts.samples[:, 0], every.samples[torch.arange(4), numbers], rtol=1e-9, atol=1e-12)
+    nameless = epk.EPKRegressor(steps=5, random_state=0).fit(X, targets.to_numpy())
+    assert list(nameless.attribute(X, classes=numbers).to_frame().index) == list(zip(X.index, numbers, strict=True))
+    years = epk.EPKRegressor(steps=5, random_state=0).fit(X, targets.set_axis([2025, 2026], axis=1))
+    assert years.attribute(X[:1], classes=[2026]).to_frame().index[0][1] == 2026
+    for model, classes in ((regressor, ["len"] * 4), (years, [0] * 4), (regressor, [0, 1, 2, 0]), (regressor, [0])):
+        with pytest.raises(ValueError, match="classes must"):
+            model.attribute(X, classes=classes)
+    kinds = ["cat", "ant", "ant"]  # as many rows as classes
+    assert list(classifier.attribute(X[:3], classes=kinds).to_frame().index.get_level_values("output")) == kinds
+
+
 def test_scores_take_weights(classifier, regressor):
     X, kind, targets = table(30, 1)
     weights = np.r_[np.ones(10), np.zeros(20)]
@@ -182,6 +238,25 @@ def test_pipelines_grids_and_column_transformers_take_data_frames():
     assert list(named[-1].feature_names_in_) == ["wing", "leg"]
     frame = named[-1].attribute(named[:-1].transform(X[["wing", "leg"]][:2])).to_frame()
     assert list(frame["samples"].columns) == list(X.index)
+
+
+@pytest.mark.parametrize("options", [{}, {"batch_size": 3}])
+def test_a_run_is_resumed_with_the_recorded_weights_only(options, tmp_path):
+    X, weights = torch.tensor(table(8, 0)[0].to_numpy()), torch.arange(8.0)
+
+    def trained(steps, weights, folder="run"):
+        net = Weighted()
+        return epk.train(
+            net, X, X[:, :1], optimizer=torch.optim.SGD(net.parameters(), lr=0.05), steps=steps,
+            generator=torch.Generator().manual_seed(2), loss=epk.MeanSquaredError(), sample_weight=weights,
+            folder=tmp_path / folder, resume=True, **options,
+        )  # fmt: skip
+
+    trained(2, weights)
+    for other in (None, weights + 1):
+        with pytest.raises(ValueError, match=r"stateful must have the names \['sample_weight of digest"):
+            trained(4, other)
+    assert trained(4, weights).digest == trained(4, weights, "whole").digest
 
 
 class Weighted(nn.Module):
@@ -230,7 +305,7 @@ def test_weighted_contributions_are_those_by_hand(reduction):
     assert parts.certified
 
 
-def test_wrong_weights_and_calls_are_refused(classifier, unchecked):
+def test_wrong_weights_and_calls_are_refused(classifier, regressor, unchecked):
     X, kind, targets = table(45, 0)
     model, new = epk.EPKClassifier(steps=1), table(4, 1)[0]
     two_of_one = np.where(kind == "ant", 0.0, np.where(kind == "bee", 0.0, 1.0))
@@ -249,6 +324,9 @@ def test_wrong_weights_and_calls_are_refused(classifier, unchecked):
             ValueError,
             "0 are such numbers, 0 above",
         ),
+        (lambda: model.fit(X, kind, sample_weight=-np.ones(45)), ValueError, "0 are such numbers, 0 above"),
+        (lambda: regressor.report("r.html", new, targets[:3]), ValueError, "2 target values for each of 4 points"),
+        (lambda: regressor.report("r.html", new, targets.to_numpy()[:4].ravel()), ValueError, "2 target values"),
         (lambda: epk.EPKRegressor().fit(X, kind), ValueError, "could not convert string"),
         (lambda: epk.EPKRegressor(nn.Linear(3, 3)).fit(X, targets), ValueError, "class or target of y, 2: it has 3"),
         (lambda: epk.EPKRegressor().attribute(X), NotFittedError, "not fitted"),

@@ -1,6 +1,7 @@
 """`to_frame()`: results as tables with named rows and columns."""
 
 import sys
+import warnings
 
 import numpy as np
 import pandas as pd
@@ -39,12 +40,27 @@ def test_columns_of_an_attribution_sum_to_the_network_s_outputs(run, X):
     assert list(numbered.index) == [(n, c) for n in range(2) for c in range(3)]
 
 
-def test_labels_may_repeat_and_outputs_may_be_those_of_the_points(run, X):
+def test_labels_may_repeat_and_each_point_may_have_an_output_of_its_own(run, X):
     parts = epk.attribute(run, X, classes=torch.tensor([2, 0]))
-    frame = parts.to_frame(point=["same", "same"], output=["cat", "ant"], sample=["a"] * run.num_points)
+    frame = parts.to_frame(point=["same", "same"], chosen=["cat", "ant"], sample=["a"] * run.num_points)
     assert list(frame.index) == [("same", "cat"), ("same", "ant")]
     np.testing.assert_array_equal(frame["samples"].to_numpy(), parts.samples[:, 0])
+    with pytest.raises(ValueError, match="labels must be those of point, output, sample: got chosen"):
+        epk.attribute(run, X).to_frame(chosen=["cat", "ant"])
     assert parts.to_frame(output=["only"]).index.get_level_values("output").tolist() == ["only", "only"]
+
+
+def test_names_of_all_outputs_are_no_names_of_the_points_outputs(run):
+    """Also where there are as many points as outputs, so that lengths do not tell."""
+    X, classes = gaussians(1, 1)[0][:3], torch.tensor([2, 0, 0])
+    for parts in (epk.attribute(run, X, classes=classes), epk.influence(run, X, classes=classes)):
+        with pytest.raises(ValueError, match="output must have 1 label, one for each place along the axis: got 3"):
+            parts.to_frame(output=OUTPUTS)
+        with pytest.raises(ValueError, match="chosen must have 3 labels"):
+            parts.to_frame(chosen=OUTPUTS[:2])
+        frame = parts.labelled(output=OUTPUTS).to_frame(chosen=[OUTPUTS[c] for c in classes])
+        assert list(frame.index) == [(0, "cat"), (1, "ant"), (2, "ant")]
+        assert frame.index.names == ["point", "output"]
 
 
 def test_an_attribution_along_axes_has_a_level_for_each(run, X):
@@ -83,6 +99,11 @@ def test_suspicious_labels_come_worst_first_under_the_names_of_their_rows(run):
     for place, point in enumerate(points):
         row = frame.loc[names[point]]
         assert (row["margin"], row["predicted"]) == (errors.margin[place], OUTPUTS[errors.predicted[place]])
+    pd.testing.assert_frame_equal(errors.to_frame(sample=names, output=OUTPUTS), frame)
+    with pytest.raises(ValueError, match="output must have at least . labels?, .*: got 0"):
+        errors.to_frame(output=[])
+    with pytest.raises(ValueError, match="labels must be those of sample, output: got point"):
+        errors.to_frame(point=names)
     assert errors.to_frame()["predicted"].tolist() == [OUTPUTS.index(name) for name in frame["predicted"]]
 
 
@@ -111,7 +132,7 @@ def test_labels_that_do_not_fit_are_refused(run, X, unchecked):
     ):
         with pytest.raises(ValueError, match=message):
             parts.to_frame(**labels)
-    with pytest.raises(ValueError, match="sample must have 15 labels"):
+    with pytest.raises(ValueError, match="sample must have at least 15 labels"):
         epk.label_errors(run, nodes=3).to_frame(sample=range(14))
 
 
@@ -126,4 +147,11 @@ def test_dates_and_several_levels_name_rows(run, X):
     frame = epk.attribute(run, X).to_frame(point=dates)
     assert frame.loc[dates[1]].shape[0] == 3
     pairs = pd.MultiIndex.from_tuples([("a", 1), ("b", 2)], names=["letter", "number"])
-    assert epk.attribute(run, X).to_frame(point=pairs).index.names == ["point", "output"]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        frame = epk.attribute(run, X).to_frame(
+            point=pairs, sample=pd.MultiIndex.from_product([range(3), list("vwxyz")])
+        )
+    assert frame.index.names == ["point", "output"]
+    assert frame["samples"].columns[1] == (0, "w")
+    assert frame.columns[0] == ("initial", "")

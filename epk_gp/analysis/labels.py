@@ -10,7 +10,7 @@ from scipy.stats import rankdata
 from torch import Tensor
 
 from epk_gp.core.checks import ComputeSettings, parse_options, validate_count
-from epk_gp.core.show import SHOWN_ROWS, Summary, Table, Tabular, columns_note, number
+from epk_gp.core.show import SHOWN_ROWS, Summary, Table, Tabular, columns_note, number, require_labels
 from epk_gp.core.show import count as counted
 from epk_gp.core.trajectory import Trajectory, network_outputs, validate_trajectory
 from epk_gp.gp.data import class_inputs, float_inputs, labelled_points
@@ -54,6 +54,7 @@ class LabelErrors(Tabular):
     log_probability: Float[Tensor, " M"]
     predicted: Int64[Tensor, " M"]
     aum: Float[Tensor, " M"]
+    _names_of_values = ("output",)
 
     def __len__(self) -> int:
         return len(self.indices)
@@ -63,7 +64,9 @@ class LabelErrors(Tabular):
         names = ("scores", "margin", "own_label", "log_probability", "aum", "predicted")
         terms: dict[str, Any] = {name: getattr(self, name)[order] for name in names}
         if "output" in self._labels:  # names of the classes
-            terms["predicted"] = [self._labels["output"][c] for c in terms["predicted"].tolist()]
+            classes, predicted = list(self._labels["output"]), terms["predicted"].tolist()
+            require_labels("output", classes, max(predicted, default=-1) + 1, is_exact=False)
+            terms["predicted"] = [classes[c] for c in predicted]
         return {"sample": self.indices.cpu()}, terms, ()
 
     def _summary(self) -> Summary:

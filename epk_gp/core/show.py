@@ -1,6 +1,7 @@
 """What users see of long calls and of results: text, progress, warnings."""
 
 import copy
+import itertools
 import math
 import sys
 import textwrap
@@ -149,6 +150,7 @@ class Tabular(Displayed):
     """A result that is a table too."""
 
     _labels: Mapping[str, Any] = {}  # of points, outputs and samples, by the name of the axis
+    _names_of_values: tuple[str, ...] = ()  # labels that name values, not places along an axis
 
     @abstractmethod
     def _frame(self) -> tuple[Any, ...]:
@@ -169,8 +171,10 @@ class Tabular(Displayed):
         """Return the result as a `pandas.DataFrame`, whose rows and columns have names.
 
         Args:
-            labels: Labels along an axis, by its name: `point=X.index`, `output=names`, `sample=X_train.index`. Where
-                each point has one output, `output` may have one for each point. Numbers by default.
+            labels: Labels along an axis, by its name: `point=X.index`, `output=names`, `sample=X_train.index`. Of
+                suspicious labels, `sample` has one for each training point, whichever were judged, and `output` names
+                the expected classes. Where each point has one output (`classes=`), `chosen` has its name for each
+                point. Numbers by default.
 
         Raises:
             ModuleNotFoundError: pandas is not installed.
@@ -181,16 +185,18 @@ class Tabular(Displayed):
         except ModuleNotFoundError as error:
             advice = "to_frame() needs the package pandas: it is not installed. Run pip install 'epk-gp[tables]'."
             raise ModuleNotFoundError(advice, name=error.name) from error
-        rows, terms, columns = self._frame()
-        axes, named = [*rows, *(name for name, _ in columns)], {**self._labels, **labels}
-        if not labels.keys() <= set(axes):
-            raise ValueError(f"labels must be those of {', '.join(axes)}: got {', '.join(labels.keys() - set(axes))}.")
-        grid, levels, frames = np.meshgrid(*map(np.asarray, rows.values()), indexing="ij"), list[Any](), list[Any]()
+        labelled = self.labelled(**labels)
+        (rows, terms, columns), named = labelled._frame(), labelled._labels
+        axes, chosen = [*rows, *(name for name, _ in columns)], ["chosen"] * (len(rows.get("output", ())) == 1)
+        if unknown := labels.keys() - set(known := [*axes, *self._names_of_values, *chosen]):
+            raise ValueError(f"labels must be those of {', '.join(known)}: got {', '.join(unknown)}.")
+        grid, levels = np.meshgrid(*map(np.asarray, rows.values()), indexing="ij"), list[Any]()
+        heads, frames = list[Any](), list[Any]()
         for (name, along), places in zip(rows.items(), grid, strict=True):
-            own = pandas.Index(named.get(name, range(places.max(initial=-1) + 1)))
-            has_all = len(along) == 1 and len(own) == places.size  # one for each row
-            at = np.arange(places.size) if has_all else places.ravel()
-            _require_labels(name, own, at.max(initial=-1) + 1, is_exact=isinstance(along, range))
+            is_chosen = name == "output" and name not in labels and not named.keys().isdisjoint(chosen)
+            source, at = ("chosen", np.arange(places.size)) if is_chosen else (name, places.ravel())
+            own = pandas.Index(named.get(source, range(at.max(initial=-1) + 1)))
+            require_labels(source, own, at.max(initial=-1) + 1, is_exact=isinstance(along, range))
             levels.append(own.take(at).rename(name))
         index = levels[0] if len(levels) == 1 else pandas.MultiIndex.from_arrays(levels)
         for term, values in terms.items():
@@ -198,15 +204,20 @@ class Tabular(Displayed):
             head, sizes = [[term]], [*array.shape[len(rows) :], *[1] * (len(axes) - array.ndim)]
             for (name, default), size in zip(columns, sizes, strict=True):
                 head.append(named.get(name, default) if size == len(default) else [""])
-                _require_labels(name, head[-1], size, is_exact=True)
-            heads = pandas.MultiIndex.from_product(head, names=["term", *axes[len(rows) :]]) if columns else head[0]
-            frames.append(pandas.DataFrame(array.reshape(len(index), math.prod(sizes)), index=index, columns=heads))
-        return pandas.concat(frames, axis=1)
+                require_labels(name, head[-1], size, is_exact=True)
+            heads += itertools.product(*head)
+            frames.append(pandas.DataFrame(array.reshape(len(index), math.prod(sizes)), index=index))
+        distinct = [pandas.Index(own, tupleize_cols=False).factorize() for own in zip(*heads, strict=True)]
+        codes, names = zip(*distinct, strict=True)  # not sorted: tuples may be beside text
+        heads = pandas.MultiIndex(names, codes, names=["term", *axes[len(rows) :]]) if columns else list(terms)
+        return pandas.concat(frames, axis=1).set_axis(heads, axis=1)
 
 
-def _require_labels(name: str, labels: Sequence[Any], count: int, *, is_exact: bool) -> None:
+def require_labels(name: str, labels: Sequence[Any], count: int, *, is_exact: bool) -> None:
+    """Raise if there are too few labels, or, of an axis that is there as a whole, another number of them."""
     if len(labels) < count or (is_exact and len(labels) != count):
-        raise ValueError(f"{name} must have {count} labels, one for each place along the axis: got {len(labels)}.")
+        wanted = f"{count} label{'' if count == 1 else 's'}, one for each place along the axis"
+        raise ValueError(f"{name} must have {'' if is_exact else 'at least '}{wanted}: got {len(labels)}.")
 
 
 def shortened(name: str, length: int) -> str:

@@ -197,13 +197,15 @@ def labelled_points(
 
 
 def _is_trained_on(trajectory: Trajectory) -> Bool[Tensor, " M"]:
-    """Return which points are in the batch of any step."""
-    trained = torch.zeros(trajectory.num_points, dtype=torch.bool, device=trajectory.device)
+    """Return which points are in the batch of any step, with a weight other than 0."""
+    trained = torch.zeros(trajectory.num_points, dtype=torch.bool)
     for step in trajectory.steps:
-        if step.batch is None:
-            return trained.fill_(True)
-        trained[step.batch.to(trained.device)] = True
-    return trained
+        rows = torch.arange(len(trained)) if step.batch is None else step.batch.cpu()
+        weights = torch.ones(len(rows)) if step.sample_weights is None else step.sample_weights.cpu()
+        trained[rows[(weights != 0) & (rows >= 0)]] = True
+        if trained.all():
+            break
+    return trained.to(trajectory.device)
 
 
 def class_inputs(trajectory: Trajectory, X: object, name: str = "X") -> Shaped[Tensor, "n ..."]:
@@ -337,21 +339,26 @@ def float_inputs(X: Shaped[Tensor, "n ..."], dtype: torch.dtype) -> Shaped[Tenso
     return X.to(dtype) if X.is_floating_point() else X
 
 
-def count_seen(X: Shaped[Tensor, "n ..."], trajectory: Trajectory) -> int:
+def count_seen(X: Shaped[Tensor, "n ..."], trajectory: Trajectory, points: Tensor | slice = slice(None)) -> int:
     """Return how many validation points are training points, up to the rounding of a narrower dtype.
+
+    Args:
+        X: The validation points.
+        trajectory: The run.
+        points: What a process is conditioned on, beside what the steps were trained on; all by default.
 
     Raises:
         ValueError: Most of them are.
     """
-    of_graph = trajectory.model.signature.graph is not None
-    inputs = trajectory.inputs[_is_trained_on(trajectory)] if of_graph else trajectory.inputs
-    narrow = inputs.dtype
+    used = _is_trained_on(trajectory)
+    used[points] = True
+    inputs, narrow = trajectory.inputs[used], trajectory.inputs.dtype
     if narrow.is_floating_point:  # the narrowest dtype that holds the points: a copy in it differs from the data by it
         kinds = (torch.bfloat16, torch.float16, torch.float32)
         narrow = next((kind for kind in kinds if torch.equal(X.to(kind).to(X.dtype), X)), torch.float32)
-    known, points = ((part.to(narrow).double() + 0.0).cpu().contiguous().numpy() for part in (inputs, X))  # -0 is 0
+    known, unseen = ((part.to(narrow).double() + 0.0).cpu().contiguous().numpy() for part in (inputs, X))  # -0 is 0
     rows = {row.tobytes() for row in known}
-    seen = sum(row.tobytes() in rows for row in points)
+    seen = sum(row.tobytes() in rows for row in unseen)
     if 2 * seen > len(X):
         raise ValueError(f"validation points must be unseen: {seen} of {len(X)} are training points. Hold others out.")
     return seen

@@ -464,7 +464,7 @@ def fit_labels(
     values, mean = label_values(trajectory, own)
     targets = (values - mean).to(points.device)
     has_distances = settings.inputs_kernel is not None and trajectory.inputs.is_floating_point()
-    lengthscale = median_lengthscale(trajectory.inputs) if has_distances else None
+    lengthscale = median_lengthscale(trajectory.inputs[own]) if has_distances else None
     power = EXACT_POWER if settings.power is None else int(settings.power)
     kernel = LabelKernel(nodes, lengthscale, options, settings.seed, power)
     num_features = settings.num_features(kernel, X)

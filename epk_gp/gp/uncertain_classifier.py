@@ -218,7 +218,7 @@ class UncertainClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         classes = gp_data.class_labels(trajectory, y, len(held_out), classes=classes_of_y).to(held_out.device)
         if len(held_out) < MIN_VALIDATION_POINTS:
             raise ValueError(f"there must be at least {MIN_VALIDATION_POINTS} validation points: got {len(held_out)}.")
-        gp_data.count_seen(held_out, trajectory)
+        gp_data.count_seen(held_out, trajectory, points)
         options = ComputeOptions(self.memory_budget, self.progress, executor=self.executor)
         process = fit_labels(trajectory, settings, points.to(held_out.device), options)
         judged = _judge(trajectory, process, held_out)

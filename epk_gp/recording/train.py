@@ -11,6 +11,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from epk_gp.core.checks import validate_count, validate_generator
 from epk_gp.core.losses import loss_terms, sample_weights
 from epk_gp.core.show import tracked
+from epk_gp.core.step import fingerprint_data
 from epk_gp.core.torch_overrides import disable_fused_attention
 from epk_gp.core.trajectory import Trajectory
 from epk_gp.optimizers.update_rules import Clip
@@ -90,8 +91,9 @@ def train(
         clip: Gradient clipping before every step.
         sample_weight: What the loss of each point is multiplied by; 1 by default. Of a loss that is a mean, weights are
             relative to their mean over all points. With one target for each point and all points in a step, a point of
-            weight 2 is the same as two of it, and one of weight 0 is as if it were not there. Batches are drawn
-            whatever the weights are.
+            weight 2 is the same as two of it, and one of weight 0 is as if it were not there, unless rows of a batch
+            see each other: the statistics of a batch normalisation count each row once. Batches are drawn whatever
+            the weights are. A run is resumed with the same weights.
         progress: Show a progress bar.
         options: Further arguments of `Recorder`: `loss`, `folder`, `storage`, `update_rule`, `check_every`,
             `unexplained`, `output`; and `resume`, which continues the run at `folder`, if there is one, as if it had
@@ -121,7 +123,10 @@ def train(
             f"scheduler must be a torch.optim.lr_scheduler.LRScheduler over the optimizer: got {scheduler!r}."
         )
     sampler = None if batch_size is None else EpochSampler(num_rows(X, y), int(batch_size), generator)
-    objects = {"sampler": sampler, "scheduler": scheduler}
+    objects: dict[str, Any] = {"sampler": sampler, "scheduler": scheduler}
+    if sample_weight is not None:  # by this name a run that is resumed with other weights, or without, is refused
+        digest = fingerprint_data(torch.as_tensor(sample_weight, dtype=torch.float64))
+        objects[f"sample_weight of digest {digest}"] = nn.Identity()
     stateful = {name: value for name, value in objects.items() if value is not None}
     with Recorder(net, optimizer, X, y, clip=clip, stateful=stateful, **options) as recorder:
         signature, factors = recorder.signature, _row_factors(sample_weight, recorder)
