@@ -82,9 +82,7 @@ def coefficients_of(u: UpdateCoefficients, part: Part, num_params: int) -> Updat
     """Return the coefficients of a step of all L parameters, of those of a part."""
     first, own = part.first, {part.first + k: piece for k, piece in enumerate(part.pieces)}
     numbers = (v[first : first + len(own)] if len(v) == num_params else v[part.columns] for v in u)
-    others: dict[str, Any] = {
-        name: {k - first: Q for k, Q in getattr(u, name).items() if k in own} for name in BY_PARAMETER
-    }
+    others: dict[str, Any] = {n: {k - first: Q for k, Q in getattr(u, n).items() if k in own} for n in BY_PARAMETER}
     for k, rows in others[SECOND].items():
         others[SECOND][k] = rows if rows.shape[1] == 1 else rows[:, own[first + k]]
     return UpdateCoefficients(*numbers, **others)

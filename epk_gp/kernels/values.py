@@ -237,13 +237,11 @@ class _Values(torch.autograd.Function):
 
 
 class _DifferentiatedOnce(torch.autograd.Function):
-    """Tie gradients to all that they depend on; without it a second derivative would be 0, and nobody would see it."""
+    """Tie grads to all that they depend on; without it a second derivative would be 0, and nobody would see it."""
 
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, y: Tensor, weights: Tensor, *gradients: Tensor | None
-    ) -> tuple[Tensor | None, ...]:
-        return gradients
+    def forward(ctx: Any, x: Tensor, y: Tensor, weights: Tensor, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        return grads
 
     @staticmethod
     def backward(ctx: Any, *weights: Tensor | None) -> None:
