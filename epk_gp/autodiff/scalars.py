@@ -283,7 +283,7 @@ def logit_difference(a: int | Integer[Tensor, " n"], b: int | Integer[Tensor, " 
     """
     words = [value if isinstance(value, Tensor) else torch.tensor(value) for value in (a, b)]
     largest = max(_largest_word(value, "classes or words") for value in words)
-    return RowFunction(partial(_logit_difference, largest=largest), *words)
+    return RowFunction(partial(_difference, largest=largest), *words)
 
 
 def loss_value(targets: Shaped[Tensor, "n ..."], loss: losses.Loss | nn.Module = losses.CrossEntropy()) -> RowFunction:
@@ -357,9 +357,7 @@ def _log_probabilities(
     return chosen.masked_fill(is_ignored, 0.0)
 
 
-def _logit_difference(
-    returned: Any, a: Tensor, b: Tensor, *, largest: int, length: int | None = None
-) -> Float[Tensor, " m"]:
+def _difference(returned: Any, a: Tensor, b: Tensor, *, largest: int, length: int | None = None) -> Float[Tensor, " m"]:
     z = _at_end(logits_of(returned), a, length)
     _require_known(largest, z.shape[1])
     one, other = (z.gather(1, word.long().expand(len(z))[:, None])[:, 0] for word in (a, b))

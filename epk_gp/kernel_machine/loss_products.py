@@ -406,13 +406,11 @@ class LossProducts:
             ) from error
         return (own.c.to(direction)[:, None] * slopes.to(direction))[slice(None) if is_alone else rows]
 
-    def _single(
-        self, state: Tensor, data: PassData, direction: Tensor, *, by_target: bool = False
-    ) -> tuple[Tensor, Tensor]:
-        """Return the losses, and their derivatives along one direction, by one forward-mode pass."""
+    def _single(self, state: Tensor, data: PassData, v: Tensor, *, by_target: bool = False) -> tuple[Tensor, Tensor]:
+        """Return the losses, and their derivatives along one direction v, by one forward-mode pass."""
         replay = self.run.passes
         params = replay.params(state, data)
-        named = replay.model.unflatten(direction)
+        named = replay.model.unflatten(v)
         tangents = {name: torch.empty_like(params[name]).copy_(named[name]) for name in replay.model.names}
         with torch.no_grad(), forward_mode():
             duals = {name: fwAD.make_dual(params[name], tangent) for name, tangent in tangents.items()}
