@@ -113,19 +113,17 @@ class SegmentSecant(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(
-        ctx: Any, function: Callable[..., Outputs], ends: Sequence[Ends], results: Any, *inputs: Any
-    ) -> Outputs:
+    def forward(ctx: Any, function: Callable[..., Outputs], ends: Sequence[Ends], values: Any, *inputs: Any) -> Outputs:
         """Return the results at the start.
 
         Args:
             ctx: What the backward pass needs.
             function: Maps a place in [0, 1] and inputs to the floating-point outputs.
             ends: The inputs at both ends.
-            results: The outputs at both ends, and whether they have rows.
+            values: The outputs at both ends, and whether they have rows.
             inputs: The inputs, which the gradients are for.
         """
-        ctx.function, ctx.ends, (outputs, ctx.has_rows) = function, ends, results
+        ctx.function, ctx.ends, (outputs, ctx.has_rows) = function, ends, values
         ctx.changes = [end - start for start, end in outputs]  # the outputs may be overwritten
         ctx.sizes = [start.abs() + end.abs() for start, end in outputs]
         return tuple(start for start, _ in outputs)

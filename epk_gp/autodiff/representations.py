@@ -116,9 +116,7 @@ class ProductSum(Protocol):
     def add_same_class(self, products: Tensor) -> None:
         """Add products[n, m] to every pair of equal outputs."""
 
-    def add_positionwise(
-        self, inputs: tuple[Tensor, Tensor], output_grads: tuple[Tensor, Tensor], weight: float
-    ) -> None:
+    def add_positionwise(self, inputs: tuple[Tensor, Tensor], grads: tuple[Tensor, Tensor], weight: float) -> None:
         """Add the inner products of layers with several positions, from (N, L, n_in), (M, R, n_in) and their grads."""
 
     def add_softmax_last_layer(self, averages: Tensor, inputs: Tensor, probabilities: Tensor, weight: float) -> None:

@@ -14,20 +14,10 @@ import torch
 from jaxtyping import Float, Int64, Integer, Shaped
 from torch import Tensor, nn
 
+from epk_gp.core import losses
 from epk_gp.core.checks import validate_tensor
 from epk_gp.core.graphs import has_rows, map_tensors, rows_of, select_rows, tensors_of
 from epk_gp.core.inputs import Signature, side_by_side
-from epk_gp.core.losses import (
-    ClassLoss,
-    CrossEntropy,
-    Loss,
-    as_loss,
-    classes_second,
-    ignored_class,
-    own_input,
-    per_sample_losses,
-    validate_stated,
-)
 from epk_gp.core.model import FunctionalModel
 from epk_gp.core.plans import PASS_BYTES, TensorSpec
 from epk_gp.core.torch_overrides import disable_fused_attention
@@ -134,7 +124,7 @@ def ask(
         ValueError: It fails; it returns another shape, NaN or infinity; it mixes rows; nothing of what it returns
             depends on what the network returned; or its data have another number of rows than the inputs.
     """
-    asked, recorded, n = RowFunction.of(function), trajectory.model.signature, len(X)
+    asked, base, n = RowFunction.of(function), trajectory.model.signature, len(X)
     for value in asked.data:
         if value.ndim and len(value) != n:
             raise ValueError(
@@ -144,9 +134,7 @@ def ask(
     if isinstance(own, partial) and own.func.__module__ == __name__ and X.ndim == 2:
         own = partial(own, length=X.shape[1])  # by which positions are told from words
     asked = RowFunction(own, *(value.detach().to(X.device) for value in asked.data))
-    signature = AskedSignature(
-        graph=recorded.graph, recorded=recorded, shape=tuple(X.shape[1:]), dtype=X.dtype, function=asked
-    )
+    signature = AskedSignature(graph=base.graph, recorded=base, shape=tuple(X.shape[1:]), dtype=X.dtype, function=asked)
     dtype = X.dtype if X.is_floating_point() else torch.int64
     rows = side_by_side([X, torch.arange(n, device=X.device)], dtype)
     K, size = _validated(trajectory, X, signature)
@@ -295,10 +283,10 @@ def logit_difference(a: int | Integer[Tensor, " n"], b: int | Integer[Tensor, " 
     """
     words = [value if isinstance(value, Tensor) else torch.tensor(value) for value in (a, b)]
     largest = max(_largest_word(value, "classes or words") for value in words)
-    return RowFunction(partial(_logit_difference, largest=largest), *words)
+    return RowFunction(partial(_difference, largest=largest), *words)
 
 
-def loss_value(targets: Shaped[Tensor, "n ..."], loss: Loss | nn.Module = CrossEntropy()) -> RowFunction:
+def loss_value(targets: Shaped[Tensor, "n ..."], loss: losses.Loss | nn.Module = losses.CrossEntropy()) -> RowFunction:
     """Ask for the loss of each input, of a text the sum over its positions.
 
     Args:
@@ -309,11 +297,11 @@ def loss_value(targets: Shaped[Tensor, "n ..."], loss: Loss | nn.Module = CrossE
         TypeError: It is no loss, or the targets are no tensor.
         ValueError: A class is negative, or all of a row are ignored.
     """
-    loss = as_loss(loss)
-    validate_stated(loss, "loss_value")
+    loss = losses.as_loss(loss)
+    losses.validate_stated(loss, "loss_value")
     largest = -1
-    if isinstance(loss, ClassLoss) and not targets.is_floating_point():
-        largest = _largest_word(targets, "targets", ignored_class(loss))
+    if isinstance(loss, losses.ClassLoss) and not targets.is_floating_point():
+        largest = _largest_word(targets, "targets", losses.ignored_class(loss))
     return RowFunction(partial(_loss_value, loss=loss, largest=largest), targets)
 
 
@@ -340,7 +328,7 @@ def _classes_second(z: Float[Tensor, "m ..."], answers: Tensor, length: int | No
     """Return scores (m, V, T), also if they are (m, T, V): the length of the inputs tells, or that of the answers."""
     if z.ndim == 3 and z.shape[1] != z.shape[2] and length in z.shape[1:]:
         return z if z.shape[2] == length else z.mT
-    return classes_second(z, answers) if answers.ndim > 1 else z.mT
+    return losses.classes_second(z, answers) if answers.ndim > 1 else z.mT
 
 
 def _at_end(z: Float[Tensor, "m ..."], words: Tensor, length: int | None) -> Float[Tensor, "m V"]:
@@ -369,9 +357,7 @@ def _log_probabilities(
     return chosen.masked_fill(is_ignored, 0.0)
 
 
-def _logit_difference(
-    returned: Any, a: Tensor, b: Tensor, *, largest: int, length: int | None = None
-) -> Float[Tensor, " m"]:
+def _difference(returned: Any, a: Tensor, b: Tensor, *, largest: int, length: int | None = None) -> Float[Tensor, " m"]:
     z = _at_end(logits_of(returned), a, length)
     _require_known(largest, z.shape[1])
     one, other = (z.gather(1, word.long().expand(len(z))[:, None])[:, 0] for word in (a, b))
@@ -379,14 +365,14 @@ def _logit_difference(
 
 
 def _loss_value(
-    returned: Any, targets: Tensor, *, loss: Loss, largest: int, length: int | None = None
+    returned: Any, targets: Tensor, *, loss: losses.Loss, largest: int, length: int | None = None
 ) -> Float[Tensor, " m"]:
-    z = own_input(loss, returned, targets)
+    z = losses.own_input(loss, returned, targets)
     if z is None:
         z = logits_of(returned)
-        z = own_input(loss, _at_end(z, targets, length) if targets.ndim == 1 else z, targets)
+        z = losses.own_input(loss, _at_end(z, targets, length) if targets.ndim == 1 else z, targets)
     if z is None:
         raise ValueError(f"targets {tuple(targets.shape)} must fit what the network returns, and the loss {loss}.")
-    if isinstance(loss, ClassLoss):
-        _require_known(largest, classes_second(z, targets).shape[1])
-    return per_sample_losses(loss, z, targets)
+    if isinstance(loss, losses.ClassLoss):
+        _require_known(largest, losses.classes_second(z, targets).shape[1])
+    return losses.per_sample_losses(loss, z, targets)

@@ -253,15 +253,12 @@ class UseBuilder:
         is_table = use is not None and use.call.function is F.embedding and use.value is parameter
         self.keeps_factors, self.parts = keeps_factors and is_table, list[Tensor]()
 
-    def add_cotangents(self, output_grads: Sequence[Tensor]) -> None:
+    def add_cotangents(self, grads: Sequence[Tensor]) -> None:
         """Take the next cotangents' gradients with respect to the results of all calls."""
         if self.keeps_factors:
-            self.parts.append(output_grads[self.uses[0][0]])
+            self.parts.append(grads[self.uses[0][0]])
             return
-        own = (
-            self._pulled_back(use, use.gradients(output_grads[k], create_graph=self.create_graph))
-            for k, use in self.uses
-        )
+        own = (self._pulled_back(use, use.gradients(grads[k], create_graph=self.create_graph)) for k, use in self.uses)
         self.parts.append(reduce(torch.add, own))
 
     def _pulled_back(self, use: ParameterUse, gradients: Float[Tensor, "K n ..."]) -> Float[Tensor, "K n P_layer"]:

@@ -19,6 +19,7 @@ import torch.autograd.forward_ad as fwAD
 from jaxtyping import Float, Shaped
 from torch import Tensor
 
+from epk_gp.autodiff import interception
 from epk_gp.autodiff.dense import (
     Cotangents,
     PlannedModel,
@@ -26,16 +27,6 @@ from epk_gp.autodiff.dense import (
     dense_jacobian,
     directional_derivatives,
     values,
-)
-from epk_gp.autodiff.interception import (
-    CONVOLUTIONS,
-    LAYERS,
-    FunctionCall,
-    ParameterInterception,
-    StackedWeights,
-    UnsupportedParameterUseError,
-    has_tensors,
-    tensors_in,
 )
 from epk_gp.autodiff.jacobians import WeightLocation, layer_jacobians
 from epk_gp.autodiff.representations import ContractionCost
@@ -109,16 +100,17 @@ def observed_plan(
         ValueError: A sample's output depends on the other samples of the batch.
     """
     params = {name: value.detach().requires_grad_() for name, value in model.unflatten(w).items()}
-    calls, num_activations, dtypes = list[FunctionCall](), 0, set[torch.dtype]()
+    calls, num_activations, dtypes = list[interception.FunctionCall](), 0, set[torch.dtype]()
 
-    def watch(call: FunctionCall | None, result: Any) -> None:
+    def watch(call: interception.FunctionCall | None, result: Any) -> None:
         nonlocal num_activations
-        num_activations += sum(value.numel() for value in tensors_in((result,)))
-        dtypes.update(value.dtype for value in tensors_in((result,)) if value.requires_grad)
-        if call is not None and has_tensors(result):  # a shape or a dtype does not depend on a parameter's value
+        num_activations += sum(value.numel() for value in interception.tensors_in((result,)))
+        dtypes.update(value.dtype for value in interception.tensors_in((result,)) if value.requires_grad)
+        # a shape or a dtype does not depend on a parameter's value
+        if call is not None and interception.has_tensors(result):
             calls.append(call)
 
-    with ParameterInterception(params, watch) as mode, disable_fused_attention():
+    with interception.ParameterInterception(params, watch) as mode, disable_fused_attention():
         z = model(params, X).detach()
     with torch.no_grad(), disable_fused_attention():
         single = torch.cat([model(params, row) for row in X.split(1)])
@@ -142,7 +134,7 @@ def observed_plan(
         supports_batched_vjp=True,
         supports_pool_windows=False,  # tried when the layers are known
         supports_vmap=True,
-        calls_convolutions=any(call.function in CONVOLUTIONS for call in calls),
+        calls_convolutions=any(call.function in interception.CONVOLUTIONS for call in calls),
         vmap_chunk_size=max(1, VMAP_ELEMENTS // (model.num_weights + per_row)),
         activations_per_sample=activations,
         num_outputs=z.shape[1],
@@ -200,9 +192,9 @@ def _verified(
     return replace(plan, **cast(Any, {flag: False}))
 
 
-def _layers(calls: Sequence[FunctionCall], trained: Sequence[str]) -> dict[str, str | None]:
+def _layers(calls: Sequence[interception.FunctionCall], trained: Sequence[str]) -> dict[str, str | None]:
     """Map the weights that only layers' calls use to the bias that always goes with each, and others to None."""
-    by_name = defaultdict[str, list[FunctionCall]](list)
+    by_name = defaultdict[str, list[interception.FunctionCall]](list)
     for call in calls:
         for name in call.params:
             by_name[name].append(call)
@@ -210,7 +202,7 @@ def _layers(calls: Sequence[FunctionCall], trained: Sequence[str]) -> dict[str, 
     for name, own in by_name.items():
         as_weight = all(call.in_slots and call.names.get("weight") == name for call in own)
         functions, biases = {call.function for call in own}, {call.names.get("bias") for call in own}
-        if as_weight and len(functions) == 1 and functions <= {*LAYERS}:
+        if as_weight and len(functions) == 1 and functions <= {*interception.LAYERS}:
             bias = biases.pop() if len(biases) == 1 else None
             bias_of[name] = bias if bias is not None and len(by_name[bias]) == len(own) else None
     return bias_of | {name: None for name in trained if name in by_name.keys() - {*bias_of, *bias_of.values()}}
@@ -286,7 +278,7 @@ def _stacked_outputs(trial: _Trial) -> Pair:
     model, X, w = trial.model, trial.X, trial.w
     stacked = torch.stack([w, 1.1 * w, 0.9 * w + trial.d])
     params = model.unflatten(w)
-    with StackedWeights(params, model.unflatten(stacked)):
+    with interception.StackedWeights(params, model.unflatten(stacked)):
         together = model(params, X.repeat(len(stacked), *[1] * (X.ndim - 1)))
     return together, torch.cat([model(model.unflatten(row), X) for row in stacked])
 
@@ -408,7 +400,7 @@ def planned(trajectory: Trajectory, X: Shaped[Tensor, "n ..."]) -> Iterator[Plan
         net = plan_for(trajectory, model)
         try:
             yield net
-        except UnsupportedParameterUseError:
+        except interception.UnsupportedParameterUseError:
             if net.plan is model.cache.plans.get((model.spec, True)):
                 raise
             model.cache.needs_dense_plan = True

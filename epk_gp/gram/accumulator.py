@@ -200,17 +200,15 @@ class GramAccumulator:
             out.add_((both - of_left).transpose(0, 1)).sub_(of_right.transpose(0, 1)[:, :, None])
         self._same_class(out).add_((left[0] @ right[0].T).mul_(weight)[..., None])
 
-    def add_positionwise(
-        self, inputs: tuple[Tensor, Tensor], output_grads: tuple[Tensor, Tensor], weight: float
-    ) -> None:
+    def add_positionwise(self, inputs: tuple[Tensor, Tensor], grads: tuple[Tensor, Tensor], weight: float) -> None:
         """Add a layer with several positions: products of inputs and of output gradients, pair of positions by pair.
 
         Args:
             inputs: Of both sides, (N, L, n_in) and (M, R, n_in), with the 1 of a bias.
-            output_grads: Of both sides, (K, N, L, n_out) and (J, M, R, n_out).
+            grads: Of both sides, (K, N, L, n_out) and (J, M, R, n_out).
             weight: Factor eta_s omega_q.
         """
-        (a, b), (x, y) = inputs, output_grads
+        (a, b), (x, y) = inputs, grads
         (N, L, _), (M, R, _) = a.shape, b.shape
         out = self._started_main()
         outputs = range(len(x))

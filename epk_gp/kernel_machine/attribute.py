@@ -26,16 +26,9 @@ from epk_gp.core.show import Entry, Summary, Tabular, count, kind_of, number
 from epk_gp.core.states import described_states
 from epk_gp.core.trajectory import Trajectory, flat_state, network_outputs
 from epk_gp.gram.path_kernel import PathKernel, require_training
+from epk_gp.kernel_machine import certificate
 from epk_gp.kernel_machine.adjoint import AdjointTerms
 from epk_gp.kernel_machine.axes import Axis, PointsTable, by_sample, every_sample, group_name, in_words, validate_axes
-from epk_gp.kernel_machine.certificate import (
-    Certificate,
-    described_precision,
-    integral_facts,
-    run_findings,
-    sum_tolerance,
-    warn_unless_certified,
-)
 from epk_gp.kernel_machine.descent import FactoredTerms, points_at_a_time
 from epk_gp.kernel_machine.terms import (
     TERMS,
@@ -56,7 +49,7 @@ _LARGE_SHARE = 0.01  # of the change of the outputs, by which `unexplained` is a
 
 
 @dataclass(frozen=True, eq=False, kw_only=True, repr=False)
-class CertifiedTerms(Tabular, Certificate):
+class CertifiedTerms(Tabular, certificate.Certificate):
     """What all attributions have: the ends of the path, and the certificate of the sum of the terms.
 
     Attributes:
@@ -439,7 +432,7 @@ def split_predictions(
         with planned(run.recorded, X) as recorded_net, planned(run, X) as net:
             results, totals = _split(attribution_work(net, *request, recorded_net=recorded_net, **asked), options)
             if results:  # all are sums of the same terms
-                warn_unless_certified("the attribution", results[0].findings)
+                certificate.warn_unless_certified("the attribution", results[0].findings)
             return results, totals
 
 
@@ -465,10 +458,10 @@ def _split(work: AttributionWork, options: ComputeOptions) -> tuple[tuple[Groupe
         rest.merge(sums)
     mismatches, ends = work.residuals.mismatches, (work.as_rows(initial), work.as_rows(network))
     steps = max(1, trajectory.num_steps)
-    numbers = integral_facts(rest, work.num_rows * steps) | mismatches.numbers
+    numbers = certificate.integral_facts(rest, work.num_rows * steps) | mismatches.numbers
 
     def tolerance(own: GroupedSums) -> float:
-        return sum_tolerance(kernel.rule, trajectory, whole.net.coarsest_dtype, own.size_of_terms(*ends))
+        return certificate.sum_tolerance(kernel.rule, trajectory, whole.net.coarsest_dtype, own.size_of_terms(*ends))
 
     if isinstance(work, FactoredTerms):  # it is what other terms leave: must be rounding, or the sum misses the outputs
         largest = tolerance(totals.grouped[0])
@@ -476,9 +469,13 @@ def _split(work: AttributionWork, options: ComputeOptions) -> tuple[tuple[Groupe
             if not own.sums["unexplained"].flatten(2).sum(dim=2).abs().max() <= largest:
                 own.sums["unexplained"].zero_()
     shared = {"initial": initial, "network": network, "amplification": totals.amplification.reshape(initial.shape)}
-    facts = {"run_findings": run_findings(whole.recorded), "explains": trajectory.explained, "path": str(kernel.path)}
+    facts = {
+        "run_findings": certificate.run_findings(whole.recorded),
+        "explains": trajectory.explained,
+        "path": str(kernel.path),
+    }
     facts["explained"] = "output" if trajectory.asked_of is None else "number"
-    facts |= {"states": described_states(trajectory), "precision": described_precision(whole.net)}
+    facts |= {"states": described_states(trajectory), "precision": certificate.described_precision(whole.net)}
     results = tuple(
         _result(own, tolerance(own), trajectory.unexplained or 0.0, {**shared, **numbers, **facts})
         for own in totals.grouped

@@ -278,10 +278,7 @@ def _back(results: list[Tensor], leaves: list[Tensor], given: list[Tensor], *, i
     """Return the adjoints of the leaves; zeros where nothing depends on one."""
     grad = torch.autograd.grad(results, leaves, given, retain_graph=True, allow_unused=True, is_grads_batched=is_mapped)
     leading = given[0].shape[:1] if is_mapped else ()
-    return [
-        leaf.new_zeros(*leading, *leaf.shape) if value is None else value
-        for value, leaf in zip(grad, leaves, strict=True)
-    ]
+    return [leaf.new_zeros(*leading, *leaf.shape) if g is None else g for g, leaf in zip(grad, leaves, strict=True)]
 
 
 # Pairs of differences, relative to the weights, that are compared with each other; and by how much torch may differ

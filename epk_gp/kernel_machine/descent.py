@@ -141,7 +141,7 @@ def _sample_terms(
         num_samples = memory.vanilla_gd_samples(trajectory.num_points, N, K, num_parts)
     lefts: Iterator[LeftSide] = chain([first], waiting)
     del first
-    for blocks in _packed_blocks(block, stretch, size, num_samples):
+    for blocks in _packed(block, stretch, size, num_samples):
         sums = dict[int, Tensor]()
         for left in held or lefts:
             for place, (s, rows) in enumerate(blocks):
@@ -153,16 +153,14 @@ def _sample_terms(
         lefts = _left_sides(line, memory.node_bytes)  # for the next samples, if nothing is held
 
 
-def _packed_blocks(
-    block: Predictions, steps: range, size: int, num_samples: int
-) -> Iterator[list[tuple[int, Int64[Tensor, " b"]]]]:
+def _packed(block: Predictions, steps: range, size: int, most: int) -> Iterator[list[tuple[int, Int64[Tensor, " b"]]]]:
     """Divide the rows of each step into blocks of a size, and put blocks together, of so many samples at most."""
     pack, count = list[tuple[int, Tensor]](), 0
     for s in steps:
         batch = block.trajectory.steps[s].batch
         num_rows = block.trajectory.num_points if batch is None else len(batch)
         for rows in torch.arange(num_rows, device=block.X.device).split(size):
-            if pack and count + len(rows) > num_samples:
+            if pack and count + len(rows) > most:
                 yield pack
                 pack, count = [], 0
             pack.append((s, rows))

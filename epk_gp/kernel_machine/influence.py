@@ -14,15 +14,7 @@ from torch import Tensor
 from epk_gp.autodiff.dense import all_outputs, chosen_outputs
 from epk_gp.autodiff.scalars import Function, RowFunction, ask, with_leaves
 from epk_gp.autodiff.verification import planned
-from epk_gp.core.checks import (
-    ComputeOptions,
-    ComputeSettings,
-    parse_options,
-    validate_count,
-    validate_integer,
-    validate_labels,
-    validate_tensor,
-)
+from epk_gp.core import checks
 from epk_gp.core.graphs import rows_of, tensors_of
 from epk_gp.core.inputs import Inputs
 from epk_gp.core.losses import Head, apply_head, loss_terms, resolve_head
@@ -30,17 +22,11 @@ from epk_gp.core.show import Entry, Summary, Tabular, certificate_entry, count, 
 from epk_gp.core.torch_overrides import disable_fused_attention
 from epk_gp.core.trajectory import Trajectory, flat_state, flat_weights, network_outputs, parse_inputs, warn_unless_live
 from epk_gp.core.update_law import UpdateLaw
+from epk_gp.kernel_machine import retrain
 from epk_gp.kernel_machine.axes import Axis, CombinedAxes, PointsTable, by_sample, group_name, in_words, validate_axes
 from epk_gp.kernel_machine.certificate import StepMismatches, run_findings, step_mismatches, warn_unless_certified
 from epk_gp.kernel_machine.curvature import curvature_error
 from epk_gp.kernel_machine.influence_pass import InfluenceWork
-from epk_gp.kernel_machine.retrain import (
-    REPLAY_TOLERANCE,
-    StackedTraining,
-    require_loss_as_function,
-    require_replays,
-    retrained_run,
-)
 from epk_gp.work.run import run
 
 _SMALLEST = 1e-6  # of drawn weights, relative to the range: the derivative in a weight needs its sample
@@ -78,8 +64,8 @@ class Smoothing:
             TypeError: A number is of another kind.
             ValueError: There is no run, or the range of the weights is empty or holds negative ones.
         """
-        validate_count(self.num_runs, "num_runs")
-        validate_integer(self.seed, "seed")
+        checks.validate_count(self.num_runs, "num_runs")
+        checks.validate_integer(self.seed, "seed")
         if not 0 <= self.low < self.high < float("inf"):
             raise ValueError(f"weights must be drawn between 0 <= low < high: got {self.low} and {self.high}.")
 
@@ -164,7 +150,7 @@ class Influence(Tabular):
             TypeError: The weights are no tensor.
             ValueError: The values are not split by samples alone, or there is not one weight per sample.
         """
-        validate_tensor(weights, "weights")
+        checks.validate_tensor(weights, "weights")
         M = self.values.shape[2]
         if not self._is_by_sample or weights.ndim == 0 or weights.shape[-1] != M:
             raise ValueError(
@@ -217,7 +203,7 @@ def influence(
     by: Sequence[Axis] | None = None,
     smoothing: Smoothing | None = None,
     truncate: int | None = None,
-    **options: Unpack[ComputeSettings],
+    **options: Unpack[checks.ComputeSettings],
 ) -> Influence:
     """Differentiate what a trained network gives in the weight of each training sample, through the whole training.
 
@@ -252,9 +238,9 @@ def influence(
             options of its optimizer; or the loss has no second derivatives, because torch can differentiate an
             operation of the network once only.
     """
-    parsed = parse_options("influence", ("accumulate",), **options)
+    parsed = checks.parse_options("influence", ("accumulate",), **options)
     X = parse_inputs(trajectory, X).detach()
-    require_loss_as_function(trajectory, "epk_gp.influence")
+    retrain.require_loss_as_function(trajectory, "epk_gp.influence")
     warn_unless_live(trajectory)
     axes = (by_sample(trajectory),) if by is None else tuple(by)
     validate_axes(trajectory, axes)
@@ -271,19 +257,19 @@ def influence(
     if not isinstance(smoothing, Smoothing):
         raise TypeError(f"smoothing must be an epk_gp.Smoothing or None: got {smoothing!r}.")
     law, found = UpdateLaw(trajectory, flat_weights(trajectory, 0, X)), list[Influence]()
-    require_replays(law)
+    retrain.require_replays(law)
     # a retrained run agrees with the network that trained it: whether that is the recorded one, the recorded run says
     findings = step_mismatches(trajectory, law).findings
     for index, weights in enumerate(smoothing.weights(trajectory.num_points)):
         weights = weights.to(trajectory.device)
-        run, (_, difference) = retrained_run(StackedTraining(trajectory), weights, parsed.memory_budget)
+        run, (_, difference) = retrain.retrained_run(retrain.StackedTraining(trajectory), weights, parsed.memory_budget)
         again = _question(run, X, head, classes, function)
         folder = None if parsed.checkpoint is None else Path(parsed.checkpoint) / f"run-{index}"
         own = replace(parsed, checkpoint=folder)
         effect = _differentiate(again, own, axes=axes, factors=1 / weights, truncate=truncate)
         found.append(effect)
         findings += [f"of run {index} {finding}" for finding in effect.findings]
-        if not difference <= REPLAY_TOLERANCE[run.dtype]:
+        if not difference <= retrain.REPLAY_TOLERANCE[run.dtype]:
             findings.append(
                 f"a replay with all weights 1 beside run {index} ends {float(difference):.2g} of the way that the "
                 "weights went from the recorded network"
@@ -304,7 +290,7 @@ def self_influence(
     points: Int64[Tensor, " n"] | None = None,
     *,
     truncate: int | None = None,
-    **options: Unpack[ComputeSettings],
+    **options: Unpack[checks.ComputeSettings],
 ) -> Float[Tensor, " n"]:
     """Differentiate the trained network's loss on training samples in their own weights, in one pass over the run.
 
@@ -320,12 +306,12 @@ def self_influence(
     Raises:
         TypeError, ValueError: As `influence`; or a point is not a training sample.
     """
-    parsed = parse_options("self_influence", ("accumulate",), **options)
-    require_loss_as_function(trajectory, "epk_gp.self_influence")
+    parsed = checks.parse_options("self_influence", ("accumulate",), **options)
+    retrain.require_loss_as_function(trajectory, "epk_gp.self_influence")
     warn_unless_live(trajectory)
     M = trajectory.num_points
     own = torch.arange(M) if points is None else points
-    validate_labels(own, own.numel() if isinstance(own, Tensor) else 0, M, name="points")
+    checks.validate_labels(own, own.numel() if isinstance(own, Tensor) else 0, M, name="points")
     own = own.to(trajectory.inputs.device, torch.int64)
     X, y = trajectory.inputs[own], trajectory.targets[own]
     losses = RowFunction(partial(loss_terms, trajectory.model.signature, trajectory.loss), y)
@@ -337,7 +323,7 @@ def self_influence(
 
 def _differentiate(
     question: Question,
-    options: ComputeOptions,
+    options: checks.ComputeOptions,
     *,
     axes: tuple[Axis, ...],
     own: Int64[Tensor, " n"] | None = None,
@@ -348,7 +334,7 @@ def _differentiate(
     asked, X, outputs, cotangents = question
     trajectory, is_asked = asked.recorded, asked.asked_of is not None
     if truncate is not None:
-        validate_count(truncate, "truncate")
+        checks.validate_count(truncate, "truncate")
     steps = trajectory.num_steps if truncate is None else min(int(truncate), trajectory.num_steps)
     is_joint = outputs.ndim == 0
     while True:
@@ -420,7 +406,7 @@ def _question(
     f = apply_head(z, head)
     if classes is None:
         return trajectory, X, f, all_outputs(head).of_logits(z).transpose(0, 1)
-    validate_labels(classes, *z.shape, name="classes")
+    checks.validate_labels(classes, *z.shape, name="classes")
     classes = classes.to(z.device, torch.int64)
     cotangents = chosen_outputs(head, classes).of_logits(z).transpose(0, 1)
     return trajectory, X, f.gather(1, classes[:, None]), cotangents

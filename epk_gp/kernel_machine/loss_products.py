@@ -82,9 +82,7 @@ def coefficients_of(u: UpdateCoefficients, part: Part, num_params: int) -> Updat
     """Return the coefficients of a step of all L parameters, of those of a part."""
     first, own = part.first, {part.first + k: piece for k, piece in enumerate(part.pieces)}
     numbers = (v[first : first + len(own)] if len(v) == num_params else v[part.columns] for v in u)
-    others: dict[str, Any] = {
-        name: {k - first: Q for k, Q in getattr(u, name).items() if k in own} for name in BY_PARAMETER
-    }
+    others: dict[str, Any] = {n: {k - first: Q for k, Q in getattr(u, n).items() if k in own} for n in BY_PARAMETER}
     for k, rows in others[SECOND].items():
         others[SECOND][k] = rows if rows.shape[1] == 1 else rows[:, own[first + k]]
     return UpdateCoefficients(*numbers, **others)
@@ -408,13 +406,11 @@ class LossProducts:
             ) from error
         return (own.c.to(direction)[:, None] * slopes.to(direction))[slice(None) if is_alone else rows]
 
-    def _single(
-        self, state: Tensor, data: PassData, direction: Tensor, *, by_target: bool = False
-    ) -> tuple[Tensor, Tensor]:
-        """Return the losses, and their derivatives along one direction, by one forward-mode pass."""
+    def _single(self, state: Tensor, data: PassData, v: Tensor, *, by_target: bool = False) -> tuple[Tensor, Tensor]:
+        """Return the losses, and their derivatives along one direction v, by one forward-mode pass."""
         replay = self.run.passes
         params = replay.params(state, data)
-        named = replay.model.unflatten(direction)
+        named = replay.model.unflatten(v)
         tangents = {name: torch.empty_like(params[name]).copy_(named[name]) for name in replay.model.names}
         with torch.no_grad(), forward_mode():
             duals = {name: fwAD.make_dual(params[name], tangent) for name, tangent in tangents.items()}

@@ -21,16 +21,8 @@ from epk_gp.core.states import PredictedPath, described_states
 from epk_gp.core.trajectory import Trajectory, flat_state, flat_weights, has_memory, leaves_unexplained, network_outputs
 from epk_gp.gram.path_kernel import PathKernel, require_training
 from epk_gp.gram.tiles import step_ranges
+from epk_gp.kernel_machine import certificate
 from epk_gp.kernel_machine.axes import PointsTable
-from epk_gp.kernel_machine.certificate import (
-    Certificate,
-    StepMismatches,
-    described_precision,
-    integral_facts,
-    integral_sums,
-    sum_tolerance,
-    warn_unless_certified,
-)
 from epk_gp.kernel_machine.terms import PathWork
 from epk_gp.quadrature.adaptive import integrate
 from epk_gp.quadrature.rules import Rule, WeightPath, adaptive, require_integrable, straight, stretch_of
@@ -81,7 +73,7 @@ class ReconstructionWork(PathWork):
         largest = sums.largest.setdefault("mismatch", torch.zeros(1, dtype=torch.float64))
         yield sums
         for replayed in replayed_steps(trajectory, net.model, self.X, slice(begin, self.ranges[number].stop)):
-            mismatches, index = StepMismatches(), replayed.step.index
+            mismatches, index = certificate.StepMismatches(), replayed.step.index
             is_amplified, w, d = mismatches.add(trajectory, net.model, replayed), replayed.w, replayed.d
             ratios[index] = mismatches.ratio
             largest.copy_(torch.maximum(largest, torch.full_like(largest, mismatches.largest)))
@@ -103,7 +95,7 @@ class ReconstructionWork(PathWork):
                 sums.added["total"][rows] += integral.total
                 sums.added["sizes"][rows] += integral.total.abs()
                 sums.added["residuals"][rows] += integral.residual
-                sums.merge(integral_sums(integral, kernel.rule, self.num_stretches))
+                sums.merge(certificate.integral_sums(integral, kernel.rule, self.num_stretches))
             start, change = None, None
             sums.steps = index + 1 - self.ranges[number].start
             yield sums
@@ -131,7 +123,7 @@ class ReconstructionWork(PathWork):
 
 
 @dataclass(frozen=True, eq=False, kw_only=True, repr=False)
-class Reconstruction(Displayed, Certificate):
+class Reconstruction(Displayed, certificate.Certificate):
     """A kernel machine's outputs beside the network's, with the certificate.
 
     Attributes:
@@ -203,7 +195,7 @@ def reconstruct(
     while True:
         with planned(trajectory, X) as net:
             result = _reconstruct(net, kernel, X, parsed)
-            warn_unless_certified("the reconstruction", result.findings)
+            certificate.warn_unless_certified("the reconstruction", result.findings)
             return result
 
 
@@ -225,13 +217,13 @@ def _reconstruct(net: PlannedModel, kernel: PathKernel, X: Tensor, options: Comp
         network=network,
         initial=initial,
         max_error=float((outputs - network).abs().max()),
-        error_tolerance=sum_tolerance(kernel.rule, trajectory, net.coarsest_dtype, terms),
+        error_tolerance=certificate.sum_tolerance(kernel.rule, trajectory, net.coarsest_dtype, terms),
         total_residual=float(sums.added["residuals"].max()),
         max_step_mismatch=float(sums.largest["mismatch"]),
         mismatch_ratio=float(ratios.max()) if len(ratios) else 0.0,
         worst_step=int(ratios.argmax()) if len(ratios) else -1,
         explains=trajectory.explained,
         states=described_states(trajectory),
-        precision=described_precision(net),
-        **integral_facts(sums, len(X) * steps),
+        precision=certificate.described_precision(net),
+        **certificate.integral_facts(sums, len(X) * steps),
     )

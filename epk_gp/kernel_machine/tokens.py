@@ -199,11 +199,9 @@ def attribute_tokens(
     parsed = parse_options("attribute_tokens", ("accumulate",), **options)
     kernel = attribution_kernel(trajectory, head, rule, path, function)
     _validate(trajectory, sequences)
-    groupings, explained = ((by_sample(trajectory),),), (classes, function)
+    groupings, asked = ((by_sample(trajectory),),), (classes, function)
     kind: Callable[..., TokenTerms] = partial(TokenTerms, sequences=sequences)
-    (parts,), totals = split_predictions(
-        kernel, X, groupings, explained, parsed, path, splits_statistics=False, kind=kind
-    )
+    (parts,), totals = split_predictions(kernel, X, groupings, asked, parsed, path, splits_statistics=False, kind=kind)
     terms, shape, own = terms_by_sample(parts), parts.network.shape, cast(TokenSums, totals)
     tokens, chosen = (value.reshape(*shape, *value.shape[2:]) for value in (own.tokens, own.sequences))
     missed = (tokens.sum(dim=3) - terms["samples"].gather(2, chosen)).abs()

@@ -113,7 +113,7 @@ class EPKKernel(gpytorch.kernels.Kernel):  # type: ignore[misc]  # gpytorch ship
         **options: Unpack[ComputeSettings],
     ) -> None:
         validate_trajectory(trajectory)
-        compute_options = parse_options("EPKKernel", UNSUPPORTED_OPTIONS, **options)
+        parsed = parse_options("EPKKernel", UNSUPPORTED_OPTIONS, **options)
         structure, matrices = parse_outputs(outputs, trajectory.num_outputs)
         path_kernel = PathKernel(trajectory, head, rule, path=path)
         rules.require_integrable(path, "EPKKernel")
@@ -127,9 +127,7 @@ class EPKKernel(gpytorch.kernels.Kernel):  # type: ignore[misc]  # gpytorch ship
             raise ValueError(f"normalize must be {known}: got {normalize!r}.")
         super().__init__(batch_shape=matrices.shape, active_dims=active_dims)
         self.outputs = outputs if isinstance(outputs, str) else int(outputs)
-        self.config = KernelConfig(
-            path_kernel, structure, compute_options, BlockCache(cache_bytes), normalize == "cosine"
-        )
+        self.config = KernelConfig(path_kernel, structure, parsed, BlockCache(cache_bytes), normalize == "cosine")
         # GPyTorch indexes and expands a kernel through its buffers: each has exactly the batch's shape.
         self.register_buffer("_matrices", matrices, persistent=False)
         self.register_buffer("_anchor", torch.zeros(matrices.shape, dtype=trajectory.dtype), persistent=False)

@@ -152,14 +152,12 @@ def normalized_block(
     return values if left is None or right is None else cosine_of(values, left, right, same_points=_are_same(x, y))
 
 
-def inverse_norms_of(
-    diagonal: Float[Tensor, "*d rows"], rows_per_point: int, *, first: int = 0
-) -> Float[Tensor, "*d rows"]:
+def inverse_norms_of(diagonal: Float[Tensor, "*d rows"], per_point: int, *, first: int = 0) -> Float[Tensor, "*d rows"]:
     """Return what a cosine is multiplied by at each row.
 
     Args:
         diagonal: k(x, x) of every row.
-        rows_per_point: Rows that belong to one point.
+        per_point: Rows that belong to one point.
         first: Number of the first point in an error.
 
     Raises:
@@ -169,8 +167,8 @@ def inverse_norms_of(
     if invalid.any():
         *batch, row = invalid.nonzero()[0].tolist()
         value = float(diagonal.detach()[(*batch, row)])
-        point = f"point {first + row // rows_per_point}" + (f" of set {tuple(batch)}" if any(batch) else "")
-        output = f", output {row % rows_per_point}" if rows_per_point > 1 else ""
+        point = f"point {first + row // per_point}" + (f" of set {tuple(batch)}" if any(batch) else "")
+        output = f", output {row % per_point}" if per_point > 1 else ""
         raise ValueError(
             f"normalize='cosine' needs k(x, x) > 0 at every point: got {value:.3g} at {point}{output}, whose gradients "
             "vanish along the whole run. Leave that point out, or use normalize='mean_diagonal'."
@@ -237,13 +235,11 @@ class _Values(torch.autograd.Function):
 
 
 class _DifferentiatedOnce(torch.autograd.Function):
-    """Tie gradients to all that they depend on; without it a second derivative would be 0, and nobody would see it."""
+    """Tie grads to all that they depend on; without it a second derivative would be 0, and nobody would see it."""
 
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, y: Tensor, weights: Tensor, *gradients: Tensor | None
-    ) -> tuple[Tensor | None, ...]:
-        return gradients
+    def forward(ctx: Any, x: Tensor, y: Tensor, weights: Tensor, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        return grads
 
     @staticmethod
     def backward(ctx: Any, *weights: Tensor | None) -> None:

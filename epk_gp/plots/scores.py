@@ -127,17 +127,15 @@ def scores_figure(
     ratios = (3.1,) if images is None else (3.1, 3 * _IMAGE_ROW)
     figure = style.new_figure(sum(ratios))
     parts = figure.subfigures(len(ratios), 1, squeeze=False, height_ratios=ratios)[:, 0]
-    of_error, of_distance = parts[0].subplots(1, 2)
+    of_error, of_shift = parts[0].subplots(1, 2)
     if risks:
         risk_coverage(of_error, risks)
         of_error.set_title("abstaining from the least sure predictions")
     else:
         score_histogram(of_error, {"scored points": error}, label="error score")
         of_error.set_title("probability that the network's class is wrong")
-    score_histogram(
-        of_distance, {"validation points": ordinary, "scored points": far}, label="out-of-distribution score"
-    )
-    of_distance.set_title("unlike the training data")
+    score_histogram(of_shift, {"validation points": ordinary, "scored points": far}, label="out-of-distribution score")
+    of_shift.set_title("unlike the training data")
     if images is None:
         return figure
     orders = {
