@@ -1,7 +1,7 @@
 """Scores of points, larger where they are less sure: of pytorch-ood, OpenOOD and torch-uncertainty."""
 
 from collections.abc import Iterable
-from typing import Any, Self
+from typing import Any, TypeVar
 
 import torch
 from jaxtyping import Float, Shaped
@@ -11,6 +11,8 @@ from torch.utils.data import TensorDataset
 from epk_gp.adapters.batches import gathered
 from epk_gp.gp.stacking import ClassUncertainty
 from epk_gp.gp.uncertain_classifier import UncertainClassifier
+
+S = TypeVar("S", bound="UncertaintyScorer")  # beartype takes no `Self`
 
 
 class UncertaintyScorer:
@@ -34,7 +36,7 @@ class UncertaintyScorer:
             raise ValueError(f"score must be one of {[*names]}: got {score!r}.")
         self.classifier, self.score = classifier, score
 
-    def fit(self, data_loader: Iterable[Any]) -> Self:
+    def fit(self: S, data_loader: Iterable[Any]) -> S:
         """Fit the classifier to batches of unseen points, which are refused if seen; labels are numbers of outputs."""
         with torch.inference_mode(mode=False):
             self.classifier.fit(TensorDataset(*gathered(data_loader)))  # type: ignore[arg-type]  # one tensor

@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
-from typing import Any, Self, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 from torch import Tensor
@@ -146,6 +146,9 @@ class Displayed(ABC):
         return str(self)
 
 
+T = TypeVar("T", bound="Tabular")  # beartype takes no `Self`
+
+
 class Tabular(Displayed):
     """A result that is a table too."""
 
@@ -161,7 +164,7 @@ class Tabular(Displayed):
             place along the axes of the columns. Name and labels of each of these axes; a value may have length 1 there.
         """
 
-    def labelled(self, **labels: Any) -> Self:
+    def labelled(self: T, **labels: Any) -> T:
         """Return the same result, whose table has these labels, as of `to_frame`; None for numbers."""
         named = copy.copy(self)
         vars(named)["_labels"] = {**self._labels, **{name: own for name, own in labels.items() if own is not None}}
@@ -196,7 +199,7 @@ class Tabular(Displayed):
             is_chosen = name == "output" and name not in labels and not named.keys().isdisjoint(chosen)
             source, at = ("chosen", np.arange(places.size)) if is_chosen else (name, places.ravel())
             own = pandas.Index(named.get(source, range(at.max(initial=-1) + 1)))
-            require_labels(source, own, at.max(initial=-1) + 1, is_exact=isinstance(along, range))
+            require_labels(source, own, int(at.max(initial=-1)) + 1, is_exact=isinstance(along, range))
             levels.append(own.take(at).rename(name))
         index = levels[0] if len(levels) == 1 else pandas.MultiIndex.from_arrays(levels)
         for term, values in terms.items():
@@ -213,7 +216,7 @@ class Tabular(Displayed):
         return pandas.concat(frames, axis=1).set_axis(heads, axis=1)
 
 
-def require_labels(name: str, labels: Sequence[Any], count: int, *, is_exact: bool) -> None:
+def require_labels(name: str, labels: Any, count: int, *, is_exact: bool) -> None:
     """Raise if there are too few labels, or, of an axis that is there as a whole, another number of them."""
     if len(labels) < count or (is_exact and len(labels) != count):
         wanted = f"{count} label{'' if count == 1 else 's'}, one for each place along the axis"

@@ -269,7 +269,8 @@ def layerwise_average(block: Predictions, steps: range, max_nodes: int, take: Ta
         rounding=torch.maximum(SETTLED * of_outputs, rounding),
     )
     whole = change if len(steps) == 1 else None
-    return StretchAverage(steps, w[:0], of_statistics if Q else None, integral, whole)
+    nothing = w.new_empty(block.num_outputs, len(X), 0)
+    return StretchAverage(steps, nothing, of_statistics if Q else None, integral, whole)
 
 
 # Bytes of the columns of all buffers that a step goes through at a time, with the gradients that they are multiplied
