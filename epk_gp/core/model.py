@@ -218,9 +218,9 @@ class FunctionalModel:
     def variant(self, spec: TensorSpec) -> "FunctionalModel":
         """Return the model with its frozen state in another dtype or on another device; each variant is made once."""
         with self.cache.lock:
-            if spec not in self._variants and spec != self.spec:
+            if spec not in self._variants:
                 self._variants[spec] = self.converted(spec)
-            return self._variants.get(spec, self)
+            return self._variants[spec]
 
     def converted(self, spec: TensorSpec) -> "FunctionalModel":
         """Return the model in another dtype or on another device, as `variant`, without keeping it."""
