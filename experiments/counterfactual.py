@@ -229,20 +229,27 @@ def _scores(
     smoothing = {"0 to 2": epk.Smoothing(config.num_smoothing), "0 to 1": epk.Smoothing(config.num_smoothing, high=1.0)}
     error = 0.0
 
-    def contributions(rule: Rule, run: epk.Trajectory) -> Tensor:
+    def contributions(rule: Rule) -> Tensor:
         nonlocal error
         with uncertified_results():
-            parts = epk.attribute(run, X, classes=y, rule=rule)
+            parts = epk.attribute(trajectory, X, classes=y, rule=rule)
         if parts.certified:
             error = max(error, float((parts.total - parts.network).abs().max()))
         return parts.samples[:, 0]
+
+    def products_of_gradients() -> Tensor:
+        """Return c_i <gradient of log p(y), gradient of log p_i(y_i)> at the last step."""
+        points = epk.Points(X, is_train=False), epk.Points(trajectory.inputs, is_train=True)
+        K = epk.gram_block(tangent_trajectory(trajectory), *points, head="log_softmax")
+        n, M = torch.arange(len(X)), torch.arange(trajectory.num_points)
+        return K[n, y][:, M, trajectory.targets] / len(M)
 
     def random() -> Tensor:
         generator = torch.Generator().manual_seed(0)
         return torch.randn(len(X), trajectory.num_points, generator=generator, dtype=torch.float64)
 
     functions: dict[str, Callable[[], Tensor]] = {
-        CONTRIBUTIONS: lambda: contributions(epk.adaptive(), trajectory),
+        CONTRIBUTIONS: lambda: contributions(epk.adaptive()),
         INFLUENCE: lambda: epk.influence(trajectory, X, classes=y).values[:, 0],
         **{
             f"influence, smoothed, weights {name}": (
@@ -250,8 +257,8 @@ def _scores(
             )
             for name, own in smoothing.items()
         },
-        "first order (In-Run Shapley)": lambda: contributions(epk.left_endpoint(), trajectory),
-        "last-step gradients": lambda: contributions(epk.left_endpoint(), tangent_trajectory(trajectory)),
+        "first order (In-Run Shapley)": lambda: contributions(epk.left_endpoint()),
+        "last-step gradients": products_of_gradients,
         **({"TracIn (captum)": lambda: _tracin(config, trajectory, test)} if CAPTUM else {}),
         "nearest pixels": lambda: -torch.cdist(X.flatten(1), trajectory.inputs.flatten(1)),
         "random": random,
