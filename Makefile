@@ -10,7 +10,7 @@ PYTEST_ARGS ?= -n 2 --dist worksteal
 TYPES := --jaxtyping-packages=epk_gp,beartype.beartype
 NO_TESTS := 5
 # Code of pages has lines of 88 characters: the site's column holds them.
-FORMAT_PAGES = $(BIN)/ruff format --line-length 88 README.md $(shell find docs -name '*.md')
+FORMAT_PAGES = $(BIN)/ruff format --line-length 88 README.md $(shell find docs -name '*.md' -o -name '*.ipynb')
 
 # Exact versions, the build backend's too: it is installed first and used without build isolation.
 INSTALL := $(BIN)/python -m pip install --disable-pip-version-check --quiet --constraint constraints.txt
@@ -40,7 +40,7 @@ test test-types test-pages test-fast lint: export OMP_NUM_THREADS := 1
 test test-types test-pages test-fast lint: export MKL_NUM_THREADS := 1
 test test-types test-pages test-fast: export MPLBACKEND := Agg
 
-.PHONY: demo test test-types test-pages test-changed-pages test-fast lint format pages docs bench faults clean
+.PHONY: demo test test-types test-pages test-changed-pages test-fast lint format pages notebooks docs bench faults clean
 .DEFAULT_GOAL := test
 
 demo: $(CORE)
@@ -85,6 +85,11 @@ format: $(DEV)
 # Pages are committed as they are read: this writes anew what they show of saved results, the README and the code.
 pages: | $(BIN)/python
 	$(BIN)/python docs/expand.py
+
+# The notebooks are committed with their outputs: this runs them, some two minutes, and writes them anew.
+notebooks: export OMP_NUM_THREADS := 1
+notebooks: $(DEV)
+	$(BIN)/python docs/notebooks.py
 
 docs: export NO_MKDOCS_2_WARNING := 1 # its banner; warnings of the build are errors
 docs: $(DEV)
