@@ -17,6 +17,9 @@ INSTALL := $(BIN)/python -m pip install --disable-pip-version-check --quiet --co
 FRAME := pyproject.toml constraints.txt
 CORE := $(VENV)/.installed-core
 DEV := $(VENV)/.installed-dev
+RELEASE := $(VENV)/.installed-release
+# They build the package: `--no-build-isolation` takes them as constraints.txt has them.
+BACKEND := hatchling hatch-fancy-pypi-readme editables
 
 # An environment belongs to the Python that made it. Where PYTHON is given and is another one, nothing is mixed.
 version = $(shell "$(1)" -c "import sys; print('.'.join(map(str, sys.version_info[:2])))" 2>/dev/null)
@@ -27,7 +30,7 @@ ifneq ($(origin PYTHON),file)
   endif
   ifneq ($(wildcard $(BIN)/python),)
     ifneq ($(call version,$(BIN)/python),$(GIVEN))
-      ifneq ($(MAKECMDGOALS),clean)
+      ifeq ($(filter clean check-dist,$(MAKECMDGOALS)),)
         $(error $(VENV) must be made by Python $(GIVEN): it was made by Python $(call version,$(BIN)/python). \
           Run "make clean" first, or keep both: make $(MAKECMDGOALS) PYTHON=$(PYTHON) VENV=.venv-$(GIVEN))
       endif
@@ -40,7 +43,7 @@ test test-types test-pages test-fast lint: export OMP_NUM_THREADS := 1
 test test-types test-pages test-fast lint: export MKL_NUM_THREADS := 1
 test test-types test-pages test-fast: export MPLBACKEND := Agg
 
-.PHONY: demo test test-types test-pages test-changed-pages test-fast lint format pages docs bench faults clean
+.PHONY: demo test test-types test-pages test-changed-pages test-fast lint format pages docs bench faults dist check-dist clean
 .DEFAULT_GOAL := test
 
 demo: $(CORE)
@@ -102,17 +105,33 @@ faults: $(DEV)
 	$(BIN)/python benchmarks/faults.py $(FAULTS_ARGS)
 	$(BIN)/python docs/expand.py
 
+# The source archive, and the wheel that is built from it.
+dist: $(RELEASE)
+	rm -rf dist
+	$(BIN)/python -m build --no-isolation
+	$(BIN)/twine check --strict dist/*
+	$(BIN)/check-wheel-contents dist/*.whl
+
+# What `make dist` built, in an empty environment outside the checkout: `make check-dist PYTHON=python3.12 DIST_ARGS="--resolution newest"`.
+check-dist: $(RELEASE)
+	$(BIN)/python .ci/check_dist.py --python $(PYTHON) $(DIST_ARGS)
+
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
 
 $(CORE): $(FRAME) | $(BIN)/python
-	$(INSTALL) hatchling editables
+	$(INSTALL) $(BACKEND)
 	$(INSTALL) --no-build-isolation --editable .
 	touch $@
 
 $(DEV): $(FRAME) | $(BIN)/python
-	$(INSTALL) hatchling editables
+	$(INSTALL) $(BACKEND)
 	$(INSTALL) --no-build-isolation --editable ".[dev]"
+	touch $@ $(CORE)
+
+$(RELEASE): $(FRAME) | $(BIN)/python
+	$(INSTALL) $(BACKEND)
+	$(INSTALL) --no-build-isolation --editable ".[release]"
 	touch $@ $(CORE)
 
 clean:
