@@ -18,6 +18,8 @@ FRAME := pyproject.toml constraints.txt
 CORE := $(VENV)/.installed-core
 DEV := $(VENV)/.installed-dev
 RELEASE := $(VENV)/.installed-release
+# They build the package: `--no-build-isolation` takes them as constraints.txt has them.
+BACKEND := hatchling hatch-fancy-pypi-readme editables
 
 # An environment belongs to the Python that made it. Where PYTHON is given and is another one, nothing is mixed.
 version = $(shell "$(1)" -c "import sys; print('.'.join(map(str, sys.version_info[:2])))" 2>/dev/null)
@@ -28,7 +30,7 @@ ifneq ($(origin PYTHON),file)
   endif
   ifneq ($(wildcard $(BIN)/python),)
     ifneq ($(call version,$(BIN)/python),$(GIVEN))
-      ifneq ($(MAKECMDGOALS),clean)
+      ifeq ($(filter clean check-dist,$(MAKECMDGOALS)),)
         $(error $(VENV) must be made by Python $(GIVEN): it was made by Python $(call version,$(BIN)/python). \
           Run "make clean" first, or keep both: make $(MAKECMDGOALS) PYTHON=$(PYTHON) VENV=.venv-$(GIVEN))
       endif
@@ -42,7 +44,7 @@ test test-types test-pages test-fast lint: export MKL_NUM_THREADS := 1
 test test-types test-pages test-fast: export MPLBACKEND := Agg
 
 .PHONY: demo test test-types test-pages test-changed-pages test-fast test-torch lint lint-workflows audit format pages docs \
-  bench faults clean
+  bench faults dist check-dist clean
 .DEFAULT_GOAL := test
 
 demo: $(CORE)
@@ -129,24 +131,34 @@ faults: $(DEV)
 	$(BIN)/python benchmarks/faults.py $(FAULTS_ARGS)
 	$(BIN)/python docs/expand.py
 
+# The source archive, and the wheel that is built from it.
+dist: $(RELEASE)
+	rm -rf dist
+	$(BIN)/python -m build --no-isolation
+	$(BIN)/twine check --strict dist/*
+	$(BIN)/check-wheel-contents dist/*.whl
+
+# What `make dist` built, in an empty environment outside the checkout: `make check-dist PYTHON=python3.12 DIST_ARGS="--resolution newest"`.
+check-dist: $(RELEASE)
+	$(BIN)/python .ci/check_dist.py --python $(PYTHON) $(DIST_ARGS)
+
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
 
 $(CORE): $(FRAME) | $(BIN)/python
-	$(INSTALL) hatchling editables
+	$(INSTALL) $(BACKEND)
 	$(INSTALL) --no-build-isolation --editable .
 	touch $@
 
 $(DEV): $(FRAME) | $(BIN)/python
-	$(INSTALL) hatchling editables
+	$(INSTALL) $(BACKEND)
 	$(INSTALL) --no-build-isolation --editable ".[dev]"
 	touch $@ $(CORE)
 
-# The tools of a release, beside what is installed.
 $(RELEASE): $(FRAME) | $(BIN)/python
-	$(INSTALL) hatchling editables
+	$(INSTALL) $(BACKEND)
 	$(INSTALL) --no-build-isolation --editable ".[release]"
-	touch $@
+	touch $@ $(CORE)
 
 clean:
 	rm -rf $(VENV) $(TORCH_VENV) $(OUT) build dist site benchmarks/.venvs .pytest_cache .mypy_cache .ruff_cache .hypothesis
