@@ -43,8 +43,8 @@ test test-types test-pages test-fast lint: export OMP_NUM_THREADS := 1
 test test-types test-pages test-fast lint: export MKL_NUM_THREADS := 1
 test test-types test-pages test-fast: export MPLBACKEND := Agg
 
-.PHONY: demo test test-types test-pages test-changed-pages test-fast test-torch lint lint-workflows audit format pages notebooks docs \
-  bench faults dist check-dist clean
+.PHONY: demo test test-types test-pages test-changed-pages test-fast test-torch lint lint-workflows audit format pages notebooks \
+  docs bench faults dist check-dist clean
 .DEFAULT_GOAL := test
 
 demo: $(CORE)
@@ -54,8 +54,8 @@ demo: $(CORE)
 test: lint test-types
 	$(BIN)/python -m pytest $(PYTEST_ARGS) -m "not pages" || [ $$? -eq $(NO_TESTS) ]
 
-# The slow tests that run every page, tutorial, experiment and picture, the benchmarks, and reports in a browser. What
-# they passed on is noted and committed: `.ci/run` makes them wherever something else is there. Before a release, always.
+# The slow tests that run every page, notebook, tutorial, experiment and picture, the benchmarks, and reports in a browser.
+# What they passed on is noted and committed: `.ci/run` makes them wherever something else is there. Before a release, always.
 test-pages: $(DEV)
 	$(BIN)/python -m pytest $(PYTEST_ARGS) -m pages
 	$(BIN)/python .ci/tested.py --note
