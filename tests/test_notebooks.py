@@ -74,6 +74,10 @@ def test_a_committed_notebook_is_complete(file):
     nbformat.validate(notebook)
     assert not [*faults(notebook)]
     assert file.stat().st_size <= LARGEST
+    page, pictures = load(DOCS / "hooks.py").notebook_page(file)  # on the site
+    assert re.findall(r"\]\((\w+\.png)\)", page) == [*pictures]
+    assert all(cell.source in page for cell in notebook.cells)
+    assert all(shown(cell)[0].partition("<Figure")[0] in page for cell in notebook.cells if cell.cell_type == "code")
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
