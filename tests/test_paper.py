@@ -1,6 +1,7 @@
 """The paper in docs/paper: its references, its form (that of the Journal of Open Source Software), and its numbers."""
 
 import re
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -66,6 +67,9 @@ def test_the_paper_has_the_journal_s_form():
     citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
     assert front["title"] == citation["title"]
     assert [author["name"] for author in front["authors"]] == [author["name"] for author in citation["authors"]]
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert citation["repository-code"] == project["urls"]["Homepage"]
+    assert citation["license"] == project["license"]
 
 
 def test_every_number_stands_in_the_table_which_is_made_of_saved_results_beside_its_command():
