@@ -45,6 +45,14 @@ def test_the_tests_run_with_the_pythons_that_the_package_names():
     assert project["requires-python"] == f">={promised[0]}"
 
 
+def test_the_page_of_promises_names_the_versions_of_the_project():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    page = (ROOT / "docs" / "promises.md").read_text(encoding="utf-8")
+    assert [f"`{needed}`" in page for needed in project["dependencies"] if needed.startswith("torch")] == [True]
+    pythons = [row["python"] for row in jobs("tests")["linux"]["strategy"]["matrix"]["include"]]
+    assert f"{pythons[0]} to {pythons[-1]}" in page
+
+
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
 def test_a_workflow_pins_what_it_uses_has_few_rights_and_names_no_host(file):
     text = file.read_text(encoding="utf-8")
