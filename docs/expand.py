@@ -367,6 +367,7 @@ TABLES: dict[str, Callable[[dict], str]] = {
     "judged_names": _judged(1),
     "judged_faults": lambda saved: SCORES.faults_table(saved["results"]["runs"]),
     "judged_sizes": _judged_sizes,
+    "judged_front": lambda saved: SCORES.judged_front(saved["results"]["runs"][0]),
     "language_costs": _language_costs,
     "language_agreement": _language_agreement,
     **METHODS.TABLES,
