@@ -157,10 +157,12 @@ def judged_front(run: dict[str, Any]) -> str:
     rows = [row for row in run["systems"] if not row["fault"] and "LDS" in row and "trainings" in row]
     front: Rows = []
     for row in sorted(rows, key=lambda row: row["trainings"]):
-        if not front or row["LDS"] > front[-1]["LDS"]:
+        if not front or _number(row["LDS"]) > _number(front[-1]["LDS"]):
             front.append(row)
     names = [f"{row['system']} ({row['LDS']:.2f} for {_number_of_trainings(row)} trainings)" for row in front]
-    return f"**Nothing cheaper was better than:** {'; '.join(names)}."
+    plain, recorded = (f"{run[f'{kind} seconds']:.2g} s" for kind in ("training", "recording"))
+    costs = f"A training takes {plain}, and {recorded} recorded: fixed costs of a step weigh."
+    return f"**Nothing cheaper was better than:** {'; '.join(names)}. {costs}"
 
 
 def _number_of_trainings(row: dict[str, Any]) -> str:
