@@ -3,7 +3,7 @@
 import copy
 import math
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from importlib import import_module
 from typing import Any, final
@@ -158,18 +158,14 @@ class FunctionalModel:
         """
         if any(name not in params for name in self.statistics):  # those of the module are of no state of the run
             raise RuntimeError("a network with moving statistics must be called with those of a state of the run.")
-        module, values = self._take_module_of_thread(), dict(params)
-
-        def call(*args: Any, **kwargs: Any) -> Any:
-            return functional_call(module, values, args, kwargs)
-
+        module = self._take_module_of_thread()
         keeping = KeptActivations() if self.recomputes else nullcontext()
         statistics = [params[name] for name in self.statistics]
         written_out = WrittenOutNormalisation(statistics) if statistics else nullcontext()
         try:
             # everywhere, or bytes would depend on what other threads do
             with disable_fused_attention(), quiet_checkpoints(), keeping, written_out:
-                returned = self.signature.call(call, X, self.spec, _marked)
+                returned = self.signature.call(with_tensors(module, dict(params)), X, self.spec, _marked)
         except StopForwardError:
             self._of_thread.module = module
             raise
@@ -235,6 +231,23 @@ class FunctionalModel:
         """
         module: nn.Module | None = self._of_thread.__dict__.pop("module", None)
         return copied_module(self.module) if module is None else module
+
+
+def with_tensors(module: nn.Module, named: dict[str, Tensor]) -> Callable[..., Any]:
+    """Return a module as a function that is computed with other tensors, which buffers that it writes replace.
+
+    The module's own are put back here: `functional_call` leaves others in a module that stands under two names.
+    """
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        own = [(held, held.copy()) for part in module.modules() for held in (part._parameters, part._buffers)]
+        try:
+            return functional_call(module, named, args, kwargs)
+        finally:
+            for held, tensors in own:
+                held.update(tensors)
+
+    return call
 
 
 def copied_module(module: nn.Module, *, has_own_buffers: bool = False) -> nn.Module:

@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 import torch
 from jaxtyping import Bool, Float, Shaped
 from torch import Tensor, nn
-from torch.func import functional_call
 
 from epk_gp.core.checks import allclose
 from epk_gp.core.gradients import PassData, TrainingReplay, passes_of
@@ -36,7 +35,7 @@ from epk_gp.core.losses import (
     sample_weights,
     soft_targets,
 )
-from epk_gp.core.model import device_random_state
+from epk_gp.core.model import device_random_state, with_tensors
 from epk_gp.core.plans import TensorSpec
 from epk_gp.core.step import ForwardPass, Step
 from epk_gp.core.torch_overrides import disable_fused_attention, kernels_of_the_loop
@@ -306,7 +305,7 @@ def _replayed(replay: TrainingReplay, state: Float[Tensor, " PQ"], seen: SeenPas
     module = replay.module_in_modes(data)
     named = {n: value.clone() for n, value in module.named_buffers()} | replay.params(state, data)
     with torch.no_grad(), disable_fused_attention(), replay.conditions(module, data, exact=False):
-        returned = replay.call(lambda *args, **kwargs: functional_call(module, named, args, kwargs), data, exact=False)
+        returned = replay.call(with_tensors(module, named), data, exact=False)
         reached = torch.random.get_rng_state(), device_random_state(replay.spec.device)
     before, after = (forward.random_state, forward.device_random_state), seen.captured.random_states_after
     states = zip(before, reached, after, strict=True)
