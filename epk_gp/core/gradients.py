@@ -39,11 +39,10 @@ from epk_gp.core.model import (
     set_settings,
     setting_places,
     settings_of,
-    with_tensors,
 )
 from epk_gp.core.plans import TensorSpec
 from epk_gp.core.step import ForwardPass, SeenRows, Step
-from epk_gp.core.torch_overrides import KeptActivations, disable_fused_attention, quiet_checkpoints
+from epk_gp.core.torch_overrides import KeptActivations, disable_fused_attention, quiet_checkpoints, with_tensors
 from epk_gp.core.trajectory import (
     Trajectory,
     aligned,

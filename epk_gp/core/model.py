@@ -3,7 +3,7 @@
 import copy
 import math
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from importlib import import_module
 from typing import Any, final
@@ -11,7 +11,6 @@ from typing import Any, final
 import torch
 from jaxtyping import Float, Float64, Shaped
 from torch import Tensor, nn
-from torch.func import functional_call
 
 from epk_gp.core.checks import allclose, validate_texts
 from epk_gp.core.inputs import ONE_TENSOR, Signature
@@ -21,6 +20,7 @@ from epk_gp.core.torch_overrides import (
     WrittenOutNormalisation,
     disable_fused_attention,
     quiet_checkpoints,
+    with_tensors,
 )
 
 # The batch of inputs carries this attribute, its number of rows, in a forward pass, so that what is computed from it
@@ -214,9 +214,9 @@ class FunctionalModel:
     def variant(self, spec: TensorSpec) -> "FunctionalModel":
         """Return the model with its frozen state in another dtype or on another device; each variant is made once."""
         with self.cache.lock:
-            if spec not in self._variants:
+            if spec not in self._variants and spec != self.spec:
                 self._variants[spec] = self.converted(spec)
-            return self._variants[spec]
+            return self._variants.get(spec, self)
 
     def converted(self, spec: TensorSpec) -> "FunctionalModel":
         """Return the model in another dtype or on another device, as `variant`, without keeping it."""
@@ -231,23 +231,6 @@ class FunctionalModel:
         """
         module: nn.Module | None = self._of_thread.__dict__.pop("module", None)
         return copied_module(self.module) if module is None else module
-
-
-def with_tensors(module: nn.Module, named: dict[str, Tensor]) -> Callable[..., Any]:
-    """Return a module as a function that is computed with other tensors, which buffers that it writes replace.
-
-    The module's own are put back here: `functional_call` leaves others in a module that stands under two names.
-    """
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        own = [(held, held.copy()) for part in module.modules() for held in (part._parameters, part._buffers)]
-        try:
-            return functional_call(module, named, args, kwargs)
-        finally:
-            for held, tensors in own:
-                held.update(tensors)
-
-    return call
 
 
 def copied_module(module: nn.Module, *, has_own_buffers: bool = False) -> nn.Module:

@@ -35,10 +35,10 @@ from epk_gp.core.losses import (
     sample_weights,
     soft_targets,
 )
-from epk_gp.core.model import device_random_state, with_tensors
+from epk_gp.core.model import device_random_state
 from epk_gp.core.plans import TensorSpec
 from epk_gp.core.step import ForwardPass, Step
-from epk_gp.core.torch_overrides import disable_fused_attention, kernels_of_the_loop
+from epk_gp.core.torch_overrides import disable_fused_attention, kernels_of_the_loop, with_tensors
 from epk_gp.optimizers.update_rules import WeightPenalty, predict_step, relative_rounding, rounded_bound, step_tolerance
 from epk_gp.recording.causes import changed_setting
 from epk_gp.recording.observer import CapturedForward, MadeStep

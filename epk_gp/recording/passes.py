@@ -36,9 +36,9 @@ from epk_gp.core.losses import (
     soft_targets,
     targets_like,
 )
-from epk_gp.core.model import copied_module, perturbed_initial, random_state_kept, with_tensors
+from epk_gp.core.model import copied_module, perturbed_initial, random_state_kept
 from epk_gp.core.step import ForwardPass, SeenRows, Step, tensor_bytes
-from epk_gp.core.torch_overrides import disable_fused_attention, quiet_checkpoints
+from epk_gp.core.torch_overrides import disable_fused_attention, quiet_checkpoints, with_tensors
 from epk_gp.recording.causes import StepMismatchError
 from epk_gp.recording.observer import CapturedForward, MadeStep
 from epk_gp.recording.setup import TrainingSetup

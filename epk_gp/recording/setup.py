@@ -37,10 +37,9 @@ from epk_gp.core.model import (
     setting_places,
     settings_of,
     with_kept_activations,
-    with_tensors,
 )
 from epk_gp.core.step import fingerprint_data
-from epk_gp.core.torch_overrides import disable_fused_attention, quiet_checkpoints
+from epk_gp.core.torch_overrides import disable_fused_attention, quiet_checkpoints, with_tensors
 from epk_gp.optimizers.library_rules import in_training_mode
 from epk_gp.optimizers.torch_rules import Optimizers, Rules, as_optimizers, learning_rate, momentum_before, rule_for
 from epk_gp.optimizers.update_rules import Clip, UpdateRule, move_by_rounding, relative_rounding, validate_unexplained
