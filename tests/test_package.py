@@ -12,6 +12,8 @@ import pytest
 
 import epk_gp
 
+ROOT = Path(__file__).parents[1]
+
 PUBLIC = set(
     """CertificateWarning ComputeOptions CrossEntropy EPKClassifier EPKKernel EPKRegressor Graph LogitGP
     MeanSquaredError NTKKernel PathKernel PerSampleLoss Points Ragged Recorder RowFunction Smoothing
@@ -74,12 +76,26 @@ def test_a_name_that_never_was_is_an_attribute_error():
 
 
 def test_the_version_is_written_in_one_place_and_cited():
-    root = Path(epk_gp.__file__).parents[1]
-    pyproject = tomllib.loads((root / "pyproject.toml").read_text())
+    pyproject = tomllib.loads((ROOT / "pyproject.toml").read_text())
     assert "version" not in pyproject["project"]
     assert pyproject["tool"]["hatch"]["version"]["path"] == "epk_gp/__init__.py"
-    cited = re.search(r"^version: (.+)$", (root / "CITATION.cff").read_text(), re.MULTILINE)
+    cited = re.search(r"^version: (.+)$", (ROOT / "CITATION.cff").read_text(), re.MULTILINE)
     assert cited is not None
     assert cited[1] == epk_gp.__version__
-    sections = re.findall(r"^## \[(.+?)\]", (root / "CHANGELOG.md").read_text(), re.MULTILINE)
+    sections = re.findall(r"^## \[(.+?)\]", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
     assert sections[0] == "Unreleased" if ".dev" in epk_gp.__version__ else sections[0] == epk_gp.__version__
+
+
+def test_links_of_the_readme_are_addresses_where_it_is_the_package_s_description():
+    """Those of the files that a reader of the repository gets, at the tag of the version."""
+    pytest.importorskip("hatch_fancy_pypi_readme", reason="`make` installs what builds the package")
+    metadata = pytest.importorskip("hatchling.metadata.core")
+    plugins = pytest.importorskip("hatchling.plugin.manager").PluginManager()
+    core = metadata.ProjectMetadata(str(ROOT), plugins).core
+    home = f"{core.urls['Homepage']}/(?:blob|raw)/v{epk_gp.__version__}/"
+    files = r"\]\((?!http)([^)]+)\)"
+    readme = (ROOT / "README.md").read_text()
+    assert len(re.findall(files, readme)) > 30
+    assert not re.findall(files, core.readme)
+    assert re.sub(home, "", core.readme) == readme
+    assert all(address.startswith(core.urls["Homepage"]) for address in core.urls.values())

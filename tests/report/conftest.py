@@ -4,7 +4,6 @@ import os
 import shutil
 
 import pytest
-from playwright.sync_api import sync_playwright
 
 from epk_gp.report.write import page as document
 from report_cases import report_of_everything
@@ -23,7 +22,7 @@ def browser():
     executable = os.environ.get("EPK_GP_CHROMIUM") or shutil.which("chromium")
     if executable is None:
         pytest.skip("needs Chromium: install Debian's package chromium, or name a program in EPK_GP_CHROMIUM")
-    with sync_playwright() as playwright:
+    with pytest.importorskip("playwright.sync_api").sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=executable, args=ARGUMENTS)
         yield browser
         browser.close()
