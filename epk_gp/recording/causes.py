@@ -20,7 +20,7 @@ from epk_gp.core.losses import (
 )
 from epk_gp.core.model import FunctionalModel
 
-_REGRESSION = "For regression, state loss=nn.MSELoss()."
+_REGRESSION = "For other targets, state the loop's loss: loss=nn.MSELoss(), nn.BCEWithLogitsLoss(), ..."
 
 
 def validate_targets(
