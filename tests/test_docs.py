@@ -13,7 +13,8 @@ from page_code import QUICKSTART, load, pages_tool, same
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
-PAGES = sorted(page.relative_to(DOCS).as_posix() for page in DOCS.rglob("*.md"))
+PAPER = DOCS / "paper" / "paper.md"  # no page of the site: test_paper.py
+PAGES = sorted(page.relative_to(DOCS).as_posix() for page in DOCS.rglob("*.md") if page != PAPER)
 TUTORIALS = "tutorials/"  # test_tutorials.py runs them
 EXPAND = pages_tool()
 WITH_CODE = [  # of their own: what they show of the README runs there
@@ -177,7 +178,8 @@ def test_a_page_is_up_to_date_and_what_it_refers_to_exists(page):
 
 def test_every_page_is_in_the_navigation():
     navigation = (ROOT / "mkdocs.yml").read_text().partition("\nnav:")[2]
-    assert sorted(re.findall(r": (\S+\.md)$", navigation, flags=re.MULTILINE)) == PAGES
+    notebooks = [file.relative_to(DOCS).with_suffix(".md").as_posix() for file in DOCS.glob("notebooks/*.ipynb")]
+    assert sorted(re.findall(r": (\S+\.md)\b", navigation)) == sorted([*PAGES, *notebooks])
 
 
 def test_every_public_name_is_on_one_page_of_the_reference():
