@@ -53,8 +53,8 @@ def listed(checkpoints: Any) -> list[Checkpoint]:
     for each in checkpoints:
         if not isinstance(each, Mapping | str | os.PathLike):
             raise TypeError(f"a checkpoint must be a state dict or a path: got {type(each).__name__}.")
-    places = [tuple(map(Tensor.data_ptr, read(each).values())) for each in checkpoints if isinstance(each, Mapping)]
-    if len(set(places)) < len(places):
+    places = {id(c): tuple(map(Tensor.data_ptr, read(c).values())) for c in checkpoints if isinstance(c, Mapping)}
+    if len(set(places.values())) < len(places):
         raise ValueError("checkpoints must be copies: two share their memory. Use copy.deepcopy(net.state_dict()).")
     numbers = [None if isinstance(each, Mapping) else _number(Path(each)) for each in checkpoints]
     for (before, after), titles in zip(pairwise(numbers), pairwise(titles_of(checkpoints)), strict=True):
