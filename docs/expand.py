@@ -36,6 +36,7 @@ METHODS = _module(DOCS / "method_tables.py")
 SCORES = _module(ATTRIBUTION / "report.py")
 OUTSIDE = ROOT / "benchmarks" / "outside"
 JUDGES = _module(OUTSIDE / "report.py")
+PAPER = _module(DOCS / "paper" / "numbers.py")
 
 
 def main() -> None:
@@ -182,6 +183,9 @@ def _saved(name: str) -> dict:
         "attribution": ATTRIBUTION / "results.json",
         "judged": ATTRIBUTION / "judged.json",
         "language_models": LANGUAGE_MODELS,
+        "benchmarks": ROOT / "benchmarks" / "results.json",
+        "faults": ROOT / "benchmarks" / "faults.json",
+        "paths": ROOT / "benchmarks" / "paths.json",
     }
     return json.loads(elsewhere.get(name, GALLERY / f"{name}.json").read_text())
 
@@ -212,9 +216,7 @@ def headline() -> str:
         for name in ("influence", "contributions", "TracIn (captum)")
         for kind in ("tanh", "relu", "")
     }
-    r = _saved("judged_networks")["results"]
-    columns = [METHODS.method_means(r["table"], measure)[0] for measure in METHODS.outside_measures(r)[:4]]
-    areas = {name: _range([column[name] for column in columns], 3) for name in columns[0]}
+    areas = _areas()
     lines = [
         ["Is it exact?", f"{exact} ({cost})", f"the paper's rule, 100 nodes: {errors['left Riemann 100']:.1e}"],
         [
@@ -232,6 +234,13 @@ def headline() -> str:
         ],
     ]
     return METHODS.markdown_table(["question", "result", "beside it"], lines)
+
+
+def _areas() -> dict[str, str]:
+    """Return the areas under the ROC curve of inputs of another kind, by methods."""
+    r = _saved("judged_networks")["results"]
+    columns = [METHODS.method_means(r["table"], measure)[0] for measure in METHODS.outside_measures(r)[:4]]
+    return {name: _range([column[name] for column in columns], 3) for name in columns[0]}
 
 
 def _range(values: list[float], digits: int) -> str:
@@ -305,6 +314,25 @@ def _language_agreement(saved: dict) -> str:
     return METHODS.markdown_table(["", *head], rows)
 
 
+def _layerwise(saved: dict) -> str:
+    """Return what averages operation by operation cost and change, beside straight steps."""
+    rows = saved["rows"]
+    straight = [row["straight"] for row in rows]
+    lines = [["straight steps", f"{min(straight):.2f} to {max(straight):.2f}", "", ""]]
+    for every in dict.fromkeys(row["every"] for row in rows):
+        found = [row for row in rows if row["every"] == every]
+        differences = [row["difference"] for row in found]
+        lines.append(
+            [
+                f"layerwise, {'every step' if every == 1 else f'{every} steps'}",
+                f"{found[0]['evaluations']:g}",
+                _range([row["rank"] for row in found], 4),
+                f"{min(differences):.1e} to {max(differences):.1e}",
+            ]
+        )
+    return METHODS.markdown_table(["path", "evaluations", "rank correlation", "difference / norm"], lines)
+
+
 def _grokking(saved: dict) -> str:
     """Return a way to put a network together again from its checkpoints a line."""
     table = saved["results"]["table"]
@@ -371,6 +399,7 @@ TABLES: dict[str, Callable[[dict], str]] = {
     "language_agreement": _language_agreement,
     **METHODS.TABLES,
     "rules": _rules,
+    "layerwise": _layerwise,
     "grokking_sums": _grokking,
     "scores": _scores,
 }
@@ -383,6 +412,7 @@ KINDS: dict[str, Callable[..., str]] = {
     "section": _section,
     "names": _names,
     "exported": _exported,
+    "paper": lambda page: PAPER.table(_saved, _areas()),
 }
 
 if __name__ == "__main__":

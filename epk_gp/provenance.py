@@ -64,7 +64,7 @@ def write_arrays(file: Path, arrays: Mapping[str, Tensor], metadata: Mapping[str
 
 def write_table(file: Path, columns: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
     """Write rows with a head as CSV."""
-    with file.open("w", newline="") as stream:
+    with file.open("w", newline="", encoding="utf-8") as stream:
         csv.writer(stream).writerows([columns, *rows])
 
 

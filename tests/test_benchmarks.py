@@ -90,6 +90,7 @@ def fewer_states(b):
 
 def some_paths(b):
     b.sums(only="ReLU MLP", steps=4, num_train=8, num_test=1, lengths="1,2")
+    b.layerwise(only="ReLU MLP", steps=4, num_train=8, num_test=1, lengths="2")
     b.uncertainty_map(size=3, num_train=6, steps=4, width=4, asked="1:1,2:1", threads=1)
 
 

@@ -1,5 +1,6 @@
 """The same numbers on a GPU. Skipped, visibly, where there is none."""
 
+import copy
 import warnings
 from contextlib import nullcontext
 from pathlib import Path
@@ -213,3 +214,95 @@ def test_what_the_kernels_of_a_loop_do_otherwise_is_named(make: Any, cause: str,
     if make is convolutions:  # the loop stays as it is
         run = _recorded(net, optimizer, X.float(), y, unexplained=0.05)
         assert 0 < epk.attribute(run, X[:2].float().cuda()).unexplained.abs().max() < 1e-2
+
+
+def trained(device: str) -> tuple[nn.Module, list[dict[str, torch.Tensor]], torch.Tensor, torch.Tensor]:
+    """A network that was trained without a recorder, and its checkpoints."""
+    (X, y), net = data(54, device), mlp(nn.BatchNorm1d(8)).to(device)
+    optimizer, states = torch.optim.Adam(net.parameters(), lr=0.02, eps=1e-3), [copy.deepcopy(net.state_dict())]
+    for _ in range(3):
+        for batch in torch.arange(30).split(10):
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(net(X[batch]), y[batch]).backward()
+            optimizer.step()
+        states.append(copy.deepcopy(net.state_dict()))
+    return net, states, X, y
+
+
+def test_splits_between_checkpoints_on_a_gpu_equal_those_on_the_cpu() -> None:
+    found = []
+    for device in ("cpu", "cuda"):
+        net, states, X, y = trained(device)
+        split = epk.between(net, states, X[30:], data=(X[:30], y[:30]), lr=0.02, head="logits")
+        assert split.max_error <= 1e-12
+        assert split.pieces.device.type == device
+        found.append([split.pieces.cpu(), split.network.cpu()])
+    for on_cpu, on_gpu in zip(*found, strict=True):
+        assert_close(on_gpu, on_cpu, rounding=1e8)
+    net, states, X, _ = trained("cpu")  # checkpoints and rows on the CPU, as files have them
+    assert_close(epk.between(net.cuda(), states, X[30:]).pieces.cpu(), found[0][0], rounding=1e8)
+
+
+@pytest.mark.parametrize("make", [mlp, convolutions, Encoder])
+def test_tangent_kernels_on_a_gpu_equal_those_on_the_cpu(make: Any) -> None:
+    (X, _), found = data(12), []
+    for device in ("cpu", "cuda"):
+        torch.manual_seed(0)
+        net, rows = make().double().to(device).eval(), X.to(device)
+        kernel = epk.NTKKernel(net, rows[:8], outputs="trace")
+        found.append([epk.ntk(net, rows[:8], rows[8:]).cpu(), kernel(rows[8:]).to_dense().detach().cpu()])
+    for on_cpu, on_gpu in zip(*found, strict=True):
+        assert_close(on_gpu, on_cpu, rounding=1e6)
+
+
+def test_a_classifier_of_a_trained_network_on_a_gpu_equals_that_on_the_cpu() -> None:
+    found = []
+    for device in ("cpu", "cuda"):
+        net, _, X, y = trained(device)
+        model = epk.UncertainClassifier.of(net, X[:30], y[:30]).fit(X[30:50], y[30:50])
+        found.append(model.uncertainty(X[50:]))
+    assert found[1].error.is_cuda
+    for name in ("error", "out_of_distribution"):
+        torch.testing.assert_close(
+            getattr(found[1], name).cpu(), getattr(found[0], name), rtol=1e-4, atol=1e-5, check_dtype=False
+        )
+
+
+def test_scores_are_judged_on_a_gpu_as_on_the_cpu() -> None:
+    (X, y), scores = data(54), torch.randn(4, 30, generator=torch.Generator().manual_seed(1))
+    found = []
+    for device in ("cpu", "cuda"):
+        net = mlp().to(device)
+        run = epk.train(
+            net, *(t[:30].to(device) for t in (X, y)), optimizer=torch.optim.Adam(net.parameters()), steps=9
+        )
+        asked, classes = X[30:34].to(device), y[30:34].to(device)
+        exact = epk.influence(run, asked, classes=classes).values[:, 0]
+        found.append(
+            epk.check_scores(run, {"exact": exact, "random": scores}, asked, classes=classes, retrainings=8, left_out=4)
+        )
+    for name in ("exact", "random"):
+        on_cpu, on_gpu = (check.systems[name] for check in found)
+        assert on_cpu.findings == on_gpu.findings
+        torch.testing.assert_close(on_gpu.miss.cpu(), on_cpu.miss, rtol=1e-6, atol=1e-8)
+
+
+def test_terms_of_sequences_on_a_gpu_equal_those_on_the_cpu() -> None:
+    texts, found = torch.randint(7, (8, 6), generator=torch.Generator().manual_seed(0)), []
+    for device in ("cpu", "cuda"):
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Embedding(7, 6), nn.Linear(6, 9), nn.GELU(), nn.Linear(9, 7)).double().to(device)
+        X, targets = texts[:, :-1].to(device), texts[:, 1:].to(device)
+        optimizer = torch.optim.AdamW(net.parameters(), lr=0.02, eps=1e-3)
+        with epk.Recorder(net, optimizer, X, targets, loss=epk.CrossEntropy(), output=lambda z: z[:, -1]) as recorder:
+            for batch in torch.arange(8).repeat(3).split(4):
+                optimizer.zero_grad()
+                nn.functional.cross_entropy(net(X[batch]).transpose(1, 2), targets[batch]).backward()
+                recorder.batch(batch)
+                optimizer.step()
+        function = epk.log_probability(targets[:2, -1])
+        asked = {"function": function, "sequences": torch.tensor([1, 5])}
+        tokens = epk.attribute_tokens(recorder.trajectory, X[:2], **asked)
+        assert tokens.certified
+        found.append(tokens.tokens.cpu())
+    assert_close(found[1], found[0], rounding=1e8)

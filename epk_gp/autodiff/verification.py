@@ -105,7 +105,8 @@ def observed_plan(
     def watch(call: interception.FunctionCall | None, result: Any) -> None:
         nonlocal num_activations
         num_activations += sum(value.numel() for value in interception.tensors_in((result,)))
-        dtypes.update(value.dtype for value in interception.tensors_in((result,)) if value.requires_grad)
+        # torch 2.11's checkpointing makes an empty tensor in float32, which rounds nothing
+        dtypes.update(v.dtype for v in interception.tensors_in((result,)) if v.requires_grad and v.numel())
         # a shape or a dtype does not depend on a parameter's value
         if call is not None and interception.has_tensors(result):
             calls.append(call)

@@ -112,7 +112,7 @@ def _read_path(path: Path) -> dict[str, Tensor]:
     if path.is_dir():
         index = next(iter(sorted(path.glob("*.index.json"))), None)
         if index is not None:  # of several files
-            files = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+            files = sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
             return {name: value for file in files for name, value in _read_path(path / file).items()}
         named = [path / name for name in _OF_FOLDER if (path / name).is_file()]
         found = named[:1] or _files(path)

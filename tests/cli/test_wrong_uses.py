@@ -17,7 +17,7 @@ Y = np.arange(12) % 2
 # fmt: off
 LABELS = {  # with the inputs X
     "ok": Y, "from_one": Y + 1, "from_minus_one": Y - 1, "gap": 2 * Y, "huge": 10**9 * Y, "one_class": 0 * Y,
-    "larger_than_int64": np.where(Y, 2**64 - 1, 0).astype(np.uint64), "float_labels": 1.0 * Y,
+    "larger_than_int64": Y.astype(np.uint64) * np.uint64(2**64 - 1), "float_labels": 1.0 * Y,
     "columns_of_labels": Y[:, None], "one_label": np.int64(1), "few_labels": Y[:5],
     "text_labels": np.array(["cat", "dog"])[Y], "sorted": np.arange(12) // 4, "last_is_other": np.arange(12) // 11,
 }

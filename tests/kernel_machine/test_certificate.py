@@ -88,6 +88,21 @@ def test_a_network_that_casts_to_float32_inside_ends_and_is_certified_to_its_rou
         assert (parts.error_tolerance < 1e-9) == is_exact
 
 
+class WithEmpty(Base):
+    """Makes an empty tensor in float32 that requires gradients, as the activation checkpointing of torch 2.11 does."""
+
+    def forward(self, x):
+        torch.empty(0, requires_grad=True)
+        return super().forward(x)
+
+
+def test_an_empty_tensor_in_float32_rounds_nothing():
+    run = trained(WithEmpty)
+    parts = epk.attribute(run, run.inputs[:2])
+    assert (parts.certified, parts.precision) == (True, "")
+    assert parts.error_tolerance < 1e-9
+
+
 @pytest.mark.mostly_slow
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["float64", "float32"])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)

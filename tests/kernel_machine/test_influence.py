@@ -110,7 +110,7 @@ def test_self_influence_is_each_samples_own_derivative(run):
     every = epk.influence(run, inputs, function=epk.loss_value(y))
     own = epk.self_influence(run)
     assert close(own, every.values[:, 0].diagonal())
-    assert torch.equal(epk.self_influence(run, torch.tensor([4, 1])), own[[4, 1]])
+    assert close(epk.self_influence(run, torch.tensor([4, 1])), own[[4, 1]])
 
 
 def test_predictions_and_the_jackknife_follow_from_the_values(whole):

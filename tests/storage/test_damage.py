@@ -34,6 +34,7 @@ from stored_runs import (
 )
 
 FINISHED, RESUME = "finished.json", "resume-000003.safetensors"
+OTHER_KINDS = [os.mkdir, *([os.mkfifo] if hasattr(os, "mkfifo") else [])]  # Windows has no pipes in folders
 KEPT_BY = [HEADER, DATA, JOURNAL, CHUNK, FINISHED]
 HOLDS = rf"{CHUNK} \(states 1\.\.2\) "
 
@@ -153,7 +154,7 @@ DAMAGE = {
     "cut data": (lambda run: os.truncate(run / DATA, 99), r"data.safetensors must have \d+ bytes: it has 99. The file"),
     **{f"link {name}": (link(name), f"{name}.* must be a plain file: it is a symbolic link") for name in KEPT_BY},
     **{f"{make.__name__} {name}": (another_kind(name, make), f"{name}.* must be a plain file")
-       for name in KEPT_BY for make in (os.mkfifo, os.mkdir)},
+       for name in KEPT_BY for make in OTHER_KINDS},
     **{f"claims {length}": (lambda run, n=length: replace_chunk(run, claims(n)), HOLDS + "must be a safetensors file")
        for length in (0, 93, 1 << 24, 1 << 40, (1 << 64) - 1)},
     "data claims": (with_data(lambda _: claims(1 << 50)), f"{DATA} must be a safetensors file"),
