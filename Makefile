@@ -10,7 +10,7 @@ PYTEST_ARGS ?= -n 2 --dist worksteal
 TYPES := --jaxtyping-packages=epk_gp,beartype.beartype
 NO_TESTS := 5
 # Code of pages has lines of 88 characters: the site's column holds them.
-FORMAT_PAGES = $(BIN)/ruff format --line-length 88 README.md $(shell find docs -name '*.md')
+FORMAT_PAGES = $(BIN)/ruff format --line-length 88 README.md $(shell find docs -name '*.md' -o -name '*.ipynb')
 
 # Exact versions, the build backend's too: it is installed first and used without build isolation.
 INSTALL := $(BIN)/python -m pip install --disable-pip-version-check --quiet --constraint constraints.txt
@@ -43,8 +43,8 @@ test test-types test-pages test-fast lint: export OMP_NUM_THREADS := 1
 test test-types test-pages test-fast lint: export MKL_NUM_THREADS := 1
 test test-types test-pages test-fast: export MPLBACKEND := Agg
 
-.PHONY: demo test test-types test-pages test-changed-pages test-fast test-torch lint lint-workflows audit format pages docs \
-  bench faults dist check-dist clean
+.PHONY: demo test test-types test-pages test-changed-pages test-fast test-torch lint lint-workflows audit format pages notebooks \
+  docs bench faults dist check-dist clean
 .DEFAULT_GOAL := test
 
 demo: $(CORE)
@@ -54,8 +54,8 @@ demo: $(CORE)
 test: lint test-types
 	$(BIN)/python -m pytest $(PYTEST_ARGS) -m "not pages" || [ $$? -eq $(NO_TESTS) ]
 
-# The slow tests that run every page, tutorial, experiment and picture, the benchmarks, and reports in a browser. What
-# they passed on is noted and committed: `.ci/run` makes them wherever something else is there. Before a release, always.
+# The slow tests that run every page, notebook, tutorial, experiment and picture, the benchmarks, and reports in a browser.
+# What they passed on is noted and committed: `.ci/run` makes them wherever something else is there. Before a release, always.
 test-pages: $(DEV)
 	$(BIN)/python -m pytest $(PYTEST_ARGS) -m pages
 	$(BIN)/python .ci/tested.py --note
@@ -114,6 +114,11 @@ format: $(DEV)
 # Pages are committed as they are read: this writes anew what they show of saved results, the README and the code.
 pages: | $(BIN)/python
 	$(BIN)/python docs/expand.py
+
+# The notebooks are committed with their outputs: this runs them, some two minutes, and writes them anew.
+notebooks: export OMP_NUM_THREADS := 1
+notebooks: $(DEV)
+	$(BIN)/python docs/notebooks.py
 
 docs: export NO_MKDOCS_2_WARNING := 1 # its banner; warnings of the build are errors
 docs: $(DEV)

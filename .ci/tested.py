@@ -3,8 +3,8 @@
     python .ci/tested.py          # ends with 1 unless the noted content is that of the checkout
     python .ci/tested.py --note   # after the tests passed
 
-The tests run every page, tutorial, experiment and picture, and reports in a browser. The content is that of all tracked
-files which they read or import, so that a change of any of them lets `.ci/run` make these tests.
+The tests run every page, notebook, tutorial, experiment and picture, and reports in a browser. The content is that of
+all tracked files which they read or import, so that a change of any of them lets `.ci/run` make these tests.
 """
 
 import hashlib

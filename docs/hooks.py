@@ -1,7 +1,11 @@
-"""What MkDocs does not do: formulas as MathML, and public names with their docstrings."""
+"""What MkDocs does not do: formulas as MathML, public names with their docstrings, and notebooks as pages."""
 
+import base64
 import html
+import json
 import re
+from pathlib import Path
+from typing import Any
 
 from latex2mathml.converter import convert
 
@@ -30,7 +34,36 @@ def on_page_content(content: str, **_: object) -> str:
 
 
 def on_page_markdown(markdown: str, **_: object) -> str:
-    """Show whole docstrings where a page lists public names."""
+    """Show whole docstrings where a page lists public names, and link to the pages of notebooks."""
+    markdown = markdown.replace(".ipynb)", ".md)")
     return _NAMES.sub(
         lambda match: "\n\n".join(f"::: {module}.{name}" for name, module in _ROW.findall(match[1])), markdown
     )
+
+
+def on_files(files: Any, *, config: Any) -> Any:
+    """Add a page for each notebook, and its pictures."""
+    from mkdocs.structure.files import File  # noqa: PLC0415  # tests of the other hooks do without MkDocs
+
+    for notebook in [file for file in files if file.src_uri.endswith(".ipynb")]:
+        text, pictures = notebook_page(Path(notebook.abs_src_path))
+        files.append(File.generated(config, notebook.src_uri.replace(".ipynb", ".md"), content=text))
+        for name, content in pictures.items():
+            files.append(File.generated(config, str(Path(notebook.src_uri).with_name(name)), content=content))
+    return files
+
+
+def notebook_page(file: Path) -> tuple[str, dict[str, bytes]]:
+    """Return a notebook as a page, with its pictures by their names."""
+    parts, pictures = [], dict[str, bytes]()
+    for cell in json.loads(file.read_text())["cells"]:
+        source = "".join(cell["source"])
+        parts.append(source if cell["cell_type"] == "markdown" else f"```python\n{source}\n```")
+        for output in cell.get("outputs", ()):
+            if "text" in output:
+                parts.append(f"```text\n{''.join(output['text'])}```")
+            else:
+                name = f"{file.stem}_{len(pictures) + 1}.png"
+                pictures[name] = base64.b64decode(output["data"]["image/png"])
+                parts.append(f"![What the cell above draws]({name})")
+    return "\n\n".join(parts), pictures

@@ -40,7 +40,7 @@ def write_json(
     """
     plain = {name: v if isinstance(v, int | float | str | list | dict | None) else str(v) for name, v in config.items()}
     content = {"command": command, "config": plain, "results": results, **provenance(timer)}
-    file.write_text(json.dumps(content, indent=1, allow_nan=False) + "\n")
+    file.write_text(json.dumps(content, indent=1, allow_nan=False) + "\n", encoding="utf-8")
 
 
 def versions() -> dict[str, str]:

@@ -9,7 +9,8 @@ torch.set_num_threads(1)  # sums in one order, and one core for each pytest work
 # Their slow tests run every page, tutorial, experiment and picture, the benchmarks, or a browser: `make test-pages`.
 PAGES = {
     "test_attribution_benchmark.py", "test_benchmarks.py", "test_browser.py", "test_docs.py", "test_experiments.py",
-    "test_gallery.py", "test_readme.py", "test_text_browser.py", "test_tutorials.py", "test_uncertainty_experiments.py",
+    "test_gallery.py", "test_notebooks.py", "test_readme.py", "test_text_browser.py", "test_tutorials.py",
+    "test_uncertainty_experiments.py",
 }  # fmt: skip
 
 

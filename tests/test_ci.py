@@ -14,7 +14,7 @@ MAKE = "make test test-changed-pages"
 TOOLS = ("bash", "env", "dirname", "timeout")
 
 pytestmark = pytest.mark.skipif(
-    not SCRIPT.exists() or any(shutil.which(tool) is None for tool in TOOLS),
+    os.name == "nt" or not SCRIPT.exists() or any(shutil.which(tool) is None for tool in TOOLS),
     reason="needs the checkout, bash and coreutils",
 )
 

@@ -178,7 +178,8 @@ def test_a_page_is_up_to_date_and_what_it_refers_to_exists(page):
 
 def test_every_page_is_in_the_navigation():
     navigation = (ROOT / "mkdocs.yml").read_text().partition("\nnav:")[2]
-    assert sorted(re.findall(r": (\S+\.md)$", navigation, flags=re.MULTILINE)) == PAGES
+    notebooks = [file.relative_to(DOCS).with_suffix(".md").as_posix() for file in DOCS.glob("notebooks/*.ipynb")]
+    assert sorted(re.findall(r": (\S+\.md)\b", navigation)) == sorted([*PAGES, *notebooks])
 
 
 def test_every_public_name_is_on_one_page_of_the_reference():

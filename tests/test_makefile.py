@@ -13,7 +13,7 @@ THIS = f"PYTHON={sys.executable}"
 RUNNING = f"{sys.version_info.major}.{sys.version_info.minor}"
 
 
-@pytest.mark.skipif(shutil.which("make") is None, reason="needs make")
+@pytest.mark.skipif(os.name == "nt" or shutil.which("make") is None, reason="needs make and sh")
 @pytest.mark.parametrize(
     ("arguments", "is_done", "said"),
     [

@@ -20,20 +20,16 @@ def jobs(name):
 
 
 def makes(job):
-    """The targets that a job makes; the variable of the environment that names one is that of each of its matrix."""
-    included = job.get("strategy", {}).get("matrix", {}).get("include", [])
-    asked = [
-        step["run"].removeprefix("make ") for step in job.get("steps", ()) if step.get("run", "").startswith("make ")
-    ]
-    return {
-        target for text in asked for target in ([row["target"] for row in included] if "$TARGET" in text else [text])
-    }
+    """The targets that a job makes, where the matrix names them too."""
+    targets = [row["target"] for row in job.get("strategy", {}).get("matrix", {}).get("include", ())]
+    commands = [step["run"].split() for step in job.get("steps", ()) if "run" in step]
+    return {*targets, *(words[1] for words in commands if words[0] == "make")} - {'"$TARGET"'}
 
 
 def test_every_target_that_a_workflow_makes_is_one_of_the_makefile():
     targets = set(re.findall(r"^([a-z][a-z-]*):(?!=)", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
     assert makes(jobs("tests")["linux"]) == {"lint", "test", "test-fast"}
-    assert (makes(jobs("docs")["build"]), makes(jobs("release")["build"])) == ({"docs"}, {"dist"})
+    assert (makes(jobs("docs")["build"]), makes(jobs("release")["build"])) == ({"docs"}, {"dist", "check-dist"})
     missing = {target for file in FILES for job in jobs(file.stem).values() for target in makes(job)} - targets
     assert not missing
 
@@ -47,6 +43,14 @@ def test_the_tests_run_with_the_pythons_that_the_package_names():
     assert others["python"] == [promised[0], promised[-1]]
     assert {row["python"] for row in linux["include"] if row["target"] == "test"} == set(others["python"])
     assert project["requires-python"] == f">={promised[0]}"
+
+
+def test_the_page_of_promises_names_the_versions_of_the_project():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    page = (ROOT / "docs" / "promises.md").read_text(encoding="utf-8")
+    assert [f"`{needed}`" in page for needed in project["dependencies"] if needed.startswith("torch")] == [True]
+    pythons = [row["python"] for row in jobs("tests")["linux"]["strategy"]["matrix"]["include"]]
+    assert f"{pythons[0]} to {pythons[-1]}" in page
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
@@ -77,7 +81,7 @@ def release(tmp_path, monkeypatch):
     files = {
         "epk_gp/__init__.py": '"""Words."""\n\n__version__ = "1.2.3"\n',
         "CITATION.cff": "cff-version: 1.2.0\nversion: 1.2.3\n",
-        "CHANGELOG.md": "## [1.2.3] - 2026-12-01\n\nNew.\n\n### Fixed\n\n- It.\n\n## [1.2.2] - 2026-11-01\n\nOld.\n",
+        "CHANGELOG.md": "## [1.2.3] - 2026-12-01\n\nNew.\n\n- [It](docs/it.md).\n\n## [1.2.2] - 2026-11-01\n\nOld.\n",
     }
     for name, text in files.items():
         (tmp_path / name).write_text(text)
@@ -87,7 +91,7 @@ def release(tmp_path, monkeypatch):
 
 
 def test_the_notes_of_a_release_are_its_section_of_the_changelog(release):
-    assert release.notes("v1.2.3") == "New.\n\n### Fixed\n\n- It."
+    assert release.notes("v1.2.3") == f"New.\n\n- [It]({release.FILES}/v1.2.3/docs/it.md)."
 
 
 @pytest.mark.parametrize(

@@ -1,9 +1,11 @@
 """Every public function as a call on a run that threads share, and the kinds of network that it is tried on."""
 
+import copy
 import hashlib
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -82,8 +84,13 @@ KERNELS = {f"{mode}{' normalized' if by else ''}": (mode, by) for mode in MODES 
 
 
 def share(name: str, folder: Path) -> Shared:
-    """Record a network three times, in memory and on disk; nothing is found out about the network yet."""
-    build, shape = {**helpers.NETWORKS, **OWN}[name]
+    """Record a network three times, in memory and on disk; nothing is found out about the network yet.
+
+    Networks are copies: drawing weights would move torch's random numbers, which a pass in another thread may need.
+    """
+    draw, shape = {**helpers.NETWORKS, **OWN}[name]
+    torch.manual_seed(0)
+    build = partial(copy.deepcopy, draw())
     generator = torch.Generator().manual_seed(0)
     if shape is None:
         X, test = (torch.randint(0, 20, (n, 7), generator=generator) for n in (7, 5))
@@ -96,7 +103,6 @@ def share(name: str, folder: Path) -> Shared:
         {"folder": folder / "plain", "storage": epk.Storage(steps=1)},
         {"folder": folder / "fewer", "storage": epk.Storage(steps=2, keep_every=2)},
     ):
-        torch.manual_seed(0)
         net = build().double()
         optimizer = torch.optim.SGD(net.parameters(), lr=0.2)
         runs.append(epk.train(net, X, y, optimizer=optimizer, steps=3, **options))

@@ -318,16 +318,23 @@ def passes_check(attempt: Callable[[], Pair | Iterator[Pair]], *, one_by_one: bo
         attempt: Returns what was computed and what is expected, in one piece or piece by piece.
         one_by_one: A piece may miss what is expected by a share of its own size, not of that of the largest piece.
     """
+    agreements = list[bool]()
+    with without_errors_of_a_trial(), filter_own_warnings("error", Warning):  # torch warns of its slow loops
+        found = attempt()
+        pieces = [found] if isinstance(found, tuple) else found
+        agreements.append(all(_agree([piece]) for piece in pieces) if one_by_one else _agree(pieces))
+    return any(agreements)
+
+
+@contextmanager
+def without_errors_of_a_trial() -> Iterator[None]:
+    """Leave out errors by which the network or torch may say that a way of computing does not fit the network."""
     try:
-        with filter_own_warnings("error", Warning):  # torch warns where it falls back to a slow loop
-            found = attempt()
-            pieces = [found] if isinstance(found, tuple) else found
-            return all(_agree([piece]) for piece in pieces) if one_by_one else _agree(pieces)
+        yield
     except (RuntimeError, ValueError, TypeError, IndexError, AttributeError, Warning) as error:
         # that memory ran out says nothing about the network, and a plan is kept; on the CPU only the text tells
         if isinstance(error, torch.OutOfMemoryError) or "DefaultCPUAllocator" in str(error):
             raise
-        return False
 
 
 def allclose(computed: Tensor, expected: Tensor) -> bool:

@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from jaxtyping import Bool, Float, Int64, Shaped
 from torch import Tensor, nn
-from torch.func import functional_call
 
 from epk_gp.core.graphs import rows_of
 from epk_gp.core.losses import (
@@ -43,7 +42,7 @@ from epk_gp.core.model import (
 )
 from epk_gp.core.plans import TensorSpec
 from epk_gp.core.step import ForwardPass, SeenRows, Step
-from epk_gp.core.torch_overrides import KeptActivations, disable_fused_attention, quiet_checkpoints
+from epk_gp.core.torch_overrides import KeptActivations, disable_fused_attention, quiet_checkpoints, with_tensors
 from epk_gp.core.trajectory import (
     Trajectory,
     aligned,
@@ -193,7 +192,7 @@ class TrainingReplay:
         keeping = KeptActivations() if torch.is_grad_enabled() else nullcontext()
         with disable_fused_attention(), self.conditions(module, data, exact=True), keeping:
             named = {**buffers, **params}
-            returned = self.call(lambda *args, **kwargs: functional_call(module, named, args, kwargs), data, exact=True)
+            returned = self.call(with_tensors(module, named), data, exact=True)
             return self.losses_of(returned, data, by_target=by_target)
 
     def params(self, state: Float[Tensor, " PQ"], data: PassData) -> dict[str, Tensor]:

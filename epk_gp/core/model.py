@@ -11,7 +11,6 @@ from typing import Any, final
 import torch
 from jaxtyping import Float, Float64, Shaped
 from torch import Tensor, nn
-from torch.func import functional_call
 
 from epk_gp.core.checks import allclose, validate_texts
 from epk_gp.core.inputs import ONE_TENSOR, Signature
@@ -21,6 +20,7 @@ from epk_gp.core.torch_overrides import (
     WrittenOutNormalisation,
     disable_fused_attention,
     quiet_checkpoints,
+    with_tensors,
 )
 
 # The batch of inputs carries this attribute, its number of rows, in a forward pass, so that what is computed from it
@@ -158,18 +158,14 @@ class FunctionalModel:
         """
         if any(name not in params for name in self.statistics):  # those of the module are of no state of the run
             raise RuntimeError("a network with moving statistics must be called with those of a state of the run.")
-        module, values = self._take_module_of_thread(), dict(params)
-
-        def call(*args: Any, **kwargs: Any) -> Any:
-            return functional_call(module, values, args, kwargs)
-
+        module = self._take_module_of_thread()
         keeping = KeptActivations() if self.recomputes else nullcontext()
         statistics = [params[name] for name in self.statistics]
         written_out = WrittenOutNormalisation(statistics) if statistics else nullcontext()
         try:
             # everywhere, or bytes would depend on what other threads do
             with disable_fused_attention(), quiet_checkpoints(), keeping, written_out:
-                returned = self.signature.call(call, X, self.spec, _marked)
+                returned = self.signature.call(with_tensors(module, dict(params)), X, self.spec, _marked)
         except StopForwardError:
             self._of_thread.module = module
             raise
@@ -218,9 +214,9 @@ class FunctionalModel:
     def variant(self, spec: TensorSpec) -> "FunctionalModel":
         """Return the model with its frozen state in another dtype or on another device; each variant is made once."""
         with self.cache.lock:
-            if spec not in self._variants:
+            if spec not in self._variants and spec != self.spec:
                 self._variants[spec] = self.converted(spec)
-            return self._variants[spec]
+            return self._variants.get(spec, self)
 
     def converted(self, spec: TensorSpec) -> "FunctionalModel":
         """Return the model in another dtype or on another device, as `variant`, without keeping it."""

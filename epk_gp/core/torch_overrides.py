@@ -19,6 +19,7 @@ import torch.autograd.forward_ad as fwAD
 from jaxtyping import Float
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.func import functional_call
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode, handle_torch_function, has_torch_function
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -345,3 +346,21 @@ def watching_normalisations(module: nn.Module, look: Callable[[str, nn.Module, T
     finally:
         for handle in handles:
             handle.remove()
+
+
+def with_tensors(module: nn.Module, named: dict[str, Tensor]) -> Callable[..., Any]:
+    """Return a module as a function that is computed with other tensors, which buffers that it writes replace.
+
+    The module's own are put back here: `functional_call` leaves others in a module that stands under two names.
+    """
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        parts: Any = module.modules()
+        own = [(held, held.copy()) for part in parts for held in (part._parameters, part._buffers)]
+        try:
+            return functional_call(module, named, args, kwargs)
+        finally:
+            for held, tensors in own:
+                held.update(tensors)
+
+    return call

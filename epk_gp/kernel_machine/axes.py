@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from os.path import commonprefix
 from typing import Any, Literal
 
 import numpy as np
@@ -242,10 +243,17 @@ class PointsTable:
 def group_name(axes: Sequence[Axis], group: int) -> str:
     """Return the name of a group, numbered over all axes."""
     places = np.unravel_index(group, [len(axis.names) for axis in axes]) if axes else ()
-    return ", ".join(
-        shortened(f"{'#' if _is_each(axis) else ''}{axis.names[int(place)]}", NAME_LENGTH // len(axes))
-        for axis, place in zip(axes, places, strict=True)
-    )
+    length, named = NAME_LENGTH // max(1, len(axes)), zip(axes, map(int, places), strict=True)
+    return ", ".join(f"#{k}" if _is_each(axis) else _short_name(axis.names, k, length) for axis, k in named)
+
+
+def _short_name(names: Sequence[str], place: int, length: int) -> str:
+    """Return one of some names; of a long one without the parts, between dots, with which all names begin or end."""
+    if len(names[place]) <= length:
+        return names[place]
+    parts = [name.split(".") for name in names]
+    first, last = (len(commonprefix(own)) for own in (parts, [own[::-1] for own in parts]))  # noqa: RUF071  of lists
+    return shortened(".".join(parts[place][first : len(parts[place]) - last]) or names[place], length)
 
 
 def _is_each(axis: Axis) -> bool:

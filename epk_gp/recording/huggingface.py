@@ -71,7 +71,7 @@ class HuggingFaceRecorderCallback(RunOfCallback, TrainerCallback):  # type: igno
 
         Raises:
             ValueError: The trainer removes the indices from the batches, or computes its loss in another precision
-            than the model's; or `Recorder` cannot record the training.
+                than the model's; or `Recorder` cannot record the training.
         """
         if args.remove_unused_columns:
             raise ValueError(

@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 import torch
 from jaxtyping import Bool, Float, Shaped
 from torch import Tensor, nn
-from torch.func import functional_call
 
 from epk_gp.core.checks import allclose
 from epk_gp.core.gradients import PassData, TrainingReplay, passes_of
@@ -39,7 +38,7 @@ from epk_gp.core.losses import (
 from epk_gp.core.model import device_random_state
 from epk_gp.core.plans import TensorSpec
 from epk_gp.core.step import ForwardPass, Step
-from epk_gp.core.torch_overrides import disable_fused_attention, kernels_of_the_loop
+from epk_gp.core.torch_overrides import disable_fused_attention, kernels_of_the_loop, with_tensors
 from epk_gp.optimizers.update_rules import WeightPenalty, predict_step, relative_rounding, rounded_bound, step_tolerance
 from epk_gp.recording.causes import changed_setting
 from epk_gp.recording.observer import CapturedForward, MadeStep
@@ -306,7 +305,7 @@ def _replayed(replay: TrainingReplay, state: Float[Tensor, " PQ"], seen: SeenPas
     module = replay.module_in_modes(data)
     named = {n: value.clone() for n, value in module.named_buffers()} | replay.params(state, data)
     with torch.no_grad(), disable_fused_attention(), replay.conditions(module, data, exact=False):
-        returned = replay.call(lambda *args, **kwargs: functional_call(module, named, args, kwargs), data, exact=False)
+        returned = replay.call(with_tensors(module, named), data, exact=False)
         reached = torch.random.get_rng_state(), device_random_state(replay.spec.device)
     before, after = (forward.random_state, forward.device_random_state), seen.captured.random_states_after
     states = zip(before, reached, after, strict=True)

@@ -17,7 +17,6 @@ from typing import Any, final
 import torch
 from jaxtyping import Bool, Float, Float64, Int64, Shaped
 from torch import Tensor
-from torch.func import functional_call
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -39,7 +38,7 @@ from epk_gp.core.losses import (
 )
 from epk_gp.core.model import copied_module, perturbed_initial, random_state_kept
 from epk_gp.core.step import ForwardPass, SeenRows, Step, tensor_bytes
-from epk_gp.core.torch_overrides import disable_fused_attention, quiet_checkpoints
+from epk_gp.core.torch_overrides import disable_fused_attention, quiet_checkpoints, with_tensors
 from epk_gp.recording.causes import StepMismatchError
 from epk_gp.recording.observer import CapturedForward, MadeStep
 from epk_gp.recording.setup import TrainingSetup
@@ -252,7 +251,7 @@ class PassRecords:
         rows = (self._setup.X if model.signature.graph is not None else self._setup.X[:_NUM_ROWS]).clone()
         with torch.no_grad(), random_state_kept(model.spec.device), disable_fused_attention(), quiet_checkpoints():
             try:
-                returned = model.signature.call(lambda *args, **kwargs: functional_call(net, named, args, kwargs), rows)
+                returned = model.signature.call(with_tensors(net, named), rows)
             except (RuntimeError, ValueError):  # such as one value per channel in training mode
                 return True
             expected = model.returned(params, rows)

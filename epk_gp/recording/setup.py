@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from jaxtyping import Float, Float64, Int64, Shaped
 from torch import Tensor, nn
-from torch.func import functional_call
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 from torch.optim import Optimizer
 
@@ -40,7 +39,7 @@ from epk_gp.core.model import (
     with_kept_activations,
 )
 from epk_gp.core.step import fingerprint_data
-from epk_gp.core.torch_overrides import disable_fused_attention, quiet_checkpoints
+from epk_gp.core.torch_overrides import disable_fused_attention, quiet_checkpoints, with_tensors
 from epk_gp.optimizers.library_rules import in_training_mode
 from epk_gp.optimizers.torch_rules import Optimizers, Rules, as_optimizers, learning_rate, momentum_before, rule_for
 from epk_gp.optimizers.update_rules import Clip, UpdateRule, move_by_rounding, relative_rounding, validate_unexplained
@@ -260,7 +259,7 @@ class TrainingSetup:
         try:
             with as_written(net), torch.no_grad(), random_state_kept(w.device), disable_fused_attention():
                 recorded = model(params, rows)
-                returned = model.signature.call(lambda *args, **kwargs: functional_call(net, named, args, kwargs), rows)
+                returned = model.signature.call(with_tensors(net, named), rows)
                 outputs = model.signature.outputs(returned)
         finally:
             for module, mode in is_training:

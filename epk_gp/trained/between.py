@@ -9,7 +9,6 @@ at the beginning of the stretch stands for all of its steps, and what that leave
 
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate, pairwise
@@ -21,7 +20,7 @@ from torch import Tensor, nn
 
 from epk_gp.autodiff.dense import PlannedModel
 from epk_gp.autodiff.scalars import Function
-from epk_gp.autodiff.verification import observed_plan, planned, probe_rows
+from epk_gp.autodiff.verification import observed_plan, planned, probe_rows, without_errors_of_a_trial
 from epk_gp.core.checks import ComputeOptions, ComputeSettings, parse_options, validate_positive
 from epk_gp.core.gradients import RunReplay, passes_of
 from epk_gp.core.graphs import tensors_of
@@ -29,7 +28,7 @@ from epk_gp.core.inputs import Inputs
 from epk_gp.core.losses import CrossEntropy, Head, Loss, sample_weights
 from epk_gp.core.model import functionalize
 from epk_gp.core.plans import rows_of_weights
-from epk_gp.core.show import Displayed, Entry, Summary, count
+from epk_gp.core.show import Displayed, Entry, Summary, count, warn_caller
 from epk_gp.core.step import Step
 from epk_gp.core.torch_overrides import outside_autocast
 from epk_gp.core.trajectory import Trajectory, flat_state, network_outputs, parse_inputs
@@ -55,7 +54,7 @@ from epk_gp.kernel_machine.loss_products import LossProducts
 from epk_gp.kernel_machine.terms import AttributionWork, Predictions, TermSums
 from epk_gp.optimizers.update_rules import LinearStep, stack_coefficients
 from epk_gp.quadrature.adaptive import Integral
-from epk_gp.quadrature.rules import adaptive, layerwise
+from epk_gp.quadrature.rules import adaptive, layerwise, straight
 from epk_gp.trained.checkpoints import Checkpoint, CheckpointStates, Named, listed
 from epk_gp.trained.heads import Cut, HeadLayout, cuts_of, found_heads
 from epk_gp.trained.network import as_trajectory
@@ -423,18 +422,20 @@ class _Request:
 def _split(request: _Request, kernel: PathKernel, X: Shaped[Tensor, "n ..."]) -> CheckpointSplit:
     """Sum the shares: by averages that their own sums try, or where these do not hold, by ways that were tried."""
     kernel, rows, _ = parse_request(kernel, X, (), request.explained)
-    asked, by_operation = kernel.trajectory, changed_kernel(kernel, path=layerwise())
+    asked, misses = kernel.trajectory, False
     if not request.rates:
-        with suppress(RuntimeError, ValueError, TypeError, IndexError, AttributeError), outside_autocast():
+        with without_errors_of_a_trial(), outside_autocast():
             model = asked.model_for(rows)
             plan = observed_plan(model, flat_state(asked, asked.num_steps, rows), probe_rows(rows))
             net = PlannedModel(model, plan)
-            result = _sums(request, by_operation, rows, net, net)
+            result = _sums(request, changed_kernel(kernel, path=layerwise()), rows, net, net)
             if result.certified:
                 return result
+            misses = True
+            warn_caller("operations cannot be averaged: the stretches are computed once more, along straight lines.")
     while True:
         with planned(asked.recorded, rows) as recorded_net, planned(asked, rows) as net:
-            along = changed_kernel(kernel, path=averaged_path(asked, rows))
+            along = changed_kernel(kernel, path=straight() if misses else averaged_path(asked, rows))
             return _sums(request, along, rows, net, recorded_net)
 
 

@@ -83,8 +83,8 @@ def ntk(
         (n, C, C), (n,) and (C, n). The first may be a view: `reshape` flattens it.
 
     Raises:
-        TypeError, ValueError: Network and inputs do not fit, an output depends on other rows, no weight requires a
-            gradient, there is no such output, or an option is unknown.
+        TypeError, ValueError: Network and inputs do not fit, an output depends on other rows (which one row alone,
+            without X2, cannot show), no weight requires a gradient, there is no such output, or an option is unknown.
     """
     parsed = parse_options("ntk", ("accumulate",), **options)
     if diagonal and X2 is not None:

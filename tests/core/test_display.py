@@ -11,6 +11,7 @@ from torch import Tensor
 import epk_gp as epk
 from epk_gp.core.show import Entry, Summary, Table, shortened
 from epk_gp.core.trajectory import Trajectory
+from epk_gp.kernel_machine.axes import Axis, group_name
 from epk_gp.kernel_machine.retrain import Retraining
 from loops import data, mlp, sgd
 
@@ -25,6 +26,15 @@ def run() -> Trajectory:
 def test_every_text_of_a_summary_is_printable():
     entry, table = Entry(HOSTILE, HOSTILE, HOSTILE), Table((HOSTILE,) * 2, ((HOSTILE,) * 2,), HOSTILE)
     assert all(line.isprintable() for line in str(Summary(HOSTILE, (entry,), table)).split("\n"))
+
+
+def test_long_names_are_told_apart_in_tables():
+    """As of PEFT and transformers, which begin and end alike."""
+    names = [f"base_model.model.model.layers.{k}.{p}_proj.lora_A.default.weight" for k in (0, 1) for p in "qk"]
+    axes = (Axis("step", torch.arange(1), ("state 0 → state 1",)), Axis("parameter", torch.arange(4), tuple(names)))
+    assert [group_name(axes[1:], k) for k in range(4)] == ["0.q_proj", "0.k_proj", "1.q_proj", "1.k_proj"]
+    assert group_name(axes, 2) == "state…tate 1, 1.q_proj"
+    assert group_name([Axis("parameter", torch.arange(1), ("a" * 30,))], 0) == "a" * 11 + "…" + "a" * 12
 
 
 def test_a_long_name_keeps_its_ends():

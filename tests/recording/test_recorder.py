@@ -346,3 +346,36 @@ def test_moving_statistics_that_a_pass_without_a_loss_moves_after_the_last_step_
     parts = epk.attribute(run, X[:2], head="logits")
     assert parts.certified
     assert (parts.total - net.eval()(X[:2])).abs().max() < 1e-10
+
+
+class TwoNames(nn.Module):
+    """A layer and a normalisation that the network has under two names each, and a third name for a weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        shared, self.norm = nn.Linear(4, 4), nn.BatchNorm1d(4)
+        self.layers, self.again = nn.ModuleList([shared, nn.Linear(4, 4), shared]), self.norm
+        self.tied, self.out = nn.Linear(4, 4, bias=False), nn.Linear(4, 3)
+        self.tied.weight = shared.weight
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = torch.tanh(self.again(layer(x)))
+        return self.out(self.norm(self.tied(x)))
+
+
+def test_a_module_under_two_names_is_trained_as_without_recording_and_stays_as_it_was_trained():
+    X, y = data()
+    plain, recorded = (torch.manual_seed(1) and TwoNames().double() for _ in range(2))
+    optimizer = sgd(plain)
+    for _ in range(3):
+        optimizer.zero_grad()
+        F.cross_entropy(plain(X), y).backward()
+        optimizer.step()
+    weights = list(recorded.parameters())
+    run = record(recorded, sgd(recorded), X, y, [None] * 3).trajectory
+    assert all(map(torch.equal, recorded.state_dict().values(), plain.state_dict().values()))
+    assert all(a is b for a, b in zip(weights, recorded.parameters(), strict=True))
+    parts = epk.attribute(run, X, head="logits")
+    assert parts.certified
+    torch.testing.assert_close(parts.total, recorded.eval()(X).detach(), rtol=0, atol=1e-10)

@@ -127,6 +127,42 @@ def test_a_network_without_averages_is_integrated_along_lines():
     assert split.certified
 
 
+class Overwrites(nn.Module):
+    """Halves of what it computes are written to one tensor, which is then changed in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.hidden, self.out = nn.Linear(4, 6), nn.Linear(6, 3)
+
+    def forward(self, x):
+        z = torch.empty(len(x), 6, dtype=x.dtype)
+        z[:, :3], z[:, 3:] = self.hidden(x)[:, :3].tanh(), self.hidden(x)[:, 3:].sigmoid()
+        return self.out(z.mul_(2))
+
+
+def test_where_averages_of_operations_miss_the_change_it_says_so_and_goes_along_straight_lines(rows):
+    _, _, X, y = rows
+    net = Overwrites().double()
+    states = trained(net, X, y)
+    with pytest.warns(UserWarning, match="computed once more, along straight lines"):
+        split = epk.between(net, states, X[:5])
+    assert split.certified
+    assert split.path == "straight steps"
+    change = outputs_at(net, states[-1], X[:5]) - outputs_at(net, states[0], X[:5])
+    torch.testing.assert_close(split.pieces.sum(dim=(2, 3)), change, rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("no memory is left"), KeyboardInterrupt("stopped")])
+def test_an_error_of_the_trial_that_says_nothing_of_the_network_reaches_the_user(error, rows, monkeypatch):
+    def fails(*_, **__):
+        raise error
+
+    net, states, X, _ = rows
+    monkeypatch.setattr(between_module, "observed_plan", fails)
+    with pytest.raises(type(error), match=str(error)):
+        epk.between(net, states, X[:5])
+
+
 def moved(net, size=1e-7):
     """Return a network's state dict, and that of weights a small step away."""
     torch.manual_seed(5)
