@@ -60,7 +60,8 @@ def check(folder: Path, options: argparse.Namespace) -> None:
         tar.extractall(tests, members, filter="data")
     run(programs / "python", "-c", VERSIONS, cwd=tests / top)
     run(programs / "epk-gp", "demo", "--quiet", *(["--smoke"] if options.smoke else []))
-    warnings = [] if options.resolution == "pinned" else ["-W", "default", "--disable-warnings"]  # old versions call what new ones deprecate
+    # Warnings are errors of the pinned versions only: old libraries call what new ones deprecate.
+    warnings = [] if options.resolution == "pinned" else ["-W", "default", "--disable-warnings"]
     run(programs / "pytest", "-q", *warnings, *options.tests, cwd=tests / top)
 
 
