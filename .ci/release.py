@@ -1,4 +1,4 @@
-"""Whether a tag may be released; writes the changelog's section of the version.
+"""Whether a tag may be released; writes the changelog's section of the version, with links to that tag's files.
 
     python .ci/release.py v1.2.3
 
@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
+FILES = "https://github.com/epk-gp/epk_gp/blob"
 
 
 def notes(tag: str) -> str:
@@ -19,7 +20,8 @@ def notes(tag: str) -> str:
         sys.exit(f"the tag must be v and the version, which is {version}, and no .dev one: got {tag}")
     if (cited := found(r"^version: (.+)$", "CITATION.cff")) != version:
         sys.exit(f"CITATION.cff must have version {version}: it has {cited}")
-    return found(rf"^## \[{re.escape(version)}\] - \d{{4}}-\d\d-\d\d\n+((?:(?!## \[).*\n)+)", "CHANGELOG.md").strip()
+    section = rf"^## \[{re.escape(version)}\] - \d{{4}}-\d\d-\d\d\n+((?:(?!## \[).*\n)+)"
+    return re.sub(r"\]\((?!https?:)", f"]({FILES}/{tag}/", found(section, "CHANGELOG.md").strip())
 
 
 def found(pattern: str, file: str) -> str:

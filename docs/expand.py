@@ -372,8 +372,11 @@ def _judged_sizes(saved: dict) -> str:
         for run in saved["results"]["runs"]
     ]
     packages = ", ".join(saved["config"]["packages"].values())
+    seconds = " and ".join(f"{run['training seconds']:.2g}" for run in saved["results"]["runs"])
     return (
-        f"*One recorded run each: {'; '.join(runs)}. Seconds of one thread, networks of TRAK-10 not counted. "
+        f"*One recorded run each: {'; '.join(runs)}. Processor seconds of one thread, on a machine with other work, "
+        f"and the same in trainings of the network ({seconds} s), with the ten networks of TRAK-10 and what recording "
+        "takes in ours. "
         f"{packages}; {_versions(saved)}.*"
     )
 
@@ -395,6 +398,7 @@ TABLES: dict[str, Callable[[dict], str]] = {
     "judged_names": _judged(1),
     "judged_faults": lambda saved: SCORES.faults_table(saved["results"]["runs"]),
     "judged_sizes": _judged_sizes,
+    "judged_front": lambda saved: SCORES.judged_front(saved["results"]["runs"][0]),
     "language_costs": _language_costs,
     "language_agreement": _language_agreement,
     **METHODS.TABLES,

@@ -178,7 +178,7 @@ JUDGED = {
     "systems": [
         {"system": "sound", "fault": "", "sum misses": 0.5, "contributions": [0.1, 0.2], "derivatives": [1.0, 1.0],
          "LDS": 0.5, "LDS interval": [0.4, 0.6], "left out": 0.9, "without the top": [-1.0, -2.0], "seconds": 2.0,
-         "findings": []},
+         "trainings": 12.3, "findings": []},
         {"system": "sound", "fault": "shuffled", "said": [], "findings": ["Out of order."], "sum misses": 0.5,
          "contributions": [0.0, 0.0], "derivatives": [0.02, 0.0]},
         {"system": "away", "fault": "", "failure": "no such package"},
@@ -191,7 +191,7 @@ JUDGED = {
 def test_tables_of_judged_scores_say_who_noticed_what(load):
     report = load("report")
     assert report.judged_table(JUDGED).splitlines()[2:] == [
-        "| sound | 50 % | 0.10 | 1.00 | 0.50 (0.40 to 0.60) | 0.90 | -1 / -2 | 2.0 |",
+        "| sound | 50 % | 0.10 | 1.00 | 0.50 (0.40 to 0.60) | 0.90 | -1 / -2 | 12 (2.0) |",
         "",
         "Not computed: away, gone (no such package).",
     ]
@@ -199,6 +199,16 @@ def test_tables_of_judged_scores_say_who_noticed_what(load):
         "| shuffled | sound | derivatives 1.00 → 0.02 | nothing | Out of order. |",
         "| shuffled | away | – | fails: no such package | – |",
     ]
+
+
+def test_the_front_names_what_nothing_cheaper_surpasses(load):
+    marks = {"a": (0.2, 1.0), "worse and dearer": (0.1, 2.0), "b": (0.5, 13.4), "as good and dearer": (0.5, 40.0)}
+    systems = [{"system": name, "fault": "", "LDS": lds, "trainings": cost} for name, (lds, cost) in marks.items()]
+    systems += [{"system": "random numbers", "fault": "", "LDS": 0.9}, JUDGED["systems"][2]]
+    found = load("report").judged_front({"systems": systems, "training seconds": 0.1, "recording seconds": 0.2})
+    assert found.startswith(
+        "**Nothing cheaper was better than:** a (0.20 for 1 trainings); b (0.50 for 13 trainings). "
+    )
 
 
 def test_dattri_is_asked_in_groups_with_the_seeds_of_one_long_run_and_gets_scores_as_it_has_them(

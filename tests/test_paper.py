@@ -84,6 +84,8 @@ def test_every_number_stands_in_the_table_which_is_made_of_saved_results_beside_
         assert any(character.isdigit() for character in result)
         name, *arguments = command.split()
         assert arguments[0] in targets if name == "make" else scripts.count(name) == 1, command
+    for file in re.findall(r"`(docs/[^`]*)`", BODY):
+        assert (ROOT / file).is_file(), file
     for picture in re.findall(r"!\[[^\]]*\]\(([^)]*)\)", BODY):
         assert (PAPER.parent / picture).is_file()
 

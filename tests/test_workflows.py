@@ -81,7 +81,7 @@ def release(tmp_path, monkeypatch):
     files = {
         "epk_gp/__init__.py": '"""Words."""\n\n__version__ = "1.2.3"\n',
         "CITATION.cff": "cff-version: 1.2.0\nversion: 1.2.3\n",
-        "CHANGELOG.md": "## [1.2.3] - 2026-12-01\n\nNew.\n\n### Fixed\n\n- It.\n\n## [1.2.2] - 2026-11-01\n\nOld.\n",
+        "CHANGELOG.md": "## [1.2.3] - 2026-12-01\n\nNew.\n\n- [It](docs/it.md).\n\n## [1.2.2] - 2026-11-01\n\nOld.\n",
     }
     for name, text in files.items():
         (tmp_path / name).write_text(text)
@@ -91,7 +91,7 @@ def release(tmp_path, monkeypatch):
 
 
 def test_the_notes_of_a_release_are_its_section_of_the_changelog(release):
-    assert release.notes("v1.2.3") == "New.\n\n### Fixed\n\n- It."
+    assert release.notes("v1.2.3") == f"New.\n\n- [It]({release.FILES}/v1.2.3/docs/it.md)."
 
 
 @pytest.mark.parametrize(

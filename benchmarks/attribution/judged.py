@@ -10,10 +10,12 @@ import json
 import sys
 import tempfile
 import time
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import torch
 import typer
@@ -23,9 +25,10 @@ sys.path.append(str(Path(__file__).parents[1]))
 
 from processes import HERE
 from report import judged_markdown
+from retraining import retraining_seconds
 from rows import WAITING, Row, Rows
 from run import Pythons, python_of
-from scores import PACKAGES, Trained, peer_process
+from scores import HALVES, PACKAGES, Trained, peer_process
 from settings import IGNORED, JUDGED, TINY_JUDGED, Problem
 from torch import Tensor
 from truth import problem_key
@@ -54,6 +57,7 @@ class System:
         option: The option that is taken; "" for methods without any.
         faults: What is planted in them.
         texts: Whether they explain texts with padding too.
+        networks: Networks that are trained for them besides the recorded one.
     """
 
     name: str
@@ -63,6 +67,7 @@ class System:
     option: str = ""
     faults: tuple[str, ...] = ()
     texts: bool = False
+    networks: int = 0
 
 
 SYSTEMS = [
@@ -75,10 +80,14 @@ SYSTEMS = [
     System(
         "influence functions by CG (dattri)", "dattri", "dattri_scores.py", "conjugate gradients", "damping 0.01"
     ),
-    System("TRAK-10 (traker)", "trak", "trak_scores.py", "TRAK-10", "128 projections", ("bfloat16", "shuffled")),
+    System(
+        "TRAK-10 (traker)", "trak", "trak_scores.py", "TRAK-10", "128 projections",
+        faults=("bfloat16", "shuffled"), networks=HALVES,
+    ),
     System("TracInCP, last layer (quanda)", "quanda", "quanda_scores.py", "TracInCPFast"),
     System("TRAK-1 (quanda)", "quanda", "quanda_scores.py", "TRAK"),
-    System("influence functions by EK-FAC (quanda)", "quanda", "quanda_scores.py", "Kronfluence"),
+    System("influence functions by EK-FAC (kronfluence)", "kronfluence", "kronfluence_scores.py", "EK-FAC"),
+    System("contributions (ExPLAIND)", "explaind", "explaind_scores.py", "contributions"),
     System(
         "unrolled training (TorchOpt)", "torchopt", "torchopt_scores.py", "unrolled",
         faults=("bfloat16", "no Adam state", "shuffled", "padding"), texts=True,
@@ -88,8 +97,10 @@ SYSTEMS = [
         faults=("bfloat16", "shuffled", "padding"), texts=True,
     ),
 ]  # fmt: skip
-SMOOTHED, RANDOM = "smoothed influence (epk_gp)", "random numbers"
+EXACT, RANDOM = ("exact contributions", "exact derivatives"), "random numbers"
+WARM_SECONDS = 10  # as peers/job.py has it: a shorter computation is made twice, and the second one counts
 Options = dict[str, Any]
+T = TypeVar("T")
 
 
 def main(
@@ -122,7 +133,9 @@ def main(
 
 def judge(problem: Problem, saved: Rows, pythons: Pythons, retrainings: int) -> Options:
     """Return the verdicts on all scores of one run, with and without faults."""
-    trained, texts = Trained(problem, problem.setting.num_test), problem.data().y.ndim > 1
+    training = min(retraining_seconds(problem) for _ in range(5))
+    trained, recording = _timed(lambda: Trained(problem, problem.setting.num_test))
+    texts = trained.data.y.ndim > 1
     asked = [(system, "") for system in SYSTEMS if system.texts or not texts]
     asked += [(system, fault) for system, _ in asked for fault in system.faults if (fault == "padding") == texts]
     with tempfile.TemporaryDirectory() as folder:
@@ -130,32 +143,67 @@ def judge(problem: Problem, saved: Rows, pythons: Pythons, retrainings: int) -> 
         found = {key: _scores(*key, jobs, saved, pythons) for key in tqdm(asked, desc=problem.name, disable=None)}
     scores = {_name(*key): row["scores"][key[0].option] for key, row in found.items() if "scores" in row}
     explained: Options = {"function": epk.log_probability(trained.y_test)} if texts else {"classes": trained.y_test}
-    before = time.process_time()
-    smoothed = epk.influence(trained.run, trained.X_test, smoothing=epk.Smoothing(), **explained)
-    own = {SMOOTHED: {"seconds": time.process_time() - before}, RANDOM: {}}
-    scores[SMOOTHED] = smoothed.values[:, 0]
-    scores[RANDOM] = torch.randn(scores[SMOOTHED].shape, generator=problem.generator(6))
+    ours, costs = _ours(trained, explained)
+    own: dict[str, Options] = {name: {"seconds": cost} for name, cost in costs.items()} | {RANDOM: {}}
+    scores |= {name: values for name, values in ours.items() if name not in EXACT}
+    scores[RANDOM] = torch.randn(ours[EXACT[0]].shape, generator=problem.generator(6))
     before = time.process_time()
     check = epk.check_scores(trained.run, scores, trained.X_test, retrainings=retrainings, **explained)
     seconds = time.process_time() - before
     judged = [
         {"system": system.name, "fault": fault}
-        | _own_words(row, found[system, ""])
+        | _own_words(row, found[system, ""], system.option)
         | _numbers(_name(system, fault), check)
         for (system, fault), row in found.items()
     ]
-    own |= {name: {} for name in check.references}
     judged += [{"system": name, "fault": ""} | row | _numbers(name, check) for name, row in own.items()]
+    networks = {system.name: system.networks for system in SYSTEMS} | dict.fromkeys(own, recording / training - 1)
+    for row in judged:
+        if "seconds" in row:
+            row["trainings"] = row["seconds"] / training + networks[row["system"]]
     weights = sum(value.numel() for value in trained.run.weights(0).values())
     sizes = [problem.setting.num_train, problem.setting.num_test, trained.run.num_steps, weights]
     return {
         "run": problem.setting.name,
         "sizes": dict(zip(("samples", "test samples", "steps", "weights"), sizes, strict=True)),
         "systems": judged,
+        "training seconds": training,
+        "recording seconds": recording,
         "costs": {name: [cost.seconds, cost.trainings] for name, cost in check.costs.items()},
         "notes": list(check.notes),
         "check_seconds": seconds,
     }
+
+
+def _ours(trained: Trained, explained: Options) -> tuple[dict[str, Tensor], dict[str, float]]:
+    """Compute the package's own scores of a run, by name, and what they cost."""
+    attribute, influence = (
+        partial(each, trained.run, trained.X_test, **explained) for each in (epk.attribute, epk.influence)
+    )
+    ways: dict[str, Callable[[], Tensor]] = {
+        EXACT[0]: lambda: attribute().samples,
+        EXACT[1]: lambda: influence().values,
+        "first-order In-Run Shapley (epk_gp)": lambda: attribute(rule=epk.left_endpoint()).samples,
+        "smoothed influence (epk_gp)": lambda: influence(smoothing=epk.Smoothing()).values,
+        "smoothed influence, weights 0 to 1 (epk_gp)": lambda: influence(smoothing=epk.Smoothing(high=1.0)).values,
+    }
+    scores, costs = dict[str, Tensor](), dict[str, float]()
+    for name, compute in ways.items():
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", epk.CertificateWarning)  # a rule that is coarse on purpose
+            values, costs[name] = _timed(compute)
+        scores[name] = values[:, 0]
+    return scores, costs
+
+
+def _timed(compute: Callable[[], T]) -> tuple[T, float]:
+    """Compute something, and return it with its processor seconds."""
+    for _ in range(2):
+        before = time.process_time()
+        found = compute()
+        if (seconds := time.process_time() - before) > WARM_SECONDS:
+            break
+    return found, seconds
 
 
 class Jobs:
@@ -191,13 +239,13 @@ def _name(system: System, fault: str) -> str:
     return f"{system.name}, {fault}" if fault else system.name
 
 
-def _own_words(row: Row, sound: Row) -> Options:
+def _own_words(row: Row, sound: Row, option: str) -> Options:
     """Return what the library itself says: its error, or what it warns of only with the fault."""
     if "failure" in row:
         return {"failure": row["failure"]}
     return {
-        "option": next(iter(row["seconds"])) if len(row["seconds"]) == 1 else "",
-        "seconds": sum(row["seconds"].values()),
+        "option": option,
+        "seconds": row["seconds"][option],
         "said": [words for words in row["warnings"] if words not in sound.get("warnings", ())]
         if row is not sound
         else [],

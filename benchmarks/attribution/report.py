@@ -128,7 +128,7 @@ def judged_markdown(runs: Rows) -> str:
 
 def judged_table(run: dict[str, Any]) -> str:
     """Return one run's table: a system a line, then what is exact."""
-    head = ["", "sum misses", "contributions", "derivatives", "LDS", "left out", "without the top 10", "seconds"]
+    numbers = ["sum misses", "contributions", "derivatives", "LDS", "left out", "without the top 10"]
     sound = [row for row in run["systems"] if not row["fault"]]
     shown = [row for row in sound if "sum misses" in row]
     lines = [
@@ -139,7 +139,7 @@ def judged_table(run: dict[str, Any]) -> str:
             f"{row['LDS']:.2f} ({row['LDS interval'][0]:.2f} to {row['LDS interval'][1]:.2f})" if "LDS" in row else "–",
             _number(row.get("left out")),
             " / ".join(f"{value:.2g}" for value in row["without the top"]) if "without the top" in row else "–",
-            f"{row['seconds']:.1f}" if row.get("seconds") is not None else "–",
+            f"{_number_of_trainings(row)} ({row['seconds']:.1f})" if "trainings" in row else "–",
         ]
         for row in shown
     ]
@@ -147,7 +147,26 @@ def judged_table(run: dict[str, Any]) -> str:
     missing = [
         f"{', '.join(row['system'] for row in sound if row.get('failure') == reason)} ({reason})" for reason in reasons
     ]
-    return _table(head, lines) + (f"\n\nNot computed: {'; '.join(missing)}." if missing else "")
+    return _table(["", *numbers, "trainings (seconds)"], lines) + (
+        f"\n\nNot computed: {'; '.join(missing)}." if missing else ""
+    )
+
+
+def judged_front(run: dict[str, Any]) -> str:
+    """Name the systems than which no cheaper one has a higher LDS, from the cheapest on."""
+    rows = [row for row in run["systems"] if not row["fault"] and "LDS" in row and "trainings" in row]
+    front: Rows = []
+    for row in sorted(rows, key=lambda row: row["trainings"]):
+        if not front or _number(row["LDS"]) > _number(front[-1]["LDS"]):
+            front.append(row)
+    names = [f"{row['system']} ({row['LDS']:.2f} for {_number_of_trainings(row)} trainings)" for row in front]
+    plain, recorded = (f"{run[f'{kind} seconds']:.2g} s" for kind in ("training", "recording"))
+    costs = f"A training takes {plain}, and {recorded} recorded: fixed costs of a step weigh."
+    return f"**Nothing cheaper was better than:** {'; '.join(names)}. {costs}"
+
+
+def _number_of_trainings(row: dict[str, Any]) -> str:
+    return f"{row['trainings']:.2g}" if row["trainings"] < 10 else f"{row['trainings']:.0f}"
 
 
 def faults_table(runs: Rows) -> str:

@@ -28,6 +28,9 @@ PACKAGES = {  # by environment
     "trak": ["torch==2.13.0", "traker==0.3.2"],
     # its captum needs NumPy 1, which later versions of datasets and pyarrow do not take; it does not name omegaconf
     "torchopt": ["torch==2.13.0", "torchopt==0.7.3"],
+    "kronfluence": ["torch==2.13.0", "kronfluence==1.0.1"],
+    # it asks for Python 3.12, for which there is no torch without CUDA; what is used here runs on this one
+    "explaind": ["torch==2.13.0", "explaind==0.1.0", "--ignore-requires-python"],
     "bergson": ["torch==2.13.0", "bergson==2.5.1"],
     "quanda": ["torch==2.13.0", "quanda==0.5.0", "datasets==4.8.4", "pyarrow==21.0.0", "omegaconf"],
 }

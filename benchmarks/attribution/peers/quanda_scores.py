@@ -1,32 +1,12 @@
-"""quanda's wrappers: captum's TracInCP of the last layer, TRAK of one network, and EK-FAC by kronfluence."""
+"""quanda's wrappers: captum's TracInCP of the last layer and TRAK of one network."""
 
 import tempfile
 
-import torch
 from job import Job, Scores, define_operators, main
-from torch import Tensor, nn
+from torch import nn
 
 define_operators()
-from kronfluence.arguments import FactorArguments, ScoreArguments  # noqa: E402
-from kronfluence.task import Task  # noqa: E402
-from quanda.explainers.wrappers import TRAK, CaptumTracInCPFast, Kronfluence  # noqa: E402
-
-
-class Classification(Task):
-    """What kronfluence asks for: the loss, and what is explained, log p(label)."""
-
-    def compute_train_loss(self, batch: tuple[Tensor, Tensor], model: nn.Module, sample: bool = False) -> Tensor:
-        """Return the sum of the losses, of labels that the network itself draws where it is asked to."""
-        X, y = batch
-        logits = model(X)
-        if sample:
-            with torch.no_grad():
-                y = torch.multinomial(logits.softmax(1), 1).flatten()
-        return nn.functional.cross_entropy(logits, y, reduction="sum")
-
-    def compute_measurement(self, batch: tuple[Tensor, Tensor], model: nn.Module) -> Tensor:
-        """Return the loss of the test samples."""
-        return self.compute_train_loss(batch, model)
+from quanda.explainers.wrappers import TRAK, CaptumTracInCPFast  # noqa: E402
 
 
 def tracin(job: Job) -> Scores:
@@ -49,15 +29,5 @@ def trak(job: Job) -> Scores:
         yield "", explainer.explain(job.X_test, job.y_test)
 
 
-def kronfluence(job: Job) -> Scores:
-    """Influence functions with eigenvalue-corrected Kronecker factors, damped by a tenth of their mean."""
-    with tempfile.TemporaryDirectory() as folder:
-        explainer = Kronfluence(  # of batches above the number of queries kronfluence 1.0.1 asks for rows beyond them
-            job.net, Classification(), job.data(), batch_size=len(job.X_test), cache_dir=folder,
-            factor_args=FactorArguments(strategy="ekfac"), score_args=ScoreArguments(damping_factor=None),
-        )  # fmt: skip
-        yield "", explainer.explain(job.X_test, job.y_test)
-
-
 if __name__ == "__main__":
-    main({"TracInCPFast": tracin, "TRAK": trak, "Kronfluence": kronfluence})
+    main({"TracInCPFast": tracin, "TRAK": trak})
