@@ -406,8 +406,7 @@ def _split(
     if not has_data:
         with without_errors_of_a_trial(), outside_autocast():
             model = asked.model_for(X)
-            plan = observed_plan(model, flat_state(asked, asked.num_steps, X), probe_rows(X))
-            net = PlannedModel(model, plan)
+            net = PlannedModel(model, observed_plan(model, flat_state(asked, asked.num_steps, X), probe_rows(X)))
             result = sums(changed_kernel(kernel, path=layerwise()), X, net, net)
             if result.certified:
                 return result
