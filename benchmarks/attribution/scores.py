@@ -26,14 +26,17 @@ PACKAGES = {  # by environment
     "dattri": ["torch==2.13.0", "dattri==0.3.0"],
     "captum": ["torch==2.13.0", "captum==0.9.0"],
     "trak": ["torch==2.13.0", "traker==0.3.2"],
-    # its captum needs NumPy 1, which later versions of datasets and pyarrow do not take; it does not name omegaconf
     "torchopt": ["torch==2.13.0", "torchopt==0.7.3"],
     "kronfluence": ["torch==2.13.0", "kronfluence==1.0.1"],
-    # it asks for Python 3.12, for which there is no torch without CUDA; what is used here runs on this one
-    "explaind": ["torch==2.13.0", "explaind==0.1.0", "--ignore-requires-python"],
+    # it asks for Python 3.12, for which there is no torch without CUDA; what is used here runs on this one, with these
+    "explaind": [
+        "torch==2.13.0", "explaind==0.1.0", "--no-deps", "--ignore-requires-python", "numpy==2.4.6", "networkx==3.6",
+        "sympy==1.14.0", "mpmath==1.3.0", "filelock", "fsspec", "jinja2", "markupsafe", "tqdm", "typing_extensions",
+    ],
     "bergson": ["torch==2.13.0", "bergson==2.5.1"],
+    # its captum needs NumPy 1, which later versions of datasets and pyarrow do not take; it does not name omegaconf
     "quanda": ["torch==2.13.0", "quanda==0.5.0", "datasets==4.8.4", "pyarrow==21.0.0", "omegaconf"],
-}
+}  # fmt: skip
 CHECKPOINTS = 10  # of TracIn, evenly spaced
 HALVES = 10  # networks of TRAK, each trained on a random half
 PEER_SECONDS = 7200

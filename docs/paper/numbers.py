@@ -5,9 +5,10 @@ from typing import Any
 
 WIDTHS = (33, 61, 31)  # of the columns, relative
 CAPTION = (
-    ": Results, by scripts in `benchmarks` and `experiments` or by `make`; processors only; float64 unless another "
-    "library needs float32. LDS: rank correlation with training again on random halves (*: ours).\\label{results}"
+    ": Results, by scripts in `benchmarks` and `experiments` or `make`, on a CPU; float64 unless another library needs "
+    "float32. LDS: rank correlation with training on random halves (cost in trainings; *: ours).\\label{results}"
 )
+OURS = ("exact derivatives", "smoothed influence (epk_gp)", "exact contributions")
 Row = tuple[str, str, str]
 
 
@@ -20,7 +21,8 @@ def table(saved: Callable[[str], Any], areas: dict[str, str]) -> str:
         algorithm(saved("benchmarks")["attribution"]),
         explaind(saved("benchmarks")["explaind"]),
         language_model(saved("language_models")["cost"]["gpt-64-100-every-5"]),
-        agreement([("ReLU network", digits), ("transformer", names)]),
+        agreement("ReLU network", digits),
+        agreement("transformer", {name: row for name, row in names.items() if name in OURS}),
         derivatives([digits, names]),
         unnoticed(saved("judged")["results"]["runs"]),
         (
@@ -101,24 +103,17 @@ def language_model(r: dict[str, Any]) -> Row:
     )
 
 
-def agreement(networks: list[tuple[str, dict[str, dict[str, Any]]]]) -> Row:
-    """Say how well scores predict retraining, by networks."""
+def agreement(name: str, rows: dict[str, dict[str, Any]]) -> Row:
+    """Say how well scores predict retraining, and what they cost."""
     shown = {
-        "exact derivatives": "derivative*",
-        "smoothed influence (epk_gp)": "smoothed*",
-        "exact contributions": "contributions*",
+        **dict(zip(OURS, ("derivative*", "smoothed*", "contributions*"), strict=True)),
         "TRAK-10 (traker)": "TRAK",
         "TracIn (dattri)": "TracIn",
     }
-    lds = {
-        words: [f"{rows[key]['LDS']:.2f}" if key in rows else "–" for _, rows in networks]
-        for key, words in shown.items()
-    }
-    return (
-        f"LDS: {' / '.join(name for name, _ in networks)}",
-        ", ".join(f"{words} {' / '.join(values)}" for words, values in lds.items()),
-        "judged.py",
-    )
+    found = [
+        f"{words} {rows[key]['LDS']:.2f} ({rows[key]['trainings']:.0f})" for key, words in shown.items() if key in rows
+    ]
+    return f"LDS, {name}", ", ".join(found), "judged.py"
 
 
 def derivatives(runs: list[dict[str, dict[str, Any]]]) -> Row:
