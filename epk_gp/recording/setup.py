@@ -308,7 +308,7 @@ def make_setup(
         X, y = rows.mapped()  # on the CPU they stay mapped
         y = y if y.numel() else None
     if y is None and not isinstance(loss, UnstatedLoss):
-        raise TypeError("y must be the targets that the stated loss takes: got None. State none, with loss=None.")
+        raise TypeError("y must be the targets that the stated loss takes: got None. Pass them as y, or loss=None.")
     X, y, signature = _parse_data(X, y, output, rows, next(net.parameters(), torch.empty(0)).device)
     model = functionalize(net, names, signature=signature)
     if signature.graph is None:  # of a graph an output depends on all nodes

@@ -53,8 +53,10 @@ def listed(checkpoints: Any) -> list[Checkpoint]:
         raise ValueError(f"there must be at least two checkpoints, the first and the last: got {len(checkpoints)}.")
     for each in checkpoints:
         if not isinstance(each, Mapping | str | os.PathLike):
-            kind = type(each).__name__
-            raise TypeError(f"a checkpoint must be a state dict, or the path of a file or folder: got {kind}.")
+            raise TypeError(f"a checkpoint must be a state dict or a path: got {type(each).__name__}.")
+    places = {id(c): tuple(map(Tensor.data_ptr, read(c).values())) for c in checkpoints if isinstance(c, Mapping)}
+    if len(set(places.values())) < len(places):
+        raise ValueError("checkpoints must be copies: two share their memory. Use copy.deepcopy(net.state_dict()).")
     numbers = [None if isinstance(each, Mapping) else _number(Path(each)) for each in checkpoints]
     for (before, after), titles in zip(pairwise(numbers), pairwise(titles_of(checkpoints)), strict=True):
         if before is not None and after is not None and before > after:
@@ -118,9 +120,7 @@ def _read_path(path: Path) -> dict[str, Tensor]:
         named = [path / name for name in _OF_FOLDER if (path / name).is_file()]
         found = named[:1] or _files(path)
         if len(found) != 1:
-            raise FileNotFoundError(
-                f"{path} must hold the weights of one checkpoint: it holds {len(found)} files of such."
-            )
+            raise FileNotFoundError(f"{path} must hold the weights of one checkpoint: it holds {len(found)} files.")
         return _read_path(found[0])
     if not path.exists():
         raise FileNotFoundError(f"a checkpoint must exist: there is no {path}.")
@@ -133,8 +133,8 @@ def _read_path(path: Path) -> dict[str, Tensor]:
         raise ValueError(f"{path} must hold weights that torch or safetensors wrote: {error}") from error
     except Exception as error:  # pickle's: it holds other objects than tensors
         raise ValueError(
-            f"{path} must hold nothing but tensors and numbers: {str(error).splitlines()[0]} Pass its state dict: "
-            'torch.load(path, weights_only=False)["state_dict"], of a file that you trust.'
+            f"{path} must hold nothing but tensors and numbers: it holds other objects. If you trust it, pass what "
+            'torch.load(path, weights_only=False)["state_dict"] returns, or .state_dict() of a whole network.'
         ) from error
 
 
