@@ -259,8 +259,7 @@ class TrainingSetup:
         try:
             with as_written(net), torch.no_grad(), random_state_kept(w.device), disable_fused_attention():
                 recorded = model(params, rows)
-                returned = model.signature.call(with_tensors(net, named), rows)
-                outputs = model.signature.outputs(returned)
+                outputs = model.signature.outputs(model.signature.call(with_tensors(net, named), rows))
         finally:
             for module, mode in is_training:
                 module.training = mode

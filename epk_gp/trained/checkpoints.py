@@ -7,6 +7,7 @@ import zipfile
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -156,8 +157,7 @@ class Named:
             self._names.setdefault(id(value), []).append(name)
         self._own = {name: (value.shape, value.dtype) for name, value in every}
         self.needed = {name for name, p in net.named_parameters() if p.requires_grad}
-        self.holds_last = False  # where a state is read twice
-        self._last: tuple[int, dict[str, Tensor]] = -1, {}
+        self._reader: Callable[[int], dict[str, Tensor]] = self._read
 
     def __getitem__(self, k: int) -> dict[str, Tensor]:
         """Read the k-th checkpoint, by the network's names.
@@ -165,12 +165,7 @@ class Named:
         Raises:
             ValueError: A trained parameter is missing, or a tensor has another shape or dtype than the network's.
         """
-        if self._last[0] == k:
-            return self._last[1]
-        found = self._read(k)
-        if self.holds_last:
-            self._last = k, found
-        return found
+        return self._reader(k)
 
     def _read(self, k: int) -> dict[str, Tensor]:
         stored, where = read(self.checkpoints[k]), f"checkpoint {self.titles[k]!r}"
@@ -254,7 +249,8 @@ class Named:
         absent = sorted(n for n in buffers.keys() & stored - kept if not n.endswith("num_batches_tracked"))
         if absent:
             warn_caller(f"the checkpoints have no buffer {absent[0]!r}: that of the network you pass is taken.")
-        self.holds_last = bool(moving)
+        if moving:  # weights and statistics of a state are read one after the other
+            self._reader = lru_cache(maxsize=1)(self._read)
         return copied, tuple(name for name in buffers if name in moving)
 
 
