@@ -10,6 +10,7 @@ from jaxtyping import Shaped
 from pydantic import Field
 from torch import Tensor, nn
 
+from epk_gp.core.inputs import Signature
 from epk_gp.core.model import functionalize
 from epk_gp.core.trajectory import Trajectory
 from epk_gp.storage.run import load_trajectory
@@ -61,11 +62,6 @@ def read_manifest(run: Path) -> Manifest | None:
     return read_record(Manifest, file, message)
 
 
-def build_network(spec: NetworkSpec) -> nn.Module:
-    """Return a network with random initial weights, as `network_and_output` makes it."""
-    return network_and_output(spec)[0]
-
-
 def network_and_output(spec: NetworkSpec) -> tuple[nn.Module, Callable[[Any], Tensor] | None]:
     """Return a network with random initial weights, and the map to its outputs if a factory has one.
 
@@ -108,13 +104,15 @@ def network_spec(
     return NetworkSpec(name=name, input_shape=list(X.shape[1:]), num_outputs=num_outputs, **chosen)
 
 
-def validate_network(net: nn.Module, X: Shaped[Tensor, "n ..."], num_classes: int) -> int:
+def validate_network(
+    net: nn.Module, output: Callable[[Any], Tensor] | None, X: Shaped[Tensor, "n ..."], num_classes: int
+) -> int:
     """Evaluate a network on two inputs before training, and return its number of outputs.
 
     Raises:
         ValueError: The network cannot take these inputs, or has fewer outputs than there are classes.
     """
-    model = functionalize(net)
+    model = functionalize(net, signature=Signature(output=output))
     params = {name: p.detach() for name, p in net.named_parameters() if name in model.names}
     try:
         with torch.no_grad():

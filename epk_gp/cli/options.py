@@ -161,7 +161,7 @@ def validate_run(run: Path, out: Path | None, workers: int | None = None, schedu
         ValueError: The results would be written into the run's folder, or below it; or both workers are given.
     """
     if not is_run(run):
-        raise FileNotFoundError(f"RUN must hold a recorded run: {run / HEADER} does not exist.")
+        raise FileNotFoundError(f"RUN must hold a recorded run: {run / HEADER} does not exist. See epk-gp record.")
     if out is not None:
         require_outside(run, out, "--out")
     if workers is not None and scheduler is not None:

@@ -103,10 +103,11 @@ def record(
         raise ValueError(f"--batch-size must be at most the {len(X)} training points: got {batch_size}.")
     spec = networks.network_spec(network, X, training.num_classes, width, activation)
     torch.manual_seed(seed)
-    net = networks.build_network(spec).to(kind)
+    net, output = networks.network_and_output(spec)
+    net = net.to(kind)
     if zero_final:
         zero_final_layer(net)
-    num_outputs = networks.validate_network(net, X, training.num_classes)
+    num_outputs = networks.validate_network(net, output, X, training.num_classes)
     y = y if loss == "cross-entropy" else F.one_hot(y, num_outputs).to(kind)
     rates: dict[str, Any] = {"lr": lr, "weight_decay": weight_decay}
     rates |= {"momentum": momentum} if has_momentum else {}
@@ -121,7 +122,7 @@ def record(
             loss=CrossEntropy() if loss == "cross-entropy" else MeanSquaredError(),
             generator=torch.Generator().manual_seed(seed), clip=None if clip_norm is None else ClipNorm(clip_norm),
             folder=out, resume=resume, storage=Storage(seconds=commit_seconds, keep_every=keep_every),
-            check_every=check_every, progress=not quiet,
+            check_every=check_every, progress=not quiet, output=output,
         )  # fmt: skip
     typer.echo(f"{trajectory!r}")
     shares = []

@@ -191,8 +191,7 @@ class TrainingReplay:
         buffers = {name: value.clone() for name, value in module.named_buffers() if name not in params}
         keeping = KeptActivations() if torch.is_grad_enabled() else nullcontext()
         with disable_fused_attention(), self.conditions(module, data, exact=True), keeping:
-            named = {**buffers, **params}
-            returned = self.call(with_tensors(module, named), data, exact=True)
+            returned = self.call(with_tensors(module, {**buffers, **params}), data, exact=True)
             return self.losses_of(returned, data, by_target=by_target)
 
     def params(self, state: Float[Tensor, " PQ"], data: PassData) -> dict[str, Tensor]:

@@ -199,8 +199,8 @@ def _items(X: Any, name: str) -> list[tuple[str, Any]]:
     is_several = isinstance(X, Sequence | Mapping) and not isinstance(X, str)
     if not is_several or (isinstance(X, Sequence) and len(X) and not any(isinstance(part, Tensor) for part in X)):
         raise TypeError(
-            f"{name} must be a torch.Tensor: got {type(X).__name__}. Convert it with torch.as_tensor, or pass several "
-            "tensors as a tuple or dict."
+            f"{name} must be a torch.Tensor: got {type(X).__name__}. Convert it with torch.tensor(np.asarray(X)), "
+            "or pass several tensors as a tuple or dict."
         )
     if len(X) == 0:
         raise ValueError(f"{name} must hold at least one tensor: got an empty {type(X).__name__}.")
@@ -269,7 +269,7 @@ class Signature:
         if self.layout is not None and self.layout.ragged is not None:
             X = as_ragged(X, self.layout.ragged, self.layout.longest) or X
         if self.layout is None or isinstance(X, Graph):
-            raise TypeError(f"{name} must be a torch.Tensor: got {type(X).__name__}. Convert it with torch.as_tensor.")
+            raise TypeError(f"{name} must be a torch.Tensor: got {type(X).__name__}. Use torch.tensor(np.asarray(X)).")
         packed, layout = pack_inputs(X, name)
         validate_same_layout(self.layout, layout, name)
         return packed

@@ -355,12 +355,11 @@ def with_tensors(module: nn.Module, named: dict[str, Tensor]) -> Callable[..., A
     """
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        parts: Any = module.modules()
-        own = [(held, held.copy()) for part in parts for held in (part._parameters, part._buffers)]
+        kept: list[Any] = [(own, own.copy()) for part in module.modules() for own in (part._parameters, part._buffers)]
         try:
             return functional_call(module, named, args, kwargs)
         finally:
-            for held, tensors in own:
-                held.update(tensors)
+            for own, tensors in kept:
+                own.update(tensors)
 
     return call

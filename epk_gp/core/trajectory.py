@@ -411,8 +411,8 @@ def validate_trajectory(trajectory: object) -> None:
     """
     if not isinstance(trajectory, Trajectory):
         raise TypeError(
-            f"trajectory must be an epk_gp.Trajectory: got {type(trajectory).__name__}. Record one with "
-            "epk_gp.train or epk_gp.Recorder, or read one with epk_gp.load_trajectory."
+            f"trajectory must be an epk_gp.Trajectory: got {type(trajectory).__name__}. Pass "
+            "`trajectory` of a Recorder or callback, `trajectory_` of an estimator, or load_trajectory(folder, net)."
         )
 
 

@@ -20,7 +20,7 @@ from epk_gp.core.losses import (
 )
 from epk_gp.core.model import FunctionalModel
 
-_REGRESSION = "For regression, state loss=nn.MSELoss()."
+_REGRESSION = "For other targets, state loss=nn.MSELoss(), loss=nn.BCEWithLogitsLoss() or the loss of your loop."
 
 
 def validate_targets(

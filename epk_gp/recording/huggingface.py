@@ -37,7 +37,7 @@ class HuggingFaceRecorderCallback(RunOfCallback, TrainerCallback):  # type: igno
     a tensor of it, and is taken out of the batch right before the model sees it. Gradient accumulation, clipping
     (`max_grad_norm`) and `label_smoothing_factor` are recorded, and by what the trainer divides the loss is read from
     its gradient. The run ends with the last step: `load_best_model_at_end` loads an earlier state after it. After an
-    error in `train` call `close`.
+    error in `train` call `close`, or train again.
     """
 
     _begins = "trainer.train"
@@ -74,11 +74,11 @@ class HuggingFaceRecorderCallback(RunOfCallback, TrainerCallback):  # type: igno
                 than the model's; or `Recorder` cannot record the training.
         """
         if args.remove_unused_columns:
-            raise ValueError(
-                f"the trainer must leave the key {INDEX_KEY!r} in the batches: got remove_unused_columns=True. "
-                "Set TrainingArguments(remove_unused_columns=False)."
-            )
+            raise ValueError("batches must hold rows' indices: set TrainingArguments(remove_unused_columns=False).")
         model, loss = kwargs["model"], self._loss
+        for hook in [*model._forward_pre_hooks.values()]:  # of a training that an error or Ctrl-C ended
+            if isinstance(callback := getattr(hook, "__self__", None), HuggingFaceRecorderCallback):
+                callback.close()
         if args.label_smoothing_factor and isinstance(loss, CrossEntropy):
             if model.dtype == torch.float64:
                 raise ValueError(

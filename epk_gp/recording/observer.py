@@ -371,7 +371,7 @@ class StepObserver:
         unseen = (
             f"no call of the network on the batch's rows was seen, but {' and '.join(self._calls) or 'none'}: call "
             "the network itself, net(X), not its parts or net.forward(X), on rows as X holds them (padded like X), "
-            "and announce the rows that it saw"
+            "and announce the rows that it saw (IndexedDataset gives those of a DataLoader; None means all of X)"
         )
         if self.setup.stream is not None or isinstance(self.setup.loss, UnstatedLoss):
             return f"rows of a stream or without a stated loss must be seen: {unseen}", False

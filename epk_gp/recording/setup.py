@@ -259,8 +259,7 @@ class TrainingSetup:
         try:
             with as_written(net), torch.no_grad(), random_state_kept(w.device), disable_fused_attention():
                 recorded = model(params, rows)
-                returned = model.signature.call(with_tensors(net, named), rows)
-                outputs = model.signature.outputs(returned)
+                outputs = model.signature.outputs(model.signature.call(with_tensors(net, named), rows))
         finally:
             for module, mode in is_training:
                 module.training = mode
@@ -309,7 +308,7 @@ def make_setup(
         X, y = rows.mapped()  # on the CPU they stay mapped
         y = y if y.numel() else None
     if y is None and not isinstance(loss, UnstatedLoss):
-        raise TypeError("y must be the targets that the stated loss takes: got None. State none, with loss=None.")
+        raise TypeError("y must be the targets that the stated loss takes: got None. Pass them as y, or loss=None.")
     X, y, signature = _parse_data(X, y, output, rows, next(net.parameters(), torch.empty(0)).device)
     model = functionalize(net, names, signature=signature)
     if signature.graph is None:  # of a graph an output depends on all nodes

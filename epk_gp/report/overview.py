@@ -260,7 +260,7 @@ def _kernel(request: ReportRequest) -> list[dict[str, Any]]:
     by_nodes = run.num_steps > NUM_NODES
     points = Points(run.inputs[chosen.to(run.inputs.device)], is_train=not by_nodes)
     kernel, budget = _path_kernel(request, nodes_trajectory(run, NUM_NODES) if by_nodes else run)
-    K = kernel.trace_block(points, points, budget).double().cpu()
+    K = kernel.trace_block(points, points, budget).cpu()  # in the run's precision: its rounding is judged
     diagonal = K.diagonal()
     if not bool((diagonal > 0).all()):  # a sample whose gradient is 0 throughout has no direction
         return []

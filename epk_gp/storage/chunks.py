@@ -40,11 +40,6 @@ MATRICES_NAME = "matrices"  # those of each step, packed
 _BLOCK_ELEMENTS = 1 << 22  # numbers tested at a time: 32 MiB of float64, so that a large chunk is not read as a whole
 
 
-def _matrices_of(update: UpdateCoefficients) -> dict[str, Tensor]:
-    """Return the matrices of a step by side and position of the parameter, as in "left.0"."""
-    return {f"{side}.{k}": Q for side in BY_PARAMETER for k, Q in getattr(update, side).items()}
-
-
 def _read_matrices(tensors: Any, schema: ChunkSchema, row: int, where: str) -> dict[str, dict[int, Tensor]]:
     """Read the matrices of one step of an open chunk, as the arguments of `UpdateCoefficients`.
 
@@ -162,7 +157,8 @@ def chunk_tensors(
             shared = torch.full((len(schema.sizes),), -1)
             tensors[f"update.{name}.at"] = torch.stack([update.places.get(name, shared) for update in updates])
     if any(update.has_matrices for update in updates):
-        tensors |= pack(MATRICES_NAME, [_matrices_of(update) for update in updates])
+        named = [{f"{side}.{k}": Q for side in BY_PARAMETER for k, Q in getattr(u, side).items()} for u in updates]
+        tensors |= pack(MATRICES_NAME, named)  # by side and position of the parameter, as "left.0"
     if columns:
         tensors["update"] = torch.stack(columns, dim=1)
     return tensors

@@ -35,7 +35,6 @@ from epk_gp.core.trajectory import Trajectory, flat_state, network_outputs, pars
 from epk_gp.gram.path_kernel import PathKernel
 from epk_gp.kernel_machine.adjoint import average_over, layerwise_average
 from epk_gp.kernel_machine.attribute import (
-    Explained,
     attribution_kernel,
     attribution_work,
     averaged_path,
@@ -344,8 +343,11 @@ def between(
     kernel = attribution_kernel(trajectory, head, adaptive(tol=1e-12), None, function)
     last, net = flat_state(trajectory, trajectory.num_steps, rows), trajectory.model_for(rows)
     cuts = found_heads(net, last, rows[:2]) if heads is None else cuts_of(heads, net)
-    request = _Request(trajectory, named.titles, (classes, function), cuts, c, rates, parsed)
-    result = _split(request, kernel, rows)
+    kernel, rows, _ = parse_request(kernel, rows, (), (classes, function))
+    divided = tuple((cut.before, cut.heads) if (cut := cuts.get(name)) else (1, 1) for name in net.names)
+    kind: Callable[..., _StretchTerms] = partial(_StretchTerms, cuts=divided, c=c, rates=rates)
+    sums = partial(_sums, kind, classes, parsed, names=_names(trajectory, cuts), checkpoints=named.titles)
+    result = _split(sums, kernel, rows, has_data=bool(rates))
     warn_unless_certified("the split", Certificate.of(result).findings)
     return result
 
@@ -396,65 +398,40 @@ def _path(start: Trajectory, net: nn.Module, moving: tuple[str, ...], named: Nam
     )
 
 
-@dataclass(frozen=True, eq=False)
-class _Request:
-    """What a split is asked for, beside its kernel and its inputs.
-
-    Attributes:
-        path: The run from checkpoint to checkpoint.
-        titles: Names of the checkpoints.
-        explained: Which outputs, or which function of them.
-        cuts: How parameters are divided into heads.
-        c: With data, the weights of the samples in the loss.
-        rates: With data, the sum of the learning rates of each stretch.
-        options: How it is computed.
-    """
-
-    path: Trajectory
-    titles: tuple[str, ...]
-    explained: Explained
-    cuts: Mapping[str, Cut]
-    c: Float[Tensor, " _"]
-    rates: tuple[float, ...]
-    options: ComputeOptions
-
-
-def _split(request: _Request, kernel: PathKernel, X: Shaped[Tensor, "n ..."]) -> CheckpointSplit:
+def _split(
+    sums: Callable[..., CheckpointSplit], kernel: PathKernel, X: Shaped[Tensor, "n ..."], *, has_data: bool
+) -> CheckpointSplit:
     """Sum the shares: by averages that their own sums try, or where these do not hold, by ways that were tried."""
-    kernel, rows, _ = parse_request(kernel, X, (), request.explained)
     asked, misses = kernel.trajectory, False
-    if not request.rates:
+    if not has_data:
         with without_errors_of_a_trial(), outside_autocast():
-            model = asked.model_for(rows)
-            plan = observed_plan(model, flat_state(asked, asked.num_steps, rows), probe_rows(rows))
-            net = PlannedModel(model, plan)
-            result = _sums(request, changed_kernel(kernel, path=layerwise()), rows, net, net)
+            model = asked.model_for(X)
+            net = PlannedModel(model, observed_plan(model, flat_state(asked, asked.num_steps, X), probe_rows(X)))
+            result = sums(changed_kernel(kernel, path=layerwise()), X, net, net)
             if result.certified:
                 return result
             misses = True
             warn_caller("operations cannot be averaged: the stretches are computed once more, along straight lines.")
     while True:
-        with planned(asked.recorded, rows) as recorded_net, planned(asked, rows) as net:
-            along = changed_kernel(kernel, path=straight() if misses else averaged_path(asked, rows))
-            return _sums(request, along, rows, net, recorded_net)
+        with planned(asked.recorded, X) as recorded_net, planned(asked, X) as net:
+            path = straight() if misses else averaged_path(asked, X)
+            return sums(changed_kernel(kernel, path=path), X, net, recorded_net)
 
 
 def _sums(
-    request: _Request,
+    kind: Callable[..., _StretchTerms],
+    classes: Int64[Tensor, " n"] | None,
+    options: ComputeOptions,
     kernel: PathKernel,
     X: Shaped[Tensor, "n ..."],
     net: PlannedModel,
     recorded_net: PlannedModel,
+    **named: Any,
 ) -> CheckpointSplit:
-    """Go through the stretches."""
-    path, rates, cuts = request.path, request.rates, request.cuts
-    parts = [cuts.get(name) for name in path.model.names]
-    sizes = tuple((1, 1) if cut is None else (cut.before, cut.heads) for cut in parts)
-    kind: Callable[..., _StretchTerms] = partial(_StretchTerms, cuts=sizes, c=request.c, rates=rates)
-    classes, options = request.explained[0], request.options
+    """Go through the stretches; pieces and checkpoints are named in the result."""
     made = attribution_work(net, kernel, X, (), classes, options, recorded_net=recorded_net, kind=kind)
     work = cast(_StretchTerms, made)
-    if work.whole.is_layerwise and not rates:  # no row of weights is kept: each checkpoint is read once
+    if work.whole.is_layerwise and not work.rates:  # no row of weights is kept: each checkpoint is read once
         K = 1 if classes is not None or work.rows_at_once < work.whole.num_outputs else work.whole.num_outputs
         work = replace(work, outputs_per_row=K, rows_per_block=len(X) * work.whole.num_outputs // K)
     whole = work.whole
@@ -474,19 +451,18 @@ def _sums(
         initial=initial,
         network=network,
         pieces=own["pieces"],
-        names=_names(path, cuts),
-        checkpoints=request.titles,
-        samples=own["samples"] if rates else None,
-        explained=own["explained"] if rates else None,
+        samples=own["samples"] if work.rates else None,
+        explained=own["explained"] if work.rates else None,
         max_error=float((total - network).abs().max()),
-        error_tolerance=sum_tolerance(kernel.rule, path, net.coarsest_dtype, terms),
+        error_tolerance=sum_tolerance(kernel.rule, whole.recorded, net.coarsest_dtype, terms),
         max_step_mismatch=0.0,
         mismatch_ratio=0.0,
         worst_step=-1,
         explains="the network at the last checkpoint",
         path=str(kernel.path),
         precision=described_precision(net),
-        **integral_facts(rest, work.num_rows * path.num_steps),
+        **integral_facts(rest, work.num_rows * whole.recorded.num_steps),
+        **named,
     )
 
 

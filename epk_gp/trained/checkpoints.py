@@ -7,6 +7,7 @@ import zipfile
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -52,8 +53,10 @@ def listed(checkpoints: Any) -> list[Checkpoint]:
         raise ValueError(f"there must be at least two checkpoints, the first and the last: got {len(checkpoints)}.")
     for each in checkpoints:
         if not isinstance(each, Mapping | str | os.PathLike):
-            kind = type(each).__name__
-            raise TypeError(f"a checkpoint must be a state dict, or the path of a file or folder: got {kind}.")
+            raise TypeError(f"a checkpoint must be a state dict or a path: got {type(each).__name__}.")
+    places = {id(c): tuple(map(Tensor.data_ptr, read(c).values())) for c in checkpoints if isinstance(c, Mapping)}
+    if len(set(places.values())) < len(places):
+        raise ValueError("checkpoints must be copies: two share their memory. Use copy.deepcopy(net.state_dict()).")
     numbers = [None if isinstance(each, Mapping) else _number(Path(each)) for each in checkpoints]
     for (before, after), titles in zip(pairwise(numbers), pairwise(titles_of(checkpoints)), strict=True):
         if before is not None and after is not None and before > after:
@@ -117,9 +120,7 @@ def _read_path(path: Path) -> dict[str, Tensor]:
         named = [path / name for name in _OF_FOLDER if (path / name).is_file()]
         found = named[:1] or _files(path)
         if len(found) != 1:
-            raise FileNotFoundError(
-                f"{path} must hold the weights of one checkpoint: it holds {len(found)} files of such."
-            )
+            raise FileNotFoundError(f"{path} must hold the weights of one checkpoint: it holds {len(found)} files.")
         return _read_path(found[0])
     if not path.exists():
         raise FileNotFoundError(f"a checkpoint must exist: there is no {path}.")
@@ -132,8 +133,8 @@ def _read_path(path: Path) -> dict[str, Tensor]:
         raise ValueError(f"{path} must hold weights that torch or safetensors wrote: {error}") from error
     except Exception as error:  # pickle's: it holds other objects than tensors
         raise ValueError(
-            f"{path} must hold nothing but tensors and numbers: {str(error).splitlines()[0]} Pass its state dict: "
-            'torch.load(path, weights_only=False)["state_dict"], of a file that you trust.'
+            f"{path} must hold nothing but tensors and numbers: it holds other objects. If you trust it, pass what "
+            'torch.load(path, weights_only=False)["state_dict"] returns, or .state_dict() of a whole network.'
         ) from error
 
 
@@ -156,8 +157,7 @@ class Named:
             self._names.setdefault(id(value), []).append(name)
         self._own = {name: (value.shape, value.dtype) for name, value in every}
         self.needed = {name for name, p in net.named_parameters() if p.requires_grad}
-        self.holds_last = False  # where a state is read twice
-        self._last: tuple[int, dict[str, Tensor]] = -1, {}
+        self._reader: Callable[[int], dict[str, Tensor]] = self._read
 
     def __getitem__(self, k: int) -> dict[str, Tensor]:
         """Read the k-th checkpoint, by the network's names.
@@ -165,12 +165,7 @@ class Named:
         Raises:
             ValueError: A trained parameter is missing, or a tensor has another shape or dtype than the network's.
         """
-        if self._last[0] == k:
-            return self._last[1]
-        found = self._read(k)
-        if self.holds_last:
-            self._last = k, found
-        return found
+        return self._reader(k)
 
     def _read(self, k: int) -> dict[str, Tensor]:
         stored, where = read(self.checkpoints[k]), f"checkpoint {self.titles[k]!r}"
@@ -254,7 +249,8 @@ class Named:
         absent = sorted(n for n in buffers.keys() & stored - kept if not n.endswith("num_batches_tracked"))
         if absent:
             warn_caller(f"the checkpoints have no buffer {absent[0]!r}: that of the network you pass is taken.")
-        self.holds_last = bool(moving)
+        if moving:  # weights and statistics of a state are read one after the other
+            self._reader = lru_cache(maxsize=1)(self._read)
         return copied, tuple(name for name in buffers if name in moving)
 
 

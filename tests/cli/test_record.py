@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 
 import epk_gp as epk
 from commands import SMALL, refused, run
-from epk_gp.cli.networks import NetworkSpec, build_network
+from epk_gp.cli.networks import NetworkSpec, network_and_output
 from epk_gp.recording.observer import StepObserver
 from epk_gp.storage.journal import read_journal
 from epk_gp.storage.schema import read_header
@@ -17,7 +17,7 @@ from epk_gp.storage.schema import read_header
 
 def test_a_recorded_run_is_the_library_s(recorded):
     spec = json.loads((recorded / "network.json").read_text())["network"]
-    net = build_network(NetworkSpec(**spec))
+    net, _ = network_and_output(NetworkSpec(**spec))
     trajectory = epk.load_trajectory(recorded, net.double())
     assert (trajectory.num_steps, trajectory.num_points, trajectory.num_outputs) == (4, 24, 3)
     assert load_file(recorded / "held_out.safetensors")["inputs"].shape == (6, 100)
@@ -29,6 +29,16 @@ def test_one_seed_gives_one_run_and_another_seed_another(tmp_path):
         assert run("record", "--out", tmp_path / name, "--seed", seed, "--batch-size", 7, *SMALL) == 0
     digests = {name: read_journal(tmp_path / name).chunks[-1].digest for name in seeds}
     assert digests["a"] == digests["b"] != digests["c"]
+
+
+def test_a_factory_s_map_to_the_outputs_is_that_of_the_recording(tmp_path, monkeypatch):
+    code = "from torch import nn\ndef make():\n    return nn.Linear(100, 5), lambda returned: returned[:, :3]\n"
+    (tmp_path / "factory_with_output.py").write_text(code)
+    monkeypatch.syspath_prepend(tmp_path)
+    network, small = ("--network", "factory_with_output:make"), ("--num-train", 24, "--num-test", 6, "--steps", 4)
+    assert run("record", "--out", tmp_path / "run", *network, *small, "--quiet") == 0
+    assert read_header(tmp_path / "run")["num_outputs"] == 3
+    assert run("verify", tmp_path / "run", *network, "--quiet") == 0
 
 
 CNN = ("--data", "digits", "--network", "cnn", "--num-train", 8, "--num-test", 2, "--steps", 2, "--quiet")

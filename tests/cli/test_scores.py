@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 import epk_gp as epk
 from commands import refused, run
 from epk_gp.cli.data import read_labelled
-from epk_gp.cli.networks import NetworkSpec, build_network, open_run
+from epk_gp.cli.networks import NetworkSpec, network_and_output, open_run
 from epk_gp.cli.options import parse_path
 from epk_gp.gp.data import count_seen
 from epk_gp.plots.scores import suspicious_labels_figure
@@ -73,7 +73,8 @@ def test_without_points_half_of_the_validation_source_is_scored(judged, tmp_path
     accuracy = (probability.argmax(1) == held_out["labels"][rows].numpy()).mean()
     assert results["accuracy"] == pytest.approx(accuracy)
     read = epk.UncertainClassifier.load(
-        tmp_path / "model", build_network(NetworkSpec(name="mlp", input_shape=[100], num_outputs=3, width=5)).double()
+        tmp_path / "model",
+        network_and_output(NetworkSpec(name="mlp", input_shape=[100], num_outputs=3, width=5))[0].double(),
     )
     np.testing.assert_allclose(read.predict_proba(held_out["inputs"][rows]), probability, atol=1e-6)
 

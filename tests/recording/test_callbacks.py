@@ -249,6 +249,21 @@ def test_a_trainer_that_removes_the_indices_is_refused(data, net, tmp_path):
 
 
 @pytest.mark.slow
+def test_a_trainer_that_an_error_ended_trains_again_with_the_same_model(data, net, tmp_path):
+    """As in a notebook, whose cell is mended and run again."""
+    transformers = pytest.importorskip("transformers", reason="needs the extra 'huggingface'")
+    rows = [{"x": x, "labels": int(label)} for x, label in zip(*data, strict=True)]
+    dataset, model = IndexedDataset(rows, key="index"), Classifier(net)
+    first, second = (
+        callbacks.HuggingFaceRecorderCallback(dataset, output=lambda returned: returned["logits"]) for _ in range(2)
+    )
+    with pytest.raises(ValueError, match="Wrap the data in IndexedDataset"):
+        train_huggingface(transformers, model, rows, first, tmp_path)
+    train_huggingface(transformers, model, dataset, second, tmp_path)
+    assert_exact(second.trajectory, data[0])
+
+
+@pytest.mark.slow
 def test_before_the_training_there_is_no_run(data, net):
     pytest.importorskip("transformers", reason="needs the extra 'huggingface'")
     callback = callbacks.HuggingFaceRecorderCallback(*data)

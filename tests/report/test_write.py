@@ -266,3 +266,11 @@ def test_a_report_is_written_with_a_checkpoint_and_the_same_bytes(run, tmp_path)
     assert first.read_bytes() == second.read_bytes()
     assert list((tmp_path / "partial").iterdir())
     assert embedded(first)["title"] == f"Report of run {run[0].digest[:12]}"
+
+
+def test_the_kernel_of_a_float32_run_is_semi_definite_to_its_own_rounding(tmp_path):
+    torch.manual_seed(0)
+    X = torch.randn(60, 4)
+    net = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3))  # 67 weights: most eigenvalues are 0
+    run = epk.train(net, X, (X[:, 0] > 0).long(), optimizer=torch.optim.SGD(net.parameters(), lr=0.1), steps=3)
+    epk.write_report(tmp_path / "report.html", run, torch.randn(5, 4), explained=1, outputs=1)

@@ -576,6 +576,7 @@ def test_wrong_arguments_are_refused(rows, tmp_path: Path):
         "lr must be given with data": lambda: epk.between(net, states, X, data=(X, y)),
         "one for each of the 3 stretches: got 2": lambda: epk.between(net, states, X, data=(X, y), lr=(0.1, 0.2)),
         "lr must be positive and finite: got nan": lambda: epk.between(net, states, X, data=(X, y), lr=float("nan")),
+        "must be copies": lambda: epk.between(net, [net.state_dict(), net.state_dict()], X),
         "odd.pt must hold": lambda: epk.between(net, [states[0], tmp_path / "odd.pt"], X),
     }
     for message, call in calls.items():
