@@ -116,7 +116,6 @@ pages: | $(BIN)/python
 	$(BIN)/python docs/expand.py
 
 # The notebooks are committed with their outputs: this runs them, some two minutes, and writes them anew.
-notebooks: export OMP_NUM_THREADS := 1
 notebooks: $(DEV)
 	$(BIN)/python docs/notebooks.py
 

@@ -13,6 +13,11 @@ import nbformat
 from nbclient import NotebookClient
 
 NOTEBOOKS = Path(__file__).with_suffix("")
+ENVIRONMENT = {
+    "MPLBACKEND": "module://matplotlib_inline.backend_inline",  # pictures go into the notebook
+    "OMP_NUM_THREADS": "1",  # sums in one order, also on a busy machine
+    "PYTHONWARNINGS": "ignore:the attribution will take about",  # on a slow machine; pyproject.toml has it for tests
+}
 METADATA = {
     "kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"},
     "language_info": {"name": "python"},
@@ -26,8 +31,8 @@ def executed(file: Path) -> nbformat.NotebookNode:
     Nothing is kept that differs from run to run, such as times and the version of Python.
     """
     notebook = nbformat.read(file, as_version=4)
-    os.environ["MPLBACKEND"] = "module://matplotlib_inline.backend_inline"  # pictures go into the notebook
-    NotebookClient(notebook, timeout=600, kernel_name="python3", record_timing=False).execute()
+    client = NotebookClient(notebook, timeout=600, kernel_name="python3", record_timing=False)
+    client.execute(env=os.environ | ENVIRONMENT)
     notebook.metadata = nbformat.from_dict(METADATA)
     return notebook
 
