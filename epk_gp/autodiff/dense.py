@@ -8,6 +8,7 @@ for each output, which works wherever training does.
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -188,11 +189,9 @@ def pulled_back(
     z: Tensor, leaves: Sequence[Tensor], cotangents: Float[Tensor, "K ..."], create_graph: bool = False
 ) -> Float[Tensor, "K P"]:
     """Differentiate outputs with respect to some leaves by one backward pass per cotangent."""
-    grads = [
-        torch.autograd.grad(z, leaves, cotangent, retain_graph=True, create_graph=create_graph, materialize_grads=True)
-        for cotangent in cotangents
-    ]
-    return torch.stack([torch.cat([g.reshape(-1) for g in of_cotangent]) for of_cotangent in grads])
+    pull = partial(torch.autograd.grad, z, leaves, retain_graph=True, create_graph=create_graph, materialize_grads=True)
+    with torch.set_grad_enabled(create_graph):  # before 2.10 torch's zeros of an unused leaf require a gradient
+        return torch.stack([torch.cat([g.reshape(-1) for g in pull(cotangent)]) for cotangent in cotangents])
 
 
 def propagate_cotangents(

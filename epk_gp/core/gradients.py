@@ -520,5 +520,5 @@ def batch_gradient(
         for X_block, y_block, c_block in zip(X.split(rows), y.split(rows), c.to(state).split(rows), strict=True):
             value = c_block @ loss_terms(model.signature, loss, model.returned(weights, X_block), y_block)
             gradients = torch.autograd.grad(value, leaves, allow_unused=True, materialize_grads=True)
-            total += torch.cat([g.reshape(-1) for g in gradients])
+            total += torch.cat([g.detach().reshape(-1) for g in gradients])
     return total

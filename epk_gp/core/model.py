@@ -524,7 +524,7 @@ def with_kept_activations(model: FunctionalModel, state: Tensor, X: Shaped[Tenso
 def _gradient_along_a_wave(outputs: Tensor, leaves: list[Tensor]) -> Tensor:
     wave = torch.arange(outputs.numel(), dtype=outputs.dtype, device=outputs.device).cos().view_as(outputs)
     gradients = torch.autograd.grad(outputs, leaves, wave, allow_unused=True, materialize_grads=True)
-    return torch.cat([g.reshape(-1) for g in gradients])
+    return torch.cat([g.detach().reshape(-1) for g in gradients])
 
 
 def _has_reentrant_checkpoint(outputs: Tensor) -> bool:

@@ -433,7 +433,7 @@ def _joint_question(trajectory: Trajectory, X: Tensor, function: Function) -> Qu
         if not isinstance(value, Tensor) or value.ndim or not value.requires_grad:
             return None
         found = torch.autograd.grad(value, leaves, materialize_grads=True)
-    cotangents = torch.cat([gradient.reshape(len(X), -1) for gradient in found], dim=1)
+    cotangents = torch.cat([gradient.detach().reshape(len(X), -1) for gradient in found], dim=1)
     return *ask(trajectory, X, _all_numbers), value.detach(), cotangents[:, None].to(model.spec.dtype)
 
 

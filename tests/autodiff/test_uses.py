@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from epk_gp.autodiff.dense import PlannedModel, all_outputs, dense_jacobian, flat_columns
+from epk_gp.autodiff.dense import PlannedModel, all_outputs, dense_jacobian, flat_columns, pulled_back
 from epk_gp.autodiff.jacobians import WeightLocation, layer_jacobians
 from epk_gp.autodiff.products import ParameterGradients
 from epk_gp.autodiff.representations import ContractionCost, to_flat_order
@@ -81,6 +81,16 @@ def assert_rows_have_their_gradients(model: FunctionalModel, net: nn.Module, X: 
         expected = dense_jacobian(loop, model.names, w, rows, every).values
         error = to_flat_order(found, flat_columns(planned, all_dense=False)) - expected
         assert error.abs().max() <= 1e-12 * max(1.0, float(expected.abs().max()))
+
+
+def test_gradients_require_none_unless_a_graph_is_asked_for() -> None:
+    """A cotangent is passed on as it is, and the zeros of an unused leaf require a gradient in torch before 2.10."""
+    used, unused = (torch.ones(2, requires_grad=True) for _ in range(2))
+    cotangents = torch.eye(2).requires_grad_()
+    gradients = {graph: pulled_back(used + 1, [used, unused], cotangents, graph) for graph in (False, True)}
+    expected = torch.cat([torch.eye(2), torch.zeros(2, 2)], dim=1)
+    assert all(torch.equal(found, expected) for found in gradients.values())
+    assert [gradients[graph].requires_grad for graph in (False, True)] == [False, True]
 
 
 POSITIONS = ("none", "embedded", "embedded in one row", "types", "added", "sliced", "joined")
