@@ -74,7 +74,7 @@ test-fast: $(DEV)
 
 # The tests with another torch than the pinned one, in an environment of its own:
 #   make test-torch TORCH="torch==2.15.0"
-#   PIP_EXTRA_INDEX_URL=... make test-torch TORCH="--pre torch"   # a nightly, from the index that has them
+#   PIP_PRE=1 PIP_EXTRA_INDEX_URL=... make test-torch TORCH=torch   # a nightly, from the index that has them
 TORCH_VENV := .venv-torch
 test-torch: export OMP_NUM_THREADS := 1
 test-torch: export MPLBACKEND := Agg

@@ -39,8 +39,10 @@ print(f"Python {platform.python_version()}", *(f"{name} {version(name)}" for nam
 
 def check(folder: Path, options: argparse.Namespace) -> None:
     """Install, print the versions, run the demo and the tests; the first that fails ends it."""
-    (wheel,) = (ROOT / "dist").glob("*.whl")
-    (archive,) = (ROOT / "dist").glob("*.tar.gz")
+    built = [*(ROOT / "dist").glob("*.whl"), *(ROOT / "dist").glob("*.tar.gz")]
+    if len(built) != 2:
+        sys.exit(f"dist/ must hold one wheel and one archive: run make dist first; got {[p.name for p in built]}")
+    wheel, archive = built
     environment, tests = folder / "environment", folder / "source"
     programs = environment / ("Scripts" if os.name == "nt" else "bin")
     clean = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}

@@ -25,7 +25,7 @@ def notes(tag: str) -> str:
 
 
 def found(pattern: str, file: str) -> str:
-    """What stands in a file's brackets of a pattern."""
+    """The first group of a pattern in a file."""
     match = re.search(pattern, (ROOT / file).read_text(encoding="utf-8"), re.MULTILINE)
     return match[1] if match else sys.exit(f"{file} must have a line like {pattern}")
 

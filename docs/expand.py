@@ -221,7 +221,7 @@ def headline() -> str:
         ["Is it exact?", f"{exact} ({cost})", f"the paper's rule, 100 nodes: {errors['left Riemann 100']:.1e}"],
         [
             "What would change without a training point?",
-            f"rank correlation with training again: **{agreement['influence', 'tanh']}** with tanh, "
+            f"rank correlation with training again without each point: **{agreement['influence', 'tanh']}** with tanh, "
             f"**{agreement['influence', 'relu']}** with ReLU ({problems} problems on digits)",
             f"TracIn {agreement['TracIn (captum)', '']}; our contributions {agreement['contributions', '']}: exact is "
             "not causal",

@@ -122,4 +122,4 @@ else:
         return sorted({*__all__, *_FOLDERS, *(name for name in globals() if name.startswith("__"))})
 
 
-__version__ = "0.2.0.dev0"
+__version__ = "0.2.0"

@@ -162,7 +162,7 @@ def judged_front(run: dict[str, Any]) -> str:
     names = [f"{row['system']} ({row['LDS']:.2f} for {_number_of_trainings(row)} trainings)" for row in front]
     plain, recorded = (f"{run[f'{kind} seconds']:.2g} s" for kind in ("training", "recording"))
     costs = f"A training takes {plain}, and {recorded} recorded: fixed costs of a step weigh."
-    return f"**Nothing cheaper was better than:** {'; '.join(names)}. {costs}"
+    return f"**All that is cheaper had a lower LDS than each of these:** {'; '.join(names)}. {costs}"
 
 
 def _number_of_trainings(row: dict[str, Any]) -> str:

@@ -108,6 +108,7 @@ def agreement(name: str, rows: dict[str, dict[str, Any]]) -> Row:
     shown = {
         **dict(zip(OURS, ("derivative*", "smoothed*", "contributions*"), strict=True)),
         "TRAK-10 (traker)": "TRAK",
+        "influence functions by EK-FAC (kronfluence)": "EK-FAC",
         "TracIn (dattri)": "TracIn",
     }
     found = [
@@ -121,7 +122,7 @@ def derivatives(runs: list[dict[str, dict[str, Any]]]) -> Row:
     worst = max(1 - rows["MAGIC (bergson)"]["derivatives"][0] for rows in runs)
     return (
         "MAGIC's derivatives",
-        f"cosine with ours at least 1 - {worst:.0e}",
+        f"mean cosine with ours at least 1 - {worst:.0e} in both runs",
         "judged.py",
     )
 

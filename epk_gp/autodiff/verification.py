@@ -327,7 +327,7 @@ def passes_check(attempt: Callable[[], Pair | Iterator[Pair]], *, one_by_one: bo
 
 @contextmanager
 def without_errors_of_a_trial() -> Iterator[None]:
-    """Leave out errors by which the network or torch may say that a way of computing does not fit the network."""
+    """Leave out errors that mean: this way of computing does not fit the network."""
     try:
         yield
     except (RuntimeError, ValueError, TypeError, IndexError, AttributeError, Warning) as error:

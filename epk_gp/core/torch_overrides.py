@@ -349,17 +349,20 @@ def watching_normalisations(module: nn.Module, look: Callable[[str, nn.Module, T
 
 
 def with_tensors(module: nn.Module, named: dict[str, Tensor]) -> Callable[..., Any]:
-    """Return a module as a function that is computed with other tensors, which buffers that it writes replace.
+    """Return a function that calls a module with other tensors; buffers that the module moves are updated in `named`.
 
-    The module's own are put back here: `functional_call` leaves others in a module that stands under two names.
+    Its own tensors are put back: `functional_call` leaves those of `named` in a module that stands under two names. A
+    tensor that the module replaced itself stays, as does what it noted about it.
     """
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        kept: list[Any] = [(own, own.copy()) for part in module.modules() for own in (part._parameters, part._buffers)]
+        given = {id(tensor) for tensor in named.values()}
+        parts = [part for part in module.modules() if not isinstance(part, torch.jit.ScriptModule)]
+        kept: list[Any] = [(own, own.copy()) for part in parts for own in (part._parameters, part._buffers)]
         try:
             return functional_call(module, named, args, kwargs)
         finally:
             for own, tensors in kept:
-                own.update(tensors)
+                own.update({name: tensor for name, tensor in tensors.items() if id(own.get(name)) in given})
 
     return call

@@ -248,7 +248,7 @@ def group_name(axes: Sequence[Axis], group: int) -> str:
 
 
 def _short_name(names: Sequence[str], place: int, length: int) -> str:
-    """Return one of some names; of a long one without the parts, between dots, with which all names begin or end."""
+    """Return a name; a long one without the dotted beginning and end that all names share."""
     if len(names[place]) <= length:
         return names[place]
     parts = [name.split(".") for name in names]

@@ -111,7 +111,7 @@ class HuggingFaceRecorderCallback(RunOfCallback, TrainerCallback):  # type: igno
         if self._hooks:
             for hook in self._hooks:
                 hook.remove()
-            self._hooks = []
+            self._hooks, self._seen = [], []
             self._recorder.__exit__(None if error is None else type(error), error, None)
 
     def _take_indices(

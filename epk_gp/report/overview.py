@@ -242,7 +242,7 @@ def kernel_matrix(ax: Axes, K: Float[Tensor, "n n"], groups: Int64[Tensor, " n"]
 def spectrum(ax: Axes, values: Float[Tensor, " n"]) -> None:
     """Draw descending eigenvalues as shares of their sum, on a logarithmic axis, without those of 0 by rounding."""
     shares = values.numpy() / float(values.clamp(min=0).sum())
-    drawn = shares[shares > 1e-16]
+    drawn = shares[shares > len(shares) * torch.finfo(values.dtype).eps]
     ax.semilogy(range(1, len(drawn) + 1), drawn, color=style.EXACT, marker=".", markersize=4, linewidth=1)
     ax.set(xlabel="number of the eigenvalue", ylabel="share of the sum")
 

@@ -408,9 +408,10 @@ def _split(
             model = asked.model_for(X)
             net = PlannedModel(model, observed_plan(model, flat_state(asked, asked.num_steps, X), probe_rows(X)))
             result = sums(changed_kernel(kernel, path=layerwise()), X, net, net)
-            if result.certified:
+            misses = not result.certified
+            if not misses:
                 return result
-            misses = True
+        if misses:
             warn_caller("operations cannot be averaged: the stretches are computed once more, along straight lines.")
     while True:
         with planned(asked.recorded, X) as recorded_net, planned(asked, X) as net:

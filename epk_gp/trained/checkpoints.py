@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import pairwise
+from itertools import combinations, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +55,7 @@ def listed(checkpoints: Any) -> list[Checkpoint]:
         if not isinstance(each, Mapping | str | os.PathLike):
             raise TypeError(f"a checkpoint must be a state dict or a path: got {type(each).__name__}.")
     places = {id(c): tuple(map(Tensor.data_ptr, read(c).values())) for c in checkpoints if isinstance(c, Mapping)}
-    if len(set(places.values())) < len(places):
+    if any(a and a == b for a, b in combinations(places.values(), 2)):
         raise ValueError("checkpoints must be copies: two share their memory. Use copy.deepcopy(net.state_dict()).")
     numbers = [None if isinstance(each, Mapping) else _number(Path(each)) for each in checkpoints]
     for (before, after), titles in zip(pairwise(numbers), pairwise(titles_of(checkpoints)), strict=True):

@@ -203,12 +203,16 @@ def test_a_lightning_run_with_dropout_batch_norm_and_two_optimizers_is_exact(dat
 class Classifier(nn.Module):
     """A model of one's own as the trainer takes it: the loss first."""
 
+    fails = False
+
     def __init__(self, net):
         super().__init__()
         self.net = net
 
     def forward(self, x, labels=None):
         logits = self.net(x)
+        if self.fails and labels is not None:
+            raise KeyboardInterrupt
         return {"logits": logits} if labels is None else {"loss": F.cross_entropy(logits, labels), "logits": logits}
 
 
@@ -259,6 +263,12 @@ def test_a_trainer_that_an_error_ended_trains_again_with_the_same_model(data, ne
     )
     with pytest.raises(ValueError, match="Wrap the data in IndexedDataset"):
         train_huggingface(transformers, model, rows, first, tmp_path)
+    train_huggingface(transformers, model, dataset, second, tmp_path)
+    assert_exact(second.trajectory, data[0])
+    model.fails = True
+    with pytest.raises(KeyboardInterrupt):
+        train_huggingface(transformers, model, dataset, second, tmp_path)
+    model.fails = False
     train_huggingface(transformers, model, dataset, second, tmp_path)
     assert_exact(second.trajectory, data[0])
 

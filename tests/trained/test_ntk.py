@@ -100,6 +100,33 @@ def test_every_form_is_its_part_of_the_product_of_jacobians(outputs, head):
     assert (epk.ntk(net, X, Z, head=head) - block(J, L)).abs().max() > 1e-3
 
 
+class LongestSoFar(nn.Module):
+    """Makes a table longer where inputs are longer, and notes its length beside it, as rotary embeddings do."""
+
+    def __init__(self):
+        super().__init__()
+        self.last, self.length = nn.Linear(1, C), 2
+        self.register_buffer("table", torch.ones(2), persistent=False)
+
+    def forward(self, x):
+        if x.shape[1] > self.length:
+            self.length = x.shape[1]
+            self.register_buffer("table", torch.linspace(1, 2, self.length).to(x), persistent=False)
+        return self.last(torch.tanh(x * self.table[: x.shape[1]]).sum(dim=1, keepdim=True))
+
+
+@pytest.mark.parametrize(
+    "make", [LongestSoFar, lambda: nn.Sequential(nn.Linear(4, 6), torch.jit.script(nn.Softplus()), nn.Linear(6, C))]
+)
+def test_what_a_network_replaces_itself_stays_and_scripted_parts_are_taken(make):
+    net, X = make().double(), torch.randn(5, 4, dtype=torch.float64)
+    K = epk.ntk(net, X)
+    for n, c in ((0, 1), (4, 2)):
+        rows = [torch.autograd.grad(net(X)[i, c], list(net.parameters())) for i in (n, 1)]
+        expected = sum(float((a * b).sum()) for a, b in zip(*rows, strict=True))
+        assert float(K[n, c, 1, c]) == pytest.approx(expected, rel=1e-11)
+
+
 def test_numbers_have_the_dtype_of_the_inputs_and_options_change_none():
     net = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, C))
     X = torch.randn(30, 4, dtype=torch.float64)
