@@ -85,7 +85,8 @@ def _warnings_in_one_line() -> Iterator[None]:
     """Show warnings as errors are shown."""
 
     def show(message: Warning | str, category: type[Warning], *where: Any, **options: Any) -> None:
-        if category.__name__ != "SlowCallWarning":  # of calls from Python: a command shows a bar, or is to be quiet
+        # Neither what is for calls from Python (a command shows a bar, or is to be quiet) nor torch's to linear_operator
+        if category.__name__ != "SlowCallWarning" and not str(message).startswith("`torch.jit.script` is"):
             typer.echo(f"epk-gp: warning: {message}", err=True)
 
     shown_before = warnings.showwarning

@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+import warnings
 from textwrap import dedent
 
 import pytest
@@ -11,7 +12,7 @@ from safetensors.torch import load_file
 
 import epk_gp as epk
 from commands import run
-from epk_gp.cli import COMMANDS
+from epk_gp.cli import COMMANDS, _warnings_in_one_line
 from epk_gp.cli.options import parse_path, parse_rule
 
 # They compute nothing and draw nothing
@@ -114,3 +115,12 @@ def test_rules_and_paths_are_read_as_they_are_written():
     assert parse_path("chords:20") == epk.chords(20)
     assert parse_path("layerwise") == epk.layerwise()
     assert parse_path("layerwise:20") == epk.layerwise(20)
+
+
+@pytest.mark.filterwarnings("always")
+def test_what_torch_says_of_linear_operator_is_not_shown(capsys):
+    """The user calls no `torch.jit.script`."""
+    with _warnings_in_one_line():
+        warnings.warn("`torch.jit.script` is deprecated. Please switch.", FutureWarning, stacklevel=1)
+        warnings.warn("another", FutureWarning, stacklevel=1)
+    assert capsys.readouterr().err == "epk-gp: warning: another\n"

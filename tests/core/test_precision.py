@@ -7,6 +7,8 @@ import torch
 
 from epk_gp.core.torch_overrides import disable_fused_attention, kernels_of_the_loop
 
+pytestmark = pytest.mark.skipif(torch.__version__ < (2, 9), reason="torch 2.9 introduced the switches")
+
 
 def switches() -> list[object]:
     cudnn = torch.backends.cudnn
