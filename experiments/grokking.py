@@ -22,6 +22,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.func import functional_call, jvp
 from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import epk_gp as epk
 from epk_gp.plots import new_figure
@@ -267,7 +268,7 @@ def outputs_of_midpoints(config: Config, files: list[Path], X: Tensor, nodes: in
         return functional_call(net, weights, (X,))
 
     states = [{name: value.double() for name, value in load_file(file).items()} for file in files]
-    with torch.no_grad():
+    with torch.no_grad(), sdpa_kernel(SDPBackend.MATH):  # torch 2.15 takes a kernel without a forward mode
         total = outputs(states[0])
         for start, end in pairwise(states):
             way = {name: end[name] - start[name] for name in start}

@@ -206,9 +206,8 @@ def test_the_front_names_what_nothing_cheaper_surpasses(load):
     systems = [{"system": name, "fault": "", "LDS": lds, "trainings": cost} for name, (lds, cost) in marks.items()]
     systems += [{"system": "random numbers", "fault": "", "LDS": 0.9}, JUDGED["systems"][2]]
     found = load("report").judged_front({"systems": systems, "training seconds": 0.1, "recording seconds": 0.2})
-    assert found.startswith(
-        "**Nothing cheaper was better than:** a (0.20 for 1 trainings); b (0.50 for 13 trainings). "
-    )
+    named = "a (0.20 for 1 trainings); b (0.50 for 13 trainings). "
+    assert found.startswith(f"**All that is cheaper had a lower LDS than each of these:** {named}")
 
 
 def test_dattri_is_asked_in_groups_with_the_seeds_of_one_long_run_and_gets_scores_as_it_has_them(
