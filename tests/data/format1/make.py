@@ -8,7 +8,9 @@ folder of its own. `tests/storage/test_committed_runs.py` opens all of them, wit
 """
 
 import json
+import warnings
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -64,14 +66,19 @@ def points(name: str, count: int, seed: int) -> Tensor:
     return torch.randn(count, 4, generator=generator).to(next(NETWORKS[name]().parameters()).dtype)
 
 
-def record(name: str, folder: Path, steps: int = 7) -> epk.Trajectory:
-    """Steps on batches of four of twelve points, those that the folder does not hold yet."""
-    torch.manual_seed(1)
-    net, X = NETWORKS[name](), points(name, 12, seed=2)
-    y = torch.arange(12) % 3
+def training_data(name: str) -> tuple[Tensor, Tensor]:
+    """Twelve points and their targets; another processor may draw others, so that only `main` asks for them."""
+    X, y = points(name, 12, seed=2), torch.arange(12) % 3
     if name == "words":
         mask = torch.arange(5) < 3 + y[:, None]  # sentences of three to five words
         X, y = X * mask, epk.next_words(X, mask)
+    return X, y
+
+
+def record(name: str, folder: Path, X: Tensor, y: Tensor, steps: int = 7) -> epk.Trajectory:
+    """Steps on batches of four of twelve points, those that the folder does not hold yet."""
+    torch.manual_seed(1)
+    net = NETWORKS[name]()
     optimizer, storage = OPTIMIZERS[name](net.parameters()), epk.Storage(keep_every=3 if name == "words" else 1)
     loss = epk.CrossEntropy(ignore_index=-100) if name == "words" else epk.CrossEntropy()
     chosen = {"loss": loss, "output": OUTPUTS.get(name), "storage": storage}
@@ -85,9 +92,9 @@ def record(name: str, folder: Path, steps: int = 7) -> epk.Trajectory:
     return recorder.trajectory
 
 
-def numbers(name: str, run: epk.Trajectory) -> dict[str, Tensor]:
+def numbers(run: epk.Trajectory, X: Tensor) -> dict[str, Tensor]:
     """What is computed from a run: two predictions, split over the training points, influence, and the kernel."""
-    X, classes = points(name, 2, seed=3), torch.tensor([1, 2])
+    classes = torch.tensor([1, 2])
     parts = epk.attribute(run, X, classes=classes)
     both = epk.Points(torch.cat([X, run.inputs[:2]]), torch.tensor([False, False, True, True]))
     return {
@@ -103,17 +110,32 @@ def numbers(name: str, run: epk.Trajectory) -> dict[str, Tensor]:
     }
 
 
+def conditioning(run: epk.Trajectory, X: Tensor) -> dict[str, float]:
+    """How far each number moves, of its largest, where all weights of all states move by one eps: what rounding may do."""
+    expected, moved = numbers(run, X), dict[str, float]()
+    states = torch.stack([run.states[step] for step in range(run.num_steps + 1)])
+    for seed in range(3):
+        signs = 1 - 2 * torch.randint(2, states.shape, generator=torch.Generator().manual_seed(seed)).to(states)
+        with warnings.catch_warnings(action="ignore", category=epk.CertificateWarning):  # such steps are no rule's
+            near = numbers(replace(run, states=states * (1 + torch.finfo(states.dtype).eps * signs)), X)
+        for name, value in expected.items():
+            change = float((near[name].double() - value.double()).abs().max() / value.double().abs().max().clamp(min=1e-99))
+            moved[name] = max(moved.get(name, 0.0), change)
+    return {name: float(f"{value:.1e}") for name, value in moved.items() if name != "certified"}
+
+
 def main() -> None:
     """Record the runs of this version and compute from them."""
     version = HERE / epk.__version__.partition(".dev")[0]
     version.mkdir()
     for name, make in NETWORKS.items():
-        record(name, version / name)
+        record(name, version / name, *training_data(name))
         run = epk.load_trajectory(version / name, make(), output=OUTPUTS.get(name))
-        found = {key: value.contiguous() for key, value in numbers(name, run).items()}
-        save_file(found, version / f"{name}.safetensors")
-        digests = {"digest": run.digest, "data_digest": run.data_digest}
-        (version / f"{name}.json").write_text(json.dumps(digests, indent=1) + "\n")
+        questions = points(name, 2, seed=3)
+        found = {"questions": questions, **numbers(run, questions)}
+        save_file({key: value.contiguous() for key, value in found.items()}, version / f"{name}.safetensors")
+        noted = {"digest": run.digest, "data_digest": run.data_digest, "conditioning": conditioning(run, questions)}
+        (version / f"{name}.json").write_text(json.dumps(noted, indent=1) + "\n")
 
 
 if __name__ == "__main__":
