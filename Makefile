@@ -43,7 +43,7 @@ test test-types test-pages test-fast lint: export OMP_NUM_THREADS := 1
 test test-types test-pages test-fast lint: export MKL_NUM_THREADS := 1
 test test-types test-pages test-fast: export MPLBACKEND := Agg
 
-.PHONY: demo test test-types test-pages test-changed-pages test-fast test-torch lint lint-workflows audit format pages notebooks \
+.PHONY: demo test test-types test-pages test-changed-pages test-fast test-processors test-torch lint lint-workflows audit format pages notebooks \
   docs bench faults dist check-dist clean
 .DEFAULT_GOAL := test
 
@@ -71,6 +71,19 @@ test-types: $(DEV)
 # Without the tests that are marked as slow, and without the checks of types.
 test-fast: $(DEV)
 	$(BIN)/python -m pytest $(PYTEST_ARGS) -m "not slow"
+
+# The tests without compiled networks as older processors run them, with one thread and with two: half an hour on two quiet
+# cores. OLDER="default:COMPATIBLE" THREADS=1 takes one of the four.
+OLDER ?= default:COMPATIBLE avx2:AVX2
+THREADS ?= 1 2
+test-processors: export MPLBACKEND := Agg
+test-processors: $(DEV)
+	set -e; for older in $(OLDER); do for threads in $(THREADS); do \
+	  echo "$$older, threads: $$threads"; \
+	  ATEN_CPU_CAPABILITY=$${older%:*} MKL_CBWR=$${older#*:} \
+	    OMP_NUM_THREADS=$$threads MKL_NUM_THREADS=$$threads EPK_GP_TEST_THREADS=$$threads \
+	    $(BIN)/python -m pytest $(PYTEST_ARGS) -m "not pages and not compiled"; \
+	done; done
 
 # The tests with another torch than the pinned one, in an environment of its own:
 #   make test-torch TORCH="torch==2.15.0"

@@ -1,9 +1,12 @@
+import os
+
 import matplotlib
 import pytest
 import torch
 
 matplotlib.use("Agg")
-torch.set_num_threads(1)  # sums in one order, and one core for each pytest worker
+# One core for each pytest worker; `make test-processors` asks for two.
+torch.set_num_threads(int(os.environ.get("EPK_GP_TEST_THREADS", "1")))
 
 
 # Their slow tests run every page, tutorial, experiment and picture, the benchmarks, or a browser: `make test-pages`.

@@ -121,6 +121,7 @@ def test_contributions_are_those_of_separate_backward_passes(recipe):
 
 
 @pytest.mark.slow
+@pytest.mark.compiled
 @pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")  # torch's own call
 def test_a_compiled_network_is_recorded():
     """torch.compile, with the random numbers that torch draws."""

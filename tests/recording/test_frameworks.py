@@ -104,6 +104,7 @@ def test_a_compiled_network_is_recorded_as_it_was_written(compile_network, optio
 
 
 @pytest.mark.slow
+@pytest.mark.compiled
 @pytest.mark.filterwarnings("default")
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch's default backend needs a C++ compiler")
 @pytest.mark.parametrize("compile_network", [whole, in_part])
