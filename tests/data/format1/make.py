@@ -111,7 +111,7 @@ def numbers(run: epk.Trajectory, X: Tensor) -> dict[str, Tensor]:
 
 
 def conditioning(run: epk.Trajectory, X: Tensor) -> dict[str, float]:
-    """How far each number moves, of its largest, where all weights of all states move by one eps: what rounding may do."""
+    """How far each number moves, of its largest, where all weights of all states move by one eps."""
     expected, moved = numbers(run, X), dict[str, float]()
     states = torch.stack([run.states[step] for step in range(run.num_steps + 1)])
     for seed in range(3):
@@ -119,8 +119,8 @@ def conditioning(run: epk.Trajectory, X: Tensor) -> dict[str, float]:
         with warnings.catch_warnings(action="ignore", category=epk.CertificateWarning):  # such steps are no rule's
             near = numbers(replace(run, states=states * (1 + torch.finfo(states.dtype).eps * signs)), X)
         for name, value in expected.items():
-            change = float((near[name].double() - value.double()).abs().max() / value.double().abs().max().clamp(min=1e-99))
-            moved[name] = max(moved.get(name, 0.0), change)
+            change = (near[name].double() - value.double()).abs().max() / value.double().abs().max().clamp(min=1e-99)
+            moved[name] = max(moved.get(name, 0.0), float(change))
     return {name: float(f"{value:.1e}") for name, value in moved.items() if name != "certified"}
 
 
