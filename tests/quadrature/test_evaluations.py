@@ -336,6 +336,8 @@ def test_a_located_kink_costs_a_fraction_of_a_blind_one(name: str, monkeypatch: 
         if not locates:
             monkeypatch.setattr("epk_gp.quadrature.adaptive.locate_kinks", blind)
         found = epk.reconstruct(trajectory, X, head="logits", rule=epk.adaptive(1e-12, order=2))
-        assert found.max_error < 1e-11
+        assert found.certified
+        # hundreds of intervals about a kink that is not located add roundings of their own
+        assert found.max_error < (1e-13 if locates else 1e-11) * found.network.abs().max()
         evaluations.append(found.evaluations)
     assert evaluations[1] > 10 * evaluations[0]
