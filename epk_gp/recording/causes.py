@@ -107,7 +107,7 @@ def validate_output_scale(loss: Loss, outputs: Float[Tensor, "n ..."], targets: 
     """
     if not isinstance(loss, NegativeLogLikelihood):
         return
-    totals = classes_second(outputs.detach(), targets).logsumexp(dim=1).flatten()
+    totals = classes_second(loss, outputs.detach(), targets).logsumexp(dim=1).flatten()
     worst = float(totals[totals.abs().argmax()])
     if abs(worst) > torch.finfo(outputs.dtype).eps ** 0.5:
         raise ValueError(
