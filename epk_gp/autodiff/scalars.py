@@ -20,7 +20,7 @@ from epk_gp.autodiff.interception import FunctionCall, ParameterInterception
 from epk_gp.core import losses
 from epk_gp.core.checks import validate_tensor
 from epk_gp.core.graphs import has_rows, map_tensors, rows_of, select_rows, tensors_of
-from epk_gp.core.inputs import ROWS_FIRST, Signature, parse_signature, side_by_side
+from epk_gp.core.inputs import Signature, parse_signature, side_by_side
 from epk_gp.core.model import FunctionalModel
 from epk_gp.core.plans import PASS_BYTES, TensorSpec
 from epk_gp.core.torch_overrides import disable_fused_attention
@@ -153,19 +153,11 @@ def ask(
 
 
 def _returned(trajectory: Trajectory, X: Shaped[Tensor, "n ..."]) -> tuple[FunctionalModel, dict[str, Tensor], Any]:
-    """Return the network, its weights at the end, and what it returns for the first input.
-
-    Raises:
-        ValueError: That has no row for the input.
-    """
+    """Return the network, its weights at the end, and what it returns for the first input."""
     model = trajectory.model_for(X)
     params = model.unflatten(flat_state(trajectory, trajectory.num_steps, X))
     with torch.no_grad():
-        first = model.returned(params, X[:1])
-    if not any(has_rows(z, 1) for z in tensors_of(first)):
-        got = ", ".join(f"{tuple(z.shape)}" for z in tensors_of(first))
-        raise ValueError(f"the network must return a row for each input {ROWS_FIRST}: got {got} for one input.")
-    return model, params, first
+        return model, params, model.returned(params, X[:1])
 
 
 def _validated(trajectory: Trajectory, X: Shaped[Tensor, "n ..."], signature: AskedSignature) -> tuple[int, int]:
@@ -271,8 +263,8 @@ def log_probability(
     Args:
         answers: (n,): the class of each input, or the word after its last position. (n, T): a target for each position,
             as the loss takes them, so that of position t is the word after it. (n, A), A < T: of the last A positions.
-        ignore_index: Stands at positions that are left out, such as those of the prompt or of padding. None: what the
-            run's loss leaves out, and -100.
+        ignore_index: Stands at positions that are left out, such as those of the prompt or of padding; so does -100.
+            None: that of the run's loss.
         dim: The dimension of the network's scores that holds classes or words: 1 for (n, V, T), -1 for (n, T, V). None:
             as the run's loss reads them, or as the network shows it: positions follow the length of its inputs.
 
@@ -283,12 +275,15 @@ def log_probability(
     return RowFunction(partial(_log_probability, loss=loss), _words(answers, "answers"))
 
 
-def log_probabilities(asked: RowFunction) -> RowFunction | None:
-    """Return the function of the single terms, by position, of a `log_probability`; None for another function."""
-    function = asked.function
-    if not isinstance(function, partial) or function.func is not _log_probability:
+def log_probabilities(trajectory: Trajectory, X: Shaped[Tensor, "n ..."], asked: RowFunction) -> RowFunction | None:
+    """Return the function of the single terms, by position, of a `log_probability`; None for another function.
+
+    Its answers are -100 where they are left out.
+    """
+    own = _completed(trajectory, X, asked)
+    if not isinstance(own.function, partial) or own.function.func is not _log_probability:
         return None
-    return RowFunction(partial(_log_probabilities, **function.keywords), *asked.data)
+    return RowFunction(partial(_log_probabilities, **own.function.keywords), *own.data)
 
 
 def logit_difference(
@@ -332,77 +327,89 @@ def loss_value(targets: Shaped[Tensor, "n ..."], loss: losses.Loss | nn.Module |
 
 
 def _words(words: Integer[Tensor, "..."], name: str) -> Integer[Tensor, "..."]:
-    """Return numbers of classes or words, after checking that they are such numbers."""
+    """Return numbers of classes or words as int64, after checking that they are such numbers."""
     validate_tensor(words, name)
     if words.is_floating_point() or words.dtype == torch.bool:
         raise TypeError(f"{name} must be numbers of classes or words: got {words.dtype}. Use torch.int64.")
-    return words
+    return words.long()
 
 
 def _completed(trajectory: Trajectory, X: Shaped[Tensor, "n ..."], asked: RowFunction) -> RowFunction:
-    """Return a function of this file with what it leaves to the run: where classes are, and what is no word."""
+    """Return a function of this file with what it leaves to the run: where classes are, and what is left out."""
     own, data = asked.function, asked.data
     loss = own.keywords["loss"] if isinstance(own, partial) and own.func.__module__ == __name__ else None
-    if not isinstance(own, partial) or not isinstance(loss, losses.ClassLoss):
+    if not isinstance(own, partial) or not isinstance(loss, losses.ClassLoss) or data[0].is_floating_point():
         return asked
-    z, ignored, recorded = logits_of(_returned(trajectory, X)[2]), loss.ignore_index, trajectory.loss
-    dim = loss.dim or _class_dim(trajectory, X, z, data[0])
-    if ignored is None and own.func is not _difference:
-        ignored = losses.ignored_class(recorded if isinstance(recorded, losses.ClassLoss) else loss)
-        data = tuple(value.masked_fill(value == losses.ignored_class(loss), ignored) for value in data)
-    for words in data:
-        if not words.is_floating_point():
-            _validate_words(words, z.movedim(dim, 1).shape[1], ignored)
-    return RowFunction(partial(own, loss=replace(loss, ignore_index=ignored, dim=dim)), *data)
-
-
-def _validate_words(words: Integer[Tensor, "..."], num_words: int, ignored: int | None) -> None:
-    """Raise if a row has no class or word, or one that the network does not know."""
-    counted = torch.ones_like(words, dtype=torch.bool) if ignored is None else words != ignored
-    if not bool((counted if words.ndim < 2 else counted.flatten(1).any(dim=1)).all()):
-        raise ValueError(f"each row must have a class or word: all of a row are {ignored}, left out.")
-    low, high = map(int, words[counted].aminmax())
-    if low < 0 or high >= num_words:
-        known = (
-            "what the network knows" if ignored is None else f"what the network knows, or be {ignored} to be left out"
+    returned, ignored = _returned(trajectory, X)[2], loss.ignore_index
+    rows_of(returned, 1)  # must be there
+    z = logits_of(returned)
+    loss = replace(loss, ignore_index=None, dim=loss.dim or _class_dim(trajectory, X, z, data[0]))
+    if own.func is not _difference:
+        ignored = getattr(trajectory.loss, "ignore_index", None) if ignored is None else ignored
+        data = tuple(
+            value if ignored is None else value.masked_fill(value == ignored, losses.IGNORED) for value in data
         )
+    for words in data:
+        _validate_words(words, losses.classes_second(loss, z, words).shape[1:], own.func)
+    return RowFunction(partial(own, loss=loss), *data)
+
+
+def _validate_words(words: Integer[Tensor, "..."], scores: torch.Size, function: Callable[..., Tensor]) -> None:
+    """Raise if words are not those of positions, or if a row has none, or one that the network does not know."""
+    (V, *positions), shape, is_whole = scores, words.shape[1:], function in (_difference, _loss_value)
+    is_part = len(positions) < 2 and (not shape or (len(shape) < 2 and not is_whole and shape[0] <= scores[1:].numel()))
+    if not is_part and list(shape) != positions:
+        raise ValueError(
+            f"answers {tuple(words.shape)} must fit scores of {V} classes or words at positions {positions}."
+        )
+    left_out = torch.zeros_like(words, dtype=torch.bool) if function is _difference else words == losses.IGNORED
+    if bool((left_out if words.ndim < 2 else left_out.flatten(1).all(dim=1)).any()):
+        raise ValueError("each row must have a class or word: all of a row are left out.")
+    low, high = map(int, words[~left_out].aminmax())
+    if low < 0 or high >= V:
         got = low if low < 0 else high
-        raise ValueError(f"classes or words must lie in 0..{num_words - 1}, {known}: got {got}.")
+        raise ValueError(f"classes or words must lie in 0..{V - 1}, or be -100 where they are left out: got {got}.")
 
 
-def dims_of_loss(trajectory: Trajectory) -> list[int]:
-    """Return where a run's loss may read classes in scores of several positions: 1, -1; empty where it reads none."""
+def dim_of_loss(trajectory: Trajectory) -> int | None:
+    """Return where a run's loss reads classes in scores of several positions, 1 or -1; None where it reads none.
+
+    Raises:
+        ValueError: Both are possible, and no step of a training was checked.
+    """
     loss, y = trajectory.loss, trajectory.targets[:1]
     if not isinstance(loss, losses.ClassLoss) or trajectory.model.signature.output is None:
-        return []
+        return None
     z = losses.own_input(loss, _returned(trajectory, trajectory.inputs)[2], y)
     if z is None or z.ndim < 3:
-        return []
-    return [loss.dim or 1] if loss.dim or y.is_floating_point() else losses.class_dims(z, y)
+        return None
+    dims = [loss.dim or 1] if loss.dim or y.is_floating_point() else losses.class_dims(z, y)
+    return _only(dims[:1] if trajectory.steps or trajectory.recorded_steps else dims, z)
+
+
+def _only(dims: list[int], z: Float[Tensor, "1 ..."]) -> int:
+    """Return the one dimension of scores that holds classes.
+
+    Raises:
+        ValueError: There are two, or none is known.
+    """
+    if len(dims) == 1:
+        return dims[0]
+    (V, *first), (W, *last) = (tuple(z.movedim(dim, 1).shape[1:]) for dim in (1, -1))
+    raise ValueError(
+        f"dim must say where scores {tuple(z.shape)} have classes or words, which nothing else does: dim=1 stands for "
+        f"{V} of them at {first} positions, dim=-1 for {W} at {last}. Pass it to the function, or to the loss."
+    )
 
 
 def _class_dim(trajectory: Trajectory, X: Shaped[Tensor, "n ..."], z: Float[Tensor, "1 ..."], words: Tensor) -> int:
     """Return which dimension of scores holds the classes or words: 1, or -1 where positions are before them.
 
     The loss of a run says it, whose steps are checked; else the network (`_observed_dims`).
-
-    Raises:
-        ValueError: Nothing of this says it.
     """
-    if z.ndim == 2:
-        return 1
-    dims = dims_of_loss(trajectory)
-    dims = dims[:1] if trajectory.steps or trajectory.recorded_steps else dims
-    if not dims and words.ndim > 2:
-        dims = [1] if words.is_floating_point() else losses.class_dims(z, words[:1])  # of pixels all are asked for
-    dims = dims if len(dims) == 1 else _observed_dims(trajectory, X, z)
-    if len(dims) == 1:
-        return dims[0]
-    (V, *first), (W, *last) = (tuple(z.movedim(dim, 1).shape[1:]) for dim in (1, -1))
-    raise ValueError(
-        f"dim must say where scores {tuple(z.shape)} have their classes or words, which nothing else does: dim=1 is for "
-        f"{V} of them at {first} positions, dim=-1 for {W} at {last}. Pass it to the function, or to the loss."
-    )
+    dim = 1 if z.ndim == 2 else dim_of_loss(trajectory)
+    dims = losses.class_dims(z, words[:1]) if words.ndim > 2 else []  # of pixels all are asked for
+    return dim or _only(dims if len(dims) == 1 else _observed_dims(trajectory, X, z), z)
 
 
 def _observed_dims(trajectory: Trajectory, X: Shaped[Tensor, "n ..."], z: Float[Tensor, "1 ..."]) -> list[int]:
@@ -413,7 +420,7 @@ def _observed_dims(trajectory: Trajectory, X: Shaped[Tensor, "n ..."], z: Float[
     """
     model, params, _ = _returned(trajectory, X)
     inputs, moving = model.signature.structure(X[:1]), set[int]()
-    tensors = [] if model.signature.graph is not None else list(tensors_of(inputs))
+    tensors = list(tensors_of(inputs))
     for length in {size for x in tensors for size in x.shape[1:]}:
         with suppress(Exception), torch.no_grad():  # whatever a network says that takes inputs of one length
             packed, signature = parse_signature(map_tensors(inputs, partial(_shortened, length=length)), None)
@@ -426,8 +433,8 @@ def _observed_dims(trajectory: Trajectory, X: Shaped[Tensor, "n ..."], z: Float[
     held = {**model.frozen_state(), **params}
     with ParameterInterception(held, lambda call, result: calls.append(call)), torch.no_grad():
         model.returned(params, X[:1])
-    looked_up = [(call.input, len(call.held["weight"])) for call in calls if call and call.function is F.embedding]
-    sizes = {(count, x.shape[1]) for ids, count in looked_up for x in tensors if x.ndim == 2 and torch.equal(ids, x)}
+    lookups = [call.args for call in calls if call is not None and call.function is F.embedding]
+    sizes = {(len(own[1]), x.shape[1]) for own in lookups for x in tensors if x.ndim == 2 and torch.equal(own[0], x)}
     return [dim for dim in (1, -1) if tuple(z.movedim(dim, 1).shape[1:]) in sizes]
 
 
@@ -436,47 +443,37 @@ def _shortened(x: Shaped[Tensor, "..."], length: int) -> Shaped[Tensor, "..."]:
     return x[(slice(None), *(slice(size - (size == length)) for size in x.shape[1:]))]
 
 
-def _classes_second(returned: Any, loss: losses.ClassLoss, num_dims: int) -> Float[Tensor, "m V *positions"]:
-    """Return a network's scores with classes second; those after the last position, where answers have none."""
+def _scores(returned: Any, loss: losses.ClassLoss) -> Float[Tensor, "m V P"]:
+    """Return the scores of all classes or words at each of P positions, one where there are none."""
     z = logits_of(returned)
-    if z.ndim > 2 and loss.dim is None:
-        raise ValueError(f"scores {tuple(z.shape)} must say where their classes are: give dim=1 or dim=-1.")
-    z = z.movedim(loss.dim or 1, 1)
-    return z[..., -1] if z.ndim == 3 and num_dims < 2 else z
+    return z[..., None] if z.ndim == 2 else z.movedim(loss.dim, 1).flatten(2)  # type: ignore[arg-type]  # `_completed`
 
 
 def _log_probability(returned: Any, answers: Tensor, **options: Any) -> Float[Tensor, " m"]:
     return _log_probabilities(returned, answers, **options).sum(dim=1)
 
 
-def _log_probabilities(returned: Any, answers: Tensor, *, loss: losses.ClassLoss) -> Float[Tensor, "m A"]:
-    z = _classes_second(returned, loss, answers.ndim)
-    if answers.ndim == 2 and z.ndim == 3:
-        z = z[:, :, max(0, z.shape[2] - answers.shape[1]) :]
-    if z[:, 0].shape != answers.shape:
-        raise ValueError(f"answers {tuple(answers.shape)} must be those of positions: got scores {tuple(z.shape)}.")
-    is_ignored = answers == (losses.ignored_class(loss))
-    chosen = z.log_softmax(dim=1).gather(1, answers.long().masked_fill(is_ignored, 0)[:, None])[:, 0]
-    return chosen.masked_fill(is_ignored, 0.0).flatten(1) if chosen.ndim > 1 else chosen[:, None]
+def _log_probabilities(returned: Any, answers: Tensor, *, loss: Any) -> Float[Tensor, "m A"]:
+    z, answers = _scores(returned, loss), answers.reshape(len(answers), -1)
+    is_ignored = answers == losses.IGNORED
+    log_p = z[:, :, z.shape[2] - answers.shape[1] :].log_softmax(dim=1)
+    chosen = log_p.gather(1, answers.masked_fill(is_ignored, 0)[:, None])[:, 0]
+    return chosen.masked_fill(is_ignored, 0.0)
 
 
 def _difference(returned: Any, a: Tensor, b: Tensor, *, loss: Any) -> Float[Tensor, " m"]:
-    z = _classes_second(returned, loss, num_dims=1)
-    one, other = (z.gather(1, word.long().expand(len(z))[:, None])[:, 0] for word in (a, b))
+    z = _scores(returned, loss)[..., -1]
+    one, other = (z.gather(1, word.expand(len(z))[:, None])[:, 0] for word in (a, b))
     return one - other
 
 
 def _loss_value(returned: Any, targets: Tensor, *, loss: losses.Loss) -> Float[Tensor, " m"]:
-    if isinstance(loss, losses.ClassLoss):
-        is_soft = targets.is_floating_point()
-        z, y = _classes_second(returned, loss, targets.ndim - is_soft), targets
-        y = y.movedim(loss.dim or 1, 1) if is_soft else y
-        value, loss = z if (z if is_soft else z[:, 0]).shape == y.shape else None, replace(loss, dim=1)
-    else:
-        value, y = losses.own_input(loss, returned, targets), targets
-        if value is None:
-            z = logits_of(returned)
-            value = losses.own_input(loss, z[:, -1] if targets.ndim == 1 and z.ndim == 3 else z, targets)
-    if value is None:
+    z = losses.own_input(loss, returned, targets)
+    if z is None:
+        z = logits_of(returned)
+        if targets.ndim == 1 and z.ndim == 3:
+            z = _scores(returned, loss)[..., -1] if isinstance(loss, losses.ClassLoss) else z[:, -1]
+        z = losses.own_input(loss, z, targets)
+    if z is None:
         raise ValueError(f"targets {tuple(targets.shape)} must fit what the network returns, and the loss {loss}.")
-    return losses.per_sample_losses(loss, value, y)
+    return losses.per_sample_losses(loss, z, targets)

@@ -25,13 +25,6 @@ from epk_gp.core.plans import EVALUATED_ROWS, TensorSpec
 Inputs = Shaped[Tensor, "n ..."] | Sequence[Tensor] | Mapping[str, Tensor] | Graph | Ragged
 
 
-# What to do with a network whose batch is not its first dimension, as of recurrent ones.
-ROWS_FIRST = (
-    "in the first dimension (batch_first=True; or record a module whose forward() transposes: net(x.transpose(0, 1)), "
-    "and back what it returns)"
-)
-
-
 @dataclass(frozen=True)
 class InputTensor:
     """One of the tensors of which inputs consist.

@@ -140,7 +140,7 @@ ELEMENTWISE = (
 )
 Loss = CrossEntropy | NegativeLogLikelihood | MeanSquaredError | PerSampleLoss | UnstatedLoss
 ClassLoss = CrossEntropy | NegativeLogLikelihood
-_TORCH_IGNORES = -100  # the default of torch's `ignore_index`: no class has this number
+IGNORED = -100  # the default of torch's `ignore_index`: no class has this number
 
 
 def as_loss(loss: object) -> Loss:
@@ -156,7 +156,7 @@ def as_loss(loss: object) -> Loss:
         reduction: Any = loss.reduction  # checked below
         if isinstance(loss, nn.CrossEntropyLoss | nn.NLLLoss):
             weights = None if loss.weight is None else tuple(loss.weight.tolist())
-            ignored = None if loss.ignore_index == _TORCH_IGNORES else loss.ignore_index
+            ignored = None if loss.ignore_index == IGNORED else loss.ignore_index
             if isinstance(loss, nn.NLLLoss):
                 loss = NegativeLogLikelihood(reduction, weights, ignored)
             else:
@@ -349,11 +349,11 @@ def _class_weights(loss: ClassLoss, outputs: Tensor) -> Tensor | None:
 
 def ignored_class(loss: ClassLoss) -> int:
     """Return the class index of the samples that a loss leaves out."""
-    return _TORCH_IGNORES if loss.ignore_index is None else loss.ignore_index
+    return IGNORED if loss.ignore_index is None else loss.ignore_index
 
 
 def next_words(
-    tokens: Int64[Tensor, "n T"], mask: Shaped[Tensor, "n T"] | None = None, *, ignore_index: int = _TORCH_IGNORES
+    tokens: Int64[Tensor, "n T"], mask: Shaped[Tensor, "n T"] | None = None, *, ignore_index: int = IGNORED
 ) -> Int64[Tensor, "n T"]:
     """Return the target of each position of texts, as causal language models have it: the word that follows.
 

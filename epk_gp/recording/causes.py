@@ -81,7 +81,7 @@ def _validate_classes(loss: ClassLoss, targets: Tensor, sample_shape: tuple[int,
     if positions is None and targets.shape[1:] != sample_shape[:-1]:
         first, last = (num_points, *sample_shape[1:]), (num_points, *sample_shape[:-1])
         either = f"{first}" if first == last else f"{first}, or {last} where classes are last"
-        hint = " Several need scores (n, T, V), alone or as `logits`, or a PerSampleLoss." if targets.ndim > 1 else ""
+        hint = " Several need scores (n, T, V), not (T, n, V), or as `logits`; or a PerSampleLoss." * (targets.ndim > 1)
         raise ValueError(f"class labels must have shape {either}: got {tuple(targets.shape)}.{hint}")
     counted = (block[block != ignored_class(loss)] for (block,) in blocks_of(targets))
     ends = [torch.stack(labels.aminmax()) for labels in counted if len(labels)]

@@ -387,8 +387,8 @@ def _used_targets(
         for own in (replace(loss, dim=dim) for dim in (1, -1)):  # where T = V both fit
             if _as_stated(own, z, delta, y, c, _possible_labels(own, delta, cuts), tolerance) is not None:
                 raise StepMismatchError(
-                    f"the loss must say in which dimension of scores {tuple(z.shape)} its classes are, where lengths do "
-                    f"not: the loop's loss has them in {own.dim}. State loss=epk_gp.{own}."
+                    f"the loss must say where scores {tuple(z.shape)} have their classes, which lengths do not: the "
+                    f"loop's loss takes dimension {own.dim}. State loss=epk_gp.{own}."
                 )
         shifted = (F.pad(labels[:, 1:], (0, 1), value=ignored_class(loss)) for labels in cuts)
         if _as_stated(loss, z, delta, y, c, _possible_labels(loss, delta, [*shifted]), tolerance) is not None:
@@ -433,10 +433,8 @@ def _possible_labels(loss: Loss, gradient: Tensor, cuts: list[Tensor]) -> Iterat
     for labels in cuts:
         delta = classes_second(loss, gradient, labels)
         if labels.shape == (len(delta), *delta.shape[2:]):
-            yield labels
             seen = labels.masked_fill(~(delta != 0).any(dim=1), ignored_class(loss))
-            if not torch.all(seen == ignored_class(loss)):
-                yield seen
+            yield from (own for own in (labels, seen) if not torch.all(own == ignored_class(loss)))
 
 
 def _within(difference: Tensor, bound: Tensor) -> Tensor:
