@@ -6,6 +6,7 @@ the data that belong to it, however the engine divides, repeats or reorders rows
 
 import hashlib
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -13,11 +14,13 @@ from typing import Any
 import torch
 from jaxtyping import Float, Int64, Integer, Shaped
 from torch import Tensor, nn
+from torch.nn import functional as F
 
+from epk_gp.autodiff.interception import FunctionCall, ParameterInterception
 from epk_gp.core import losses
 from epk_gp.core.checks import validate_tensor
 from epk_gp.core.graphs import has_rows, map_tensors, rows_of, select_rows, tensors_of
-from epk_gp.core.inputs import Signature, side_by_side
+from epk_gp.core.inputs import Signature, parse_signature, side_by_side
 from epk_gp.core.model import FunctionalModel
 from epk_gp.core.plans import PASS_BYTES, TensorSpec
 from epk_gp.core.torch_overrides import disable_fused_attention
@@ -122,7 +125,8 @@ def ask(
     Raises:
         TypeError: The function cannot be called, or returns no floating-point numbers.
         ValueError: It fails; it returns another shape, NaN or infinity; it mixes rows; nothing of what it returns
-            depends on what the network returned; or its data have another number of rows than the inputs.
+            depends on what the network returned; its data have another number of rows than the inputs; or words are
+            none of the network's, or where the network's scores have them cannot be told.
     """
     asked, base, n = RowFunction.of(function), trajectory.model.signature, len(X)
     for value in asked.data:
@@ -130,10 +134,9 @@ def ask(
             raise ValueError(
                 f"data of a function must have a row for each of the {n} inputs: got shape {tuple(value.shape)}."
             )
-    own = asked.function
-    if isinstance(own, partial) and own.func.__module__ == __name__ and X.ndim == 2:
-        own = partial(own, length=X.shape[1])  # by which positions are told from words
-    asked = RowFunction(own, *(value.detach().to(X.device) for value in asked.data))
+    asked = _completed(
+        trajectory, X, RowFunction(asked.function, *(value.detach().to(X.device) for value in asked.data))
+    )
     signature = AskedSignature(graph=base.graph, recorded=base, shape=tuple(X.shape[1:]), dtype=X.dtype, function=asked)
     dtype = X.dtype if X.is_floating_point() else torch.int64
     rows = side_by_side([X, torch.arange(n, device=X.device)], dtype)
@@ -149,12 +152,18 @@ def ask(
     return replace(run, digest=digest.hexdigest()), rows
 
 
-def _validated(trajectory: Trajectory, X: Shaped[Tensor, "n ..."], signature: AskedSignature) -> tuple[int, int]:
-    """Return the number K of numbers of a row, and how many rows are evaluated at a time, after all checks of `ask`."""
-    model, n = trajectory.model_for(X), len(X)
+def _returned(trajectory: Trajectory, X: Shaped[Tensor, "n ..."]) -> tuple[FunctionalModel, dict[str, Tensor], Any]:
+    """Return the network, its weights at the end, and what it returns for the first input."""
+    model = trajectory.model_for(X)
     params = model.unflatten(flat_state(trajectory, trajectory.num_steps, X))
     with torch.no_grad():
-        first = model.returned(params, X[:1])
+        return model, params, model.returned(params, X[:1])
+
+
+def _validated(trajectory: Trajectory, X: Shaped[Tensor, "n ..."], signature: AskedSignature) -> tuple[int, int]:
+    """Return the number K of numbers of a row, and how many rows are evaluated at a time, after all checks of `ask`."""
+    (model, params, first), n = _returned(trajectory, X), len(X)
+    with torch.no_grad():
         size = max(1, min(_NUM_COMPARED, PASS_BYTES // max(1, rows_of(first, 1).nbytes)))
         returned = model.returned(params, X[:size])
     m = min(n, size)
@@ -246,133 +255,225 @@ def logits_of(returned: Any) -> Float[Tensor, "m ..."]:
     return z
 
 
-def log_probability(answers: Integer[Tensor, "n *A"], ignore_index: int = -100) -> RowFunction:
+def log_probability(
+    answers: Integer[Tensor, "n *A"], ignore_index: int | None = None, dim: int | None = None
+) -> RowFunction:
     """Ask for the log-probability of given classes or words, summed over positions.
 
     Args:
         answers: (n,): the class of each input, or the word after its last position. (n, T): a target for each position,
             as the loss takes them, so that of position t is the word after it. (n, A), A < T: of the last A positions.
-        ignore_index: Stands at positions that are left out, such as those of the prompt or of padding.
+        ignore_index: Stands at positions that are left out, such as those of the prompt or of padding; so does -100.
+            None: that of the run's loss.
+        dim: The dimension of the network's scores that holds classes or words: 1 for (n, V, T), -1 for (n, T, V). None:
+            as the run's loss reads them, or as the network shows it: positions follow the length of its inputs.
 
     Raises:
         TypeError: The answers are no integers.
-        ValueError: One is negative, or all of a row are left out.
     """
-    largest = _largest_word(answers, "answers", ignore_index)
-    return RowFunction(partial(_log_probability, ignore_index=ignore_index, largest=largest), answers)
+    loss = losses.as_loss(losses.CrossEntropy(ignore_index=ignore_index, dim=dim))
+    return RowFunction(partial(_log_probability, loss=loss), _words(answers, "answers"))
 
 
-def log_probabilities(asked: RowFunction) -> RowFunction | None:
-    """Return the function of the single terms, by position, of a `log_probability`; None for another function."""
-    function = asked.function
-    if not isinstance(function, partial) or function.func is not _log_probability:
+def log_probabilities(trajectory: Trajectory, X: Shaped[Tensor, "n ..."], asked: RowFunction) -> RowFunction | None:
+    """Return the function of the single terms, by position, of a `log_probability`; None for another function.
+
+    Its answers are -100 where they are left out.
+    """
+    own = _completed(trajectory, X, asked)
+    if not isinstance(own.function, partial) or own.function.func is not _log_probability:
         return None
-    return RowFunction(partial(_log_probabilities, **function.keywords), *asked.data)
+    return RowFunction(partial(_log_probabilities, **own.function.keywords), *own.data)
 
 
-def logit_difference(a: int | Integer[Tensor, " n"], b: int | Integer[Tensor, " n"]) -> RowFunction:
+def logit_difference(
+    a: int | Integer[Tensor, " n"], b: int | Integer[Tensor, " n"], dim: int | None = None
+) -> RowFunction:
     """Ask by how much the logit of one class or word is above that of another, after the last position of a text.
 
     Args:
         a: The one: a number, or one for each input.
         b: The other.
+        dim: As of `log_probability`.
 
     Raises:
         TypeError: They are no integers.
-        ValueError: One is negative.
     """
-    words = [value if isinstance(value, Tensor) else torch.tensor(value) for value in (a, b)]
-    largest = max(_largest_word(value, "classes or words") for value in words)
-    return RowFunction(partial(_difference, largest=largest), *words)
+    words = (
+        _words(value if isinstance(value, Tensor) else torch.tensor(value), "classes or words") for value in (a, b)
+    )
+    return RowFunction(partial(_difference, loss=losses.as_loss(losses.CrossEntropy(dim=dim))), *words)
 
 
-def loss_value(targets: Shaped[Tensor, "n ..."], loss: losses.Loss | nn.Module = losses.CrossEntropy()) -> RowFunction:
+def loss_value(targets: Shaped[Tensor, "n ..."], loss: losses.Loss | nn.Module | None = None) -> RowFunction:
     """Ask for the loss of each input, of a text the sum over its positions.
 
     Args:
         targets: As the loss takes them; of a language model also the one word after the last position, (n,).
-        loss: A loss of this package, or a loss module of torch.
+        loss: A loss of this package, or a loss module of torch. None: cross entropy, which leaves out what the run's
+            loss leaves out, and -100.
 
     Raises:
         TypeError: It is no loss, or the targets are no tensor.
-        ValueError: A class is negative, or all of a row are ignored.
+        ValueError: The loss is not stated.
     """
-    loss = losses.as_loss(loss)
+    if loss is None:
+        loss = losses.CrossEntropy()
+    elif isinstance(loss := losses.as_loss(loss), losses.ClassLoss):
+        loss = replace(loss, ignore_index=losses.ignored_class(loss))
     losses.validate_stated(loss, "loss_value")
-    largest = -1
-    if isinstance(loss, losses.ClassLoss) and not targets.is_floating_point():
-        largest = _largest_word(targets, "targets", losses.ignored_class(loss))
-    return RowFunction(partial(_loss_value, loss=loss, largest=largest), targets)
+    is_words = isinstance(loss, losses.ClassLoss) and isinstance(targets, Tensor) and not targets.is_floating_point()
+    return RowFunction(partial(_loss_value, loss=loss), _words(targets, "targets") if is_words else targets)
 
 
-def _largest_word(words: Integer[Tensor, "..."], name: str, ignore_index: int | None = None) -> int:
-    """Return the largest number of a class or word, after checking that there is one in each row."""
+def _words(words: Integer[Tensor, "..."], name: str) -> Integer[Tensor, "..."]:
+    """Return numbers of classes or words as int64, after checking that they are such numbers."""
     validate_tensor(words, name)
     if words.is_floating_point() or words.dtype == torch.bool:
         raise TypeError(f"{name} must be numbers of classes or words: got {words.dtype}. Use torch.int64.")
-    counted = torch.ones_like(words, dtype=torch.bool) if ignore_index is None else words != ignore_index
-    if not bool((counted if words.ndim < 2 else counted.flatten(1).any(dim=1)).all()):
-        raise ValueError(f"{name} must hold a class or word for each row: all of a row are {ignore_index}, left out.")
-    if int(words[counted].min()) < 0:
-        left_out = "" if ignore_index is None else f", or {ignore_index} to leave a position out"
-        raise ValueError(f"{name} must hold numbers from 0 on{left_out}: got {int(words[counted].min())}.")
-    return int(words[counted].max())
+    return words.long()
 
 
-def _require_known(largest: int, num_words: int) -> None:
-    if largest >= num_words:
-        raise ValueError(f"classes or words must lie in 0..{num_words - 1}, what the network knows: got {largest}.")
+def _completed(trajectory: Trajectory, X: Shaped[Tensor, "n ..."], asked: RowFunction) -> RowFunction:
+    """Return a function of this file with what it leaves to the run: where classes are, and what is left out."""
+    own, data = asked.function, asked.data
+    loss = own.keywords["loss"] if isinstance(own, partial) and own.func.__module__ == __name__ else None
+    if not isinstance(own, partial) or not isinstance(loss, losses.ClassLoss) or data[0].is_floating_point():
+        return asked
+    returned, ignored = _returned(trajectory, X)[2], loss.ignore_index
+    rows_of(returned, 1)  # must be there
+    z = logits_of(returned)
+    loss = replace(loss, ignore_index=None, dim=loss.dim or _class_dim(trajectory, X, z, data[0]))
+    if own.func is not _difference:
+        ignored = getattr(trajectory.loss, "ignore_index", None) if ignored is None else ignored
+        data = tuple(
+            value if ignored is None else value.masked_fill(value == ignored, losses.IGNORED) for value in data
+        )
+    for words in data:
+        _validate_words(words, losses.classes_second(loss, z, words).shape[1:], own.func)
+    return RowFunction(partial(own, loss=loss), *data)
 
 
-def _classes_second(z: Float[Tensor, "m ..."], answers: Tensor, length: int | None) -> Float[Tensor, "m ..."]:
-    """Return scores (m, V, T), also if they are (m, T, V): the length of the inputs tells, or that of the answers."""
-    if z.ndim == 3 and z.shape[1] != z.shape[2] and length in z.shape[1:]:
-        return z if z.shape[2] == length else z.mT
-    return losses.classes_second(z, answers) if answers.ndim > 1 else z.mT
+def _validate_words(words: Integer[Tensor, "..."], scores: torch.Size, function: Callable[..., Tensor]) -> None:
+    """Raise if words are not those of positions, or if a row has none, or one that the network does not know."""
+    (V, *positions), shape, is_whole = scores, words.shape[1:], function in (_difference, _loss_value)
+    is_part = len(positions) < 2 and (not shape or (len(shape) < 2 and not is_whole and shape[0] <= scores[1:].numel()))
+    if not is_part and list(shape) != positions:
+        raise ValueError(
+            f"answers {tuple(words.shape)} must fit scores of {V} classes or words at positions {positions}."
+        )
+    left_out = torch.zeros_like(words, dtype=torch.bool) if function is _difference else words == losses.IGNORED
+    if bool((left_out if words.ndim < 2 else left_out.flatten(1).all(dim=1)).any()):
+        raise ValueError("each row must have a class or word: all of a row are left out.")
+    low, high = map(int, words[~left_out].aminmax())
+    if low < 0 or high >= V:
+        got = low if low < 0 else high
+        raise ValueError(f"classes or words must lie in 0..{V - 1}, or be -100 where they are left out: got {got}.")
 
 
-def _at_end(z: Float[Tensor, "m ..."], words: Tensor, length: int | None) -> Float[Tensor, "m V"]:
-    """Return the scores after the last position."""
-    return z if z.ndim == 2 else _classes_second(z, words, length)[..., -1]
+def dim_of_loss(trajectory: Trajectory) -> int | None:
+    """Return where a run's loss reads classes in scores of several positions, 1 or -1; None where it reads none.
+
+    Raises:
+        ValueError: Both are possible, and no step of a training was checked.
+    """
+    loss, y = trajectory.loss, trajectory.targets[:1]
+    if not isinstance(loss, losses.ClassLoss) or trajectory.model.signature.output is None:
+        return None
+    z = losses.own_input(loss, _returned(trajectory, trajectory.inputs)[2], y)
+    if z is None or z.ndim < 3:
+        return None
+    dims = [loss.dim or 1] if loss.dim or y.is_floating_point() else losses.class_dims(z, y)
+    return _only(dims[:1] if trajectory.steps or trajectory.recorded_steps else dims, z)
 
 
-def _log_probability(returned: Any, answers: Tensor, **options: int) -> Float[Tensor, " m"]:
+def _only(dims: list[int], z: Float[Tensor, "1 ..."]) -> int:
+    """Return the one dimension of scores that holds classes.
+
+    Raises:
+        ValueError: There are two, or none is known.
+    """
+    if len(dims) == 1:
+        return dims[0]
+    (V, *first), (W, *last) = (tuple(z.movedim(dim, 1).shape[1:]) for dim in (1, -1))
+    raise ValueError(
+        f"dim must say where scores {tuple(z.shape)} have classes or words, which nothing else does: dim=1 stands for "
+        f"{V} of them at {first} positions, dim=-1 for {W} at {last}. Pass it to the function, or to the loss."
+    )
+
+
+def _class_dim(trajectory: Trajectory, X: Shaped[Tensor, "n ..."], z: Float[Tensor, "1 ..."], words: Tensor) -> int:
+    """Return which dimension of scores holds the classes or words: 1, or -1 where positions are before them.
+
+    The loss of a run says it, whose steps are checked; else the network (`_observed_dims`).
+    """
+    dim = 1 if z.ndim == 2 else dim_of_loss(trajectory)
+    dims = losses.class_dims(z, words[:1]) if words.ndim > 2 else []  # of pixels all are asked for
+    return dim or _only(dims if len(dims) == 1 else _observed_dims(trajectory, X, z), z)
+
+
+def _observed_dims(trajectory: Trajectory, X: Shaped[Tensor, "n ..."], z: Float[Tensor, "1 ..."]) -> list[int]:
+    """Return which dimensions of scores may hold classes or words, by what the network does.
+
+    Positions follow the length of the inputs. Of a network of one length, scores have that of a text, and as many words
+    as the table in which the network looks up the text.
+    """
+    model, params, _ = _returned(trajectory, X)
+    inputs, moving = model.signature.structure(X[:1]), set[int]()
+    tensors = list(tensors_of(inputs))
+    for length in {size for x in tensors for size in x.shape[1:]}:
+        with suppress(Exception), torch.no_grad():  # whatever a network says that takes inputs of one length
+            packed, signature = parse_signature(map_tensors(inputs, partial(_shortened, length=length)), None)
+            shorter = FunctionalModel(**model.__getstate__() | {"signature": signature})
+            pairs = zip(logits_of(shorter.returned(params, packed)).shape, z.shape, strict=True)
+            moving |= {place for place, (size, whole) in enumerate(pairs) if size != whole}
+    if moving:
+        return [dim for dim in (1, -1) if dim % z.ndim not in moving]
+    calls = list[FunctionCall | None]()
+    held = {**model.frozen_state(), **params}
+    with ParameterInterception(held, lambda call, result: calls.append(call)), torch.no_grad():
+        model.returned(params, X[:1])
+    lookups = [call.args for call in calls if call is not None and call.function is F.embedding]
+    sizes = {(len(own[1]), x.shape[1]) for own in lookups for x in tensors if x.ndim == 2 and torch.equal(own[0], x)}
+    return [dim for dim in (1, -1) if tuple(z.movedim(dim, 1).shape[1:]) in sizes]
+
+
+def _shortened(x: Shaped[Tensor, "..."], length: int) -> Shaped[Tensor, "..."]:
+    """Return a tensor with one entry less in each dimension of some length."""
+    return x[(slice(None), *(slice(size - (size == length)) for size in x.shape[1:]))]
+
+
+def _scores(returned: Any, loss: losses.ClassLoss) -> Float[Tensor, "m V P"]:
+    """Return the scores of all classes or words at each of P positions, one where there are none."""
+    z = logits_of(returned)
+    return z[..., None] if z.ndim == 2 else z.movedim(loss.dim, 1).flatten(2)  # type: ignore[arg-type]  # `_completed`
+
+
+def _log_probability(returned: Any, answers: Tensor, **options: Any) -> Float[Tensor, " m"]:
     return _log_probabilities(returned, answers, **options).sum(dim=1)
 
 
-def _log_probabilities(
-    returned: Any, answers: Tensor, *, ignore_index: int, largest: int, length: int | None = None
-) -> Float[Tensor, "m A"]:
-    z = logits_of(returned)
-    if answers.ndim == 1:
-        z, answers = _at_end(z, answers, length)[:, :, None], answers[:, None]
-    else:
-        z = _classes_second(z, answers, length)
-    if z.ndim != answers.ndim + 1 or answers.shape[1] > z.shape[2]:
-        raise ValueError(f"answers {tuple(answers.shape)} must be those of positions: got scores {tuple(z.shape)}.")
-    z = z[:, :, z.shape[2] - answers.shape[1] :]
-    _require_known(largest, z.shape[1])
-    is_ignored = answers == ignore_index
-    chosen = z.log_softmax(dim=1).gather(1, answers.long().masked_fill(is_ignored, 0)[:, None])[:, 0]
+def _log_probabilities(returned: Any, answers: Tensor, *, loss: Any) -> Float[Tensor, "m A"]:
+    z, answers = _scores(returned, loss), answers.reshape(len(answers), -1)
+    is_ignored = answers == losses.IGNORED
+    log_p = z[:, :, z.shape[2] - answers.shape[1] :].log_softmax(dim=1)
+    chosen = log_p.gather(1, answers.masked_fill(is_ignored, 0)[:, None])[:, 0]
     return chosen.masked_fill(is_ignored, 0.0)
 
 
-def _difference(returned: Any, a: Tensor, b: Tensor, *, largest: int, length: int | None = None) -> Float[Tensor, " m"]:
-    z = _at_end(logits_of(returned), a, length)
-    _require_known(largest, z.shape[1])
-    one, other = (z.gather(1, word.long().expand(len(z))[:, None])[:, 0] for word in (a, b))
+def _difference(returned: Any, a: Tensor, b: Tensor, *, loss: Any) -> Float[Tensor, " m"]:
+    z = _scores(returned, loss)[..., -1]
+    one, other = (z.gather(1, word.expand(len(z))[:, None])[:, 0] for word in (a, b))
     return one - other
 
 
-def _loss_value(
-    returned: Any, targets: Tensor, *, loss: losses.Loss, largest: int, length: int | None = None
-) -> Float[Tensor, " m"]:
+def _loss_value(returned: Any, targets: Tensor, *, loss: losses.Loss) -> Float[Tensor, " m"]:
     z = losses.own_input(loss, returned, targets)
     if z is None:
         z = logits_of(returned)
-        z = losses.own_input(loss, _at_end(z, targets, length) if targets.ndim == 1 else z, targets)
+        if targets.ndim == 1 and z.ndim == 3:
+            z = _scores(returned, loss)[..., -1] if isinstance(loss, losses.ClassLoss) else z[:, -1]
+        z = losses.own_input(loss, z, targets)
     if z is None:
         raise ValueError(f"targets {tuple(targets.shape)} must fit what the network returns, and the loss {loss}.")
-    if isinstance(loss, losses.ClassLoss):
-        _require_known(largest, losses.classes_second(z, targets).shape[1])
     return losses.per_sample_losses(loss, z, targets)

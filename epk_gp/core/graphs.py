@@ -26,6 +26,9 @@ _FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 DTYPES = {str(dtype): dtype for dtype in (*_FLOATS, *_INTEGERS, torch.bool)}
 
+# What must hold of a network that computes a batch in the second dimension, as recurrent ones do.
+ROWS_FIRST = "in the first dimension (batch_first=True, or a module whose forward() transposes inputs and outputs)"
+
 
 def tensors_of(returned: Any) -> Iterator[Tensor]:
     """Yield the tensors that a network returned, in order."""
@@ -36,8 +39,15 @@ def tensors_of(returned: Any) -> Iterator[Tensor]:
 
 
 def rows_of(returned: Any, num_rows: int) -> Float[Tensor, "n D"]:
-    """Return all floating-point numbers that a network returned, a row for each of its inputs, side by side."""
+    """Return all floating-point numbers that a network returned, a row for each of its inputs, side by side.
+
+    Raises:
+        ValueError: No tensor has these rows.
+    """
     tensors = [z for z in tensors_of(returned) if has_rows(z, num_rows)]
+    if not tensors:
+        got = ", ".join(f"{tuple(z.shape)}" for z in tensors_of(returned)) or type(returned).__name__
+        raise ValueError(f"the network must return a row for each of {num_rows} inputs {ROWS_FIRST}: got {got}.")
     return torch.cat([z.reshape(num_rows, z.shape[1:].numel()) for z in tensors], dim=1)
 
 

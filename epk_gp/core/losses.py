@@ -30,9 +30,9 @@ class CrossEntropy:
 
     Targets are class indices (M,) int64, or probabilities (M, C) that sum to one. Where the network returns several
     positions per sample, tokens or pixels, targets are one class index for each, (M, T) or (M, H, W): the network's
-    tensor then is (n, V, T), classes second as in torch, or (n, T, V), classes last. Where both fit (T = V), classes
-    are second. A sample's loss is the sum over its positions, and "mean" the mean over all positions of the batch that
-    count, so that padding (`ignore_index`) has no weight.
+    tensor then is (n, V, T), classes second as in torch, or (n, T, V), classes last. A sample's loss is the sum over
+    its positions, and "mean" the mean over all positions of the batch that count, so that padding (`ignore_index`) has
+    no weight.
 
     Attributes:
         reduction: How the losses of a batch are reduced: "mean" (with class weights and class indices: the weighted
@@ -41,12 +41,15 @@ class CrossEntropy:
         label_smoothing: Share of the target that is spread evenly over the classes.
         ignore_index: Class index of the samples or positions that are left out of the loss; -100 by default, as in
             torch.
+        dim: The dimension of the scores of several positions that holds the classes, 1 or -1. None: the one that class
+            indices do not have; and 1 where both fit (T = V), which the recorder checks with the steps.
     """
 
     reduction: Reduction = "mean"
     class_weights: tuple[float, ...] | None = None
     label_smoothing: float = 0.0
     ignore_index: int | None = None
+    dim: int | None = None
 
     __str__ = _described
 
@@ -61,11 +64,13 @@ class NegativeLogLikelihood:
         reduction: How the losses of a batch are reduced: "mean" (with class weights: the weighted mean) or "sum".
         class_weights: One weight >= 0 per class.
         ignore_index: Class index of the samples or positions that are left out of the loss; -100 by default.
+        dim: As of `CrossEntropy`.
     """
 
     reduction: Reduction = "mean"
     class_weights: tuple[float, ...] | None = None
     ignore_index: int | None = None
+    dim: int | None = None
 
     __str__ = _described
 
@@ -135,7 +140,7 @@ ELEMENTWISE = (
 )
 Loss = CrossEntropy | NegativeLogLikelihood | MeanSquaredError | PerSampleLoss | UnstatedLoss
 ClassLoss = CrossEntropy | NegativeLogLikelihood
-_TORCH_IGNORES = -100  # the default of torch's `ignore_index`: no class has this number
+IGNORED = -100  # the default of torch's `ignore_index`: no class has this number
 
 
 def as_loss(loss: object) -> Loss:
@@ -151,7 +156,7 @@ def as_loss(loss: object) -> Loss:
         reduction: Any = loss.reduction  # checked below
         if isinstance(loss, nn.CrossEntropyLoss | nn.NLLLoss):
             weights = None if loss.weight is None else tuple(loss.weight.tolist())
-            ignored = None if loss.ignore_index == _TORCH_IGNORES else loss.ignore_index
+            ignored = None if loss.ignore_index == IGNORED else loss.ignore_index
             if isinstance(loss, nn.NLLLoss):
                 loss = NegativeLogLikelihood(reduction, weights, ignored)
             else:
@@ -174,6 +179,8 @@ def as_loss(loss: object) -> Loss:
         return loss
     if loss.ignore_index is not None and (type(loss.ignore_index) is not int or abs(loss.ignore_index) >= 1 << 62):
         raise ValueError(f"ignore_index must be a whole number, or None: got {loss.ignore_index!r}.")
+    if loss.dim not in (None, 1, -1):
+        raise ValueError(f"dim must be 1 for classes second, -1 for classes last, or None: got {loss.dim!r}.")
     if loss.class_weights is not None:
         weights = tuple(map(float, loss.class_weights))
         if not all(0 <= weight < float("inf") for weight in weights) or not any(weights):
@@ -222,7 +229,7 @@ def per_sample_losses(loss: Loss, outputs: Any, targets: Shaped[Tensor, "n ..."]
 
 def loss_of_targets(loss: ClassLoss, outputs: Any, targets: Shaped[Tensor, "n ..."]) -> Float[Tensor, "n ..."]:
     """Return the loss of each target of n samples, (n,), or of each position, (n, T), where there are several."""
-    z = classes_second(outputs, targets)
+    z = classes_second(loss, outputs, targets)
     options: dict[str, Any] = {"weight": _class_weights(loss, z), "ignore_index": ignored_class(loss)}
     if isinstance(loss, NegativeLogLikelihood):
         return F.nll_loss(z, targets, reduction="none", **options)
@@ -242,10 +249,18 @@ def _broadcast_hint(outputs: Any, targets: Shaped[Tensor, "n ..."]) -> str:
     return " It gets outputs (n, 1) and targets (n,): let it compare outputs[:, 0] with them."
 
 
-def classes_second(z: Float[Tensor, "n ..."], targets: Shaped[Tensor, "n ..."]) -> Float[Tensor, "n ..."]:
+def class_dims(z: Float[Tensor, "n ..."], targets: Shaped[Tensor, "n ..."]) -> list[int]:
+    """Return which dimensions of scores may hold the classes of targets: the others have the targets' shape."""
+    return [dim for dim in (1, -1) if z.movedim(dim, 1)[:, 0].shape == targets.shape]
+
+
+def classes_second(
+    loss: ClassLoss, z: Float[Tensor, "n ..."], targets: Shaped[Tensor, "n ..."]
+) -> Float[Tensor, "n ..."]:
     """Return scores of classes in torch's order, (n, V, ...), also if they are (n, ..., V)."""
-    is_second = z.ndim <= 2 or targets.is_floating_point() or targets.shape == (len(z), *z.shape[2:])
-    return z if is_second else z.movedim(-1, 1)
+    if z.ndim <= 2 or targets.is_floating_point():
+        return z
+    return z.movedim(loss.dim or next(iter(class_dims(z, targets)), -1), 1)
 
 
 def fit_targets(targets: Shaped[Tensor, "n ..."], outputs: Float[Tensor, "n ..."]) -> Shaped[Tensor, "n ..."]:
@@ -334,11 +349,11 @@ def _class_weights(loss: ClassLoss, outputs: Tensor) -> Tensor | None:
 
 def ignored_class(loss: ClassLoss) -> int:
     """Return the class index of the samples that a loss leaves out."""
-    return _TORCH_IGNORES if loss.ignore_index is None else loss.ignore_index
+    return IGNORED if loss.ignore_index is None else loss.ignore_index
 
 
 def next_words(
-    tokens: Int64[Tensor, "n T"], mask: Shaped[Tensor, "n T"] | None = None, *, ignore_index: int = _TORCH_IGNORES
+    tokens: Int64[Tensor, "n T"], mask: Shaped[Tensor, "n T"] | None = None, *, ignore_index: int = IGNORED
 ) -> Int64[Tensor, "n T"]:
     """Return the target of each position of texts, as causal language models have it: the word that follows.
 
@@ -550,7 +565,7 @@ def loop_losses(
             options |= {"reduction": reduction}
             options |= {"label_smoothing": loss.label_smoothing} if isinstance(loss, CrossEntropy) else {}
             call: Any = F.cross_entropy if isinstance(loss, CrossEntropy) else F.nll_loss
-            z = classes_second(value, y)
+            z = classes_second(loss, value, y)
             if z.ndim > 2 and not y.is_floating_point():
                 functions.append(partial(call, z.movedim(1, -1).reshape(-1, z.shape[1]), y.reshape(-1), **options))
             functions.append(partial(call, z, y, **options))
@@ -589,4 +604,4 @@ def own_input(loss: Loss, returned: Any, targets: Tensor) -> Any:
         return z if fit_targets(targets, z).shape == z.shape else None
     if targets.is_floating_point():
         return z if targets.shape == z.shape else None
-    return z if z.ndim > 1 and classes_second(z, targets)[:, 0].shape == targets.shape else None
+    return z if z.ndim > 1 and classes_second(loss, z, targets)[:, 0].shape == targets.shape else None

@@ -13,6 +13,7 @@ from jaxtyping import Float, Float64, Shaped
 from torch import Tensor, nn
 
 from epk_gp.core.checks import allclose, validate_texts
+from epk_gp.core.graphs import ROWS_FIRST
 from epk_gp.core.inputs import ONE_TENSOR, Signature
 from epk_gp.core.plans import ModelCache, TensorSpec
 from epk_gp.core.torch_overrides import (
@@ -133,7 +134,7 @@ class FunctionalModel:
             if not is_own:
                 raise ValueError(
                     "output must map what the network returns for n inputs to a tensor of shape (n, C): got "
-                    f"{got} for {X.shape[0]} inputs."
+                    f"{got} for {X.shape[0]} inputs. What the network returns has its rows {ROWS_FIRST}."
                 )
             raise ValueError(
                 f"the network must map n inputs to a tensor of shape (n, C): got {got} for {X.shape[0]} inputs. "

@@ -150,14 +150,32 @@ class TokenTerms(AdjointTerms):
 
 
 def _positions(run: Trajectory, data: PassData, length: int) -> slice:
-    """Return which of the recorded targets those of a pass are: the first, or the last, of a shorter one."""
-    T = run.targets.shape[1]
-    if length > T:
+    """Return which of the recorded targets those of a pass are: all, or the first or the last of them.
+
+    The inputs of the pass say it: of each row, each tensor that is X's at one end, and not at the other. Those that the
+    loop changed say nothing, and neither do targets, which may be others in each pass.
+
+    Raises:
+        ValueError: There are more than recorded, or the inputs do not say it.
+    """
+    T, seen, layout = run.targets.shape[1], data.X, run.model.signature.layout
+    if length == T:
+        return slice(T)
+    is_known, width = data.samples >= 0, seen.shape[1]
+    X = run.inputs[data.samples[is_known].to(run.inputs.device)].to(seen.device)
+    votes = False, False
+    if length < T and width < X.shape[1]:
+        ends = [X[:, :width], X[:, X.shape[1] - width :]] if layout is None else layout.ends(X, width)
+        sizes = [width] if layout is None else [tensor.size for tensor in layout.of_width(width).tensors]
+        same = [(end == seen[is_known]).split(sizes, dim=1) for end in ends]
+        first, last = (torch.stack([part.flatten(1).all(dim=1) for part in own]) for own in same)
+        votes = bool((first & ~last).any()), bool((last & ~first).any())
+    if votes[0] == votes[1]:
         raise ValueError(
-            f"sequences must not have more targets in a pass than recorded: got {length} positions, and {T} recorded."
+            f"a pass that had {length} of {T} recorded targets must show by its inputs which ones: none of its rows is "
+            "X's at one end alone. Pass the attention mask in X too, or pad all batches to one length."
         )
-    recorded = run.targets[data.samples.clamp(min=0).to(run.targets.device)].to(data.y.device)
-    return slice(T - length, T) if not torch.equal(recorded[:, :length], data.y) else slice(0, length)
+    return slice(length) if votes[0] else slice(T - length, T)
 
 
 def attribute_tokens(

@@ -81,7 +81,7 @@ def _validate_classes(loss: ClassLoss, targets: Tensor, sample_shape: tuple[int,
     if positions is None and targets.shape[1:] != sample_shape[:-1]:
         first, last = (num_points, *sample_shape[1:]), (num_points, *sample_shape[:-1])
         either = f"{first}" if first == last else f"{first}, or {last} where classes are last"
-        hint = " Several need scores (n, T, V), alone or as `logits`, or a PerSampleLoss." if targets.ndim > 1 else ""
+        hint = " Several need scores (n, T, V), not (T, n, V), or as `logits`; or a PerSampleLoss." * (targets.ndim > 1)
         raise ValueError(f"class labels must have shape {either}: got {tuple(targets.shape)}.{hint}")
     counted = (block[block != ignored_class(loss)] for (block,) in blocks_of(targets))
     ends = [torch.stack(labels.aminmax()) for labels in counted if len(labels)]
@@ -107,7 +107,7 @@ def validate_output_scale(loss: Loss, outputs: Float[Tensor, "n ..."], targets: 
     """
     if not isinstance(loss, NegativeLogLikelihood):
         return
-    totals = classes_second(outputs.detach(), targets).logsumexp(dim=1).flatten()
+    totals = classes_second(loss, outputs.detach(), targets).logsumexp(dim=1).flatten()
     worst = float(totals[totals.abs().argmax()])
     if abs(worst) > torch.finfo(outputs.dtype).eps ** 0.5:
         raise ValueError(

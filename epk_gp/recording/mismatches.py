@@ -360,7 +360,7 @@ def _other_losses(stated: Loss, first: SeenPass) -> Iterator[tuple[str, Loss, Ca
     """Yield losses that loops use in the place of the stated one, with a clause and their targets."""
     y, others = first.data.y, list[Loss]()
     if isinstance(stated, CrossEntropy):
-        c, (z, delta) = first.weights(stated, y), (classes_second(value, y) for value in (first.z, first.delta))
+        c, (z, delta) = first.weights(stated, y), (classes_second(stated, value, y) for value in (first.z, first.delta))
         q = z.softmax(dim=1) - delta / first.by_row(c)  # the targets, if it is a cross entropy
         smoothing = rounded_bound(z.shape[1] * max(0.0, float(q.amin(dim=1).median())))
         others += [replace(stated, label_smoothing=min(smoothing if smoothing > _ROOM else 0.0, 1.0))]

@@ -329,13 +329,12 @@ def _as_stated(
 ) -> tuple[Tensor, Tensor, float] | None:
     """Return targets and weights that give the stated loss the gradient in the outputs, but for a factor, and that."""
     for labels in candidates:
-        scores, gradient = (classes_second(v, labels) if isinstance(loss, ClassLoss) else v for v in (z, delta))
         weights = c if labels is y else sample_weights(loss, labels).to(c) * (c / sample_weights(loss, y).to(c))
-        derivative, by_row = loss_derivatives(loss, scores, labels), (-1, *[1] * (z.ndim - 1))
+        derivative, by_row = loss_derivatives(loss, z, labels), (-1, *[1] * (z.ndim - 1))
         expected = weights.view(by_row) * derivative
-        factor, sizes = common_factor(gradient, expected), 1 + derivative.flatten(1).abs().amax(dim=1)
+        factor, sizes = common_factor(delta, expected), 1 + derivative.flatten(1).abs().amax(dim=1)
         bound = tolerance * max(1.0, abs(factor)) * weights.abs() * sizes
-        if bool(((gradient - factor * expected).abs() <= bound.view(by_row)).all()):
+        if bool(((delta - factor * expected).abs() <= bound.view(by_row)).all()):
             return labels, weights, factor
     return None
 
@@ -371,8 +370,8 @@ def _used_targets(
         loop's.
 
     Raises:
-        StepMismatchError: The loop's labels are those of the next positions; or the pass had another number of
-            positions than y, and its labels are not found.
+        StepMismatchError: The loop's labels are those of the next positions; or its classes are in another dimension;
+            or the pass had another number of positions than y, and its labels are not found.
     """
     outputs, gradient = forward.outputs, forward.output_gradient
     if outputs is None or gradient is None or not is_finite(gradient) or not c.any():
@@ -385,6 +384,12 @@ def _used_targets(
         index = differs.nonzero().squeeze(1).to(labels.device)
         return SeenRows(index, labels[index]) if len(index) else None, weights * (factor if is_read else 1.0), False
     if z.ndim > 2 and isinstance(loss, ClassLoss) and not y.is_floating_point():
+        for own in (replace(loss, dim=dim) for dim in (1, -1)):  # where T = V both fit
+            if _as_stated(own, z, delta, y, c, _possible_labels(own, delta, cuts), tolerance) is not None:
+                raise StepMismatchError(
+                    f"the loss must say where scores {tuple(z.shape)} have their classes, which lengths do not: the "
+                    f"loop's loss takes dimension {own.dim}. State loss=epk_gp.{own}."
+                )
         shifted = (F.pad(labels[:, 1:], (0, 1), value=ignored_class(loss)) for labels in cuts)
         if _as_stated(loss, z, delta, y, c, _possible_labels(loss, delta, [*shifted]), tolerance) is not None:
             raise StepMismatchError(
@@ -426,12 +431,10 @@ def _possible_labels(loss: Loss, gradient: Tensor, cuts: list[Tensor]) -> Iterat
         yield cuts[0]
         return
     for labels in cuts:
-        delta = classes_second(gradient, labels)
+        delta = classes_second(loss, gradient, labels)
         if labels.shape == (len(delta), *delta.shape[2:]):
-            yield labels
             seen = labels.masked_fill(~(delta != 0).any(dim=1), ignored_class(loss))
-            if not torch.all(seen == ignored_class(loss)):
-                yield seen
+            yield from (own for own in (labels, seen) if not torch.all(own == ignored_class(loss)))
 
 
 def _within(difference: Tensor, bound: Tensor) -> Tensor:

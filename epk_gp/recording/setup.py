@@ -14,7 +14,7 @@ from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 from torch.optim import Optimizer
 
 from epk_gp.core.checks import allclose, validate_finite, validate_tensor
-from epk_gp.core.graphs import Graph, rows_of, tensors_of
+from epk_gp.core.graphs import ROWS_FIRST, Graph, rows_of, tensors_of
 from epk_gp.core.inputs import Signature, parse_graph, parse_signature, validate_output
 from epk_gp.core.losses import (
     Loss,
@@ -508,8 +508,8 @@ def validate_row_independence(
     if difference > rounding:
         raise ValueError(
             f"an output must depend on its own input alone: evaluated together, {len(rows)} inputs give outputs that "
-            f"differ by {float(difference):.2e} from those of each alone. Remove batch statistics from forward(), and "
-            "compute in the precision of the weights."
+            f"differ by {float(difference):.2e} from those of each alone. Have rows {ROWS_FIRST}, remove batch "
+            "statistics from forward(), and compute in the precision of the weights."
         )
 
 
@@ -549,6 +549,8 @@ def _validate_loss(model: FunctionalModel, loss: Loss, moved: Tensor, X: Tensor,
         returned = model.returned(params, X[:n])
         value = loss_input(signature, loss, returned, y[:n] if y.ndim else y)
         is_tensor = isinstance(value, Tensor)
+        if is_tensor:
+            rows_of(loss_input(signature, loss, model.returned(params, X[:1]), y[:1]), 1)
         C = signature.outputs(returned).shape[1]
         validate_targets(loss, y, len(X), C, tuple(value.shape[1:]) if is_tensor else None)
         if is_tensor:

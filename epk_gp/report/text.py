@@ -36,7 +36,7 @@ class Decoder(Protocol):
         """Return the text of token ids."""
 
 
-Tokenizer = Decoder | Callable[[list[int]], Sequence[str]] | Sequence[str] | Mapping[int, str]
+Tokenizer = Decoder | Callable[[list[int]], str | Sequence[str]] | Sequence[str] | Mapping[int, str]
 
 
 @dataclass(frozen=True, eq=False)
@@ -68,24 +68,29 @@ class Text:
     Args:
         run: The run. The ids are the input `input_ids`, or the first one of whole numbers for each position; what
             `attention_mask` leaves out is no word, nor is padding that has no loss.
-        tokenizer: Has `decode(ids) -> str`; or a function that returns a string for each of the ids; or strings by id.
+        tokenizer: Has `decode(ids) -> str`, or is this function; or one that returns a string for each of the ids; or
+            strings by id.
 
     Raises:
         TypeError: The tokenizer is nothing of this kind.
-        ValueError: The inputs of the run are no token ids.
+        ValueError: The inputs of the run are no token ids, or the tokenizer gives another number of strings.
+
+    Attributes:
+        length: How many ids a text has, with padding.
     """
 
     def __init__(self, run: Trajectory, tokenizer: Tokenizer) -> None:
         if not (isinstance(tokenizer, Decoder | Sequence | Mapping) or callable(tokenizer)):
             raise TypeError(
-                "tokenizer must have a method decode(ids), be a function that returns a string for each of the ids, or "
-                f"hold strings by id: got {type(tokenizer).__name__}."
+                "tokenizer must have a method decode(ids), be that or a function that returns a string for each of the "
+                f"ids, or hold strings by id: got {type(tokenizer).__name__}."
             )
         self.run, self.tokenizer = run, tokenizer
         padding = getattr(tokenizer, "padding", None)  # of `tokenizers`
         self._pad = padding["pad_id"] if isinstance(padding, Mapping) else getattr(tokenizer, "pad_token_id", None)
         self._training: dict[int, Passage] = {}
-        self._ids(run.inputs[:1])
+        self.length = len(self._ids(run.inputs[:1])[0])
+        self.training(0)
 
     def training(self, index: int) -> Passage:
         """Return a training text, with the words that are its targets."""
@@ -116,10 +121,21 @@ class Text:
         return Passage(self.words(ids[is_text].tolist()), terms[is_text].tolist())
 
     def words(self, ids: list[int]) -> list[str]:
-        """Return the word of each token of a text. The last token of a character has it; those before are empty."""
-        if not isinstance(self.tokenizer, Decoder):
-            given: Any = self.tokenizer
-            return list(map(str, given(ids) if callable(given) else (given[k] for k in ids)))
+        """Return the word of each token of a text. The last token of a character has it; those before are empty.
+
+        Raises:
+            ValueError: The tokenizer gives another number of words.
+        """
+        given: Any = self.tokenizer
+        if not isinstance(given, Decoder):
+            found = given(ids) if callable(given) else [given[k] for k in ids]
+            if not isinstance(found, str) and len(found) != len(ids):
+                raise ValueError(
+                    f"tokenizer must return a string for each of the ids, or one text: got {len(found)} strings for "
+                    f"{len(ids)} ids. Leave no token out, or pass the tokenizer itself."
+                )
+            if not isinstance(found, str):  # of all ids together, as of a method `decode`
+                return list(map(str, found))
         words, first, last = list[str](), 0, 0
         for end in range(1, len(ids) + 1):
             text = self._decode(ids[first:end])
@@ -131,7 +147,7 @@ class Text:
         return words
 
     def _decode(self, ids: list[int]) -> str:
-        decode: Any = self.tokenizer.decode  # type: ignore[union-attr]  # `words` asks for it
+        decode: Any = getattr(self.tokenizer, "decode", self.tokenizer)
         try:
             return str(decode(ids, skip_special_tokens=False))  # they are in the text that the network read
         except TypeError:
@@ -166,10 +182,10 @@ class WordsAsked(NamedTuple):
     changes: Float[Tensor, "m T"]
 
 
-def words_asked(request: ReportRequest) -> WordsAsked | None:
+def words_asked(request: ReportRequest, text: Text) -> WordsAsked | None:
     """Return the words whose log-probability is explained; None where something else is."""
     run, X, asked = request.trajectory, request.explained, request.function_of(request.points)
-    terms = None if asked is None else log_probabilities(asked)
+    terms = None if asked is None else log_probabilities(run, X, asked)
     if terms is None:
         return None
     with torch.no_grad():
@@ -178,7 +194,7 @@ def words_asked(request: ReportRequest) -> WordsAsked | None:
         return None
     answers = terms.data[0].reshape(len(X), -1).cpu()
     ends = (network_outputs(*ask(run, X, terms), state=state).cpu() for state in (-1, 0))
-    left_out = z.shape[1] - answers.shape[1]  # positions of which no word is asked
+    left_out = text.length - answers.shape[1]  # positions of which no word is asked; fewer than 0 are before the text
     return WordsAsked(F.pad(answers, (left_out, 0), value=-100), F.pad(operator.sub(*ends), (left_out, 0)))
 
 

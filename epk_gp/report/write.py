@@ -103,7 +103,7 @@ def write_report(
         names: Names of the features, where inputs are rows of numbers.
         decode: Makes a text of one input, as of its token numbers.
         tokenizer: Makes words of inputs that are token ids: has `decode(ids) -> str`, as those of `transformers` and
-            `tokenizers`; or is a function that returns a string for each of the ids; or holds strings by id.
+            `tokenizers`, or is this function; or one that returns a string for each of the ids; or holds strings by id.
         function: What is explained in the place of outputs, as of `epk_gp.attribute`; of `log_probability`, what the
             training changed is shown word by word. It takes the place of y, head and outputs.
         top: How many samples a view names of either sign.
@@ -200,7 +200,7 @@ def _content(
 ) -> dict[str, Any]:
     """Return all that a report can hold; `how` says how it was made."""
     sure, run, (_, layers, steps) = certainty(request), request.trajectory, axes
-    asked = None if look.text is None else words_asked(request)
+    asked = None if look.text is None else words_asked(request, look.text)
     outputs: dict[str, Any] = {"head": request.head, "name": request.name, "classes": list(request.class_names)}
     outputs |= {"are_classes": request.is_classifier, "are_asked": request.function is not None}
     content: dict[str, Any] = {

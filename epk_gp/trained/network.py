@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from epk_gp.autodiff.scalars import dim_of_loss
 from epk_gp.core.graphs import Graph, tensors_of
 from epk_gp.core.losses import Loss
 from epk_gp.core.trajectory import Trajectory
@@ -49,6 +50,7 @@ def as_trajectory(
             z = next(tensors_of(net(*X.args, **X.kwargs)))
             y = z.new_zeros(len(z))
         run = Recorder(net, None, X, y, loss=loss, output=output).trajectory
+        dim_of_loss(run)  # which no step will check
     finally:
         for module, mode in modes:
             module.training = mode
