@@ -259,7 +259,7 @@ def influence(
     law, found = UpdateLaw(trajectory, flat_weights(trajectory, 0, X)), list[Influence]()
     retrain.require_replays(law)
     # a retrained run agrees with the network that trained it: whether that is the recorded one, the recorded run says
-    findings = step_mismatches(trajectory, law).findings
+    findings = step_mismatches(trajectory, law).retraining_findings
     for index, weights in enumerate(smoothing.weights(trajectory.num_points)):
         weights = weights.to(trajectory.device)
         run, (_, difference) = retrain.retrained_run(retrain.StackedTraining(trajectory), weights, parsed.memory_budget)
@@ -351,7 +351,7 @@ def _differentiate(
             split = CombinedAxes(trajectory, axes).unflatten
             is_unexplained = any(bool(sums.largest["unexplained"]) for sums in blocks)
             held = [*work.law.held, *(["moving statistics"] if is_unexplained else [])]
-            error = curvature_error(trajectory, recorded_net, work.memory, X.device)
+            error = curvature_error(trajectory, recorded_net, work.memory, X.device, mismatches.trained)
             return Influence(
                 outputs=outputs,
                 values=split(values, "step", "sample") if own is None else values[:, :, 0],
@@ -376,9 +376,9 @@ def _findings(
         error: By what share torch's derivative of the gradient differs from finite differences, in one direction.
         values: The derivatives.
     """
-    yield from mismatches.findings
     if held:
         yield f"how {', '.join(held)} would change with the gradients is not known: the derivative holds it as recorded"
+    yield from mismatches.findings
     if not error <= 0:
         yield (
             f"torch's derivative of the gradient differs by {error:.2g} of its size from finite differences: the "
