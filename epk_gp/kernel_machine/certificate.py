@@ -313,12 +313,9 @@ def step_mismatches(trajectory: Trajectory, law: UpdateLaw) -> StepMismatches:
     for replayed in replayed_steps(trajectory, model, law.reference, law=law):
         mismatches.add(trajectory, model, replayed)
         g, own = replayed.gradient, law.step(replayed.step.index)
-        is_masked, is_seen = (
-            own.recorded["grad_scale"] == 0,
-            g.abs() > relative_rounding(trajectory.dtype) * g.abs().max(),
-        )
+        is_seen = g.abs() > relative_rounding(trajectory.dtype) * g.abs().max()
         is_seen = is_seen if own.is_moved is None else is_seen & own.is_moved
-        by_mask |= is_seen & torch.stack([is_masked, ~is_masked])
+        by_mask |= is_seen & torch.stack([(scale := own.recorded["grad_scale"]) == 0, scale != 0])
     mismatches.trained, mismatches.varies_mask = by_mask[1], bool(by_mask.all(dim=0).any())
     return mismatches
 

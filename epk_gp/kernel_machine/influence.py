@@ -19,7 +19,7 @@ from epk_gp.core.graphs import rows_of, tensors_of
 from epk_gp.core.inputs import Inputs
 from epk_gp.core.losses import Head, apply_head, loss_terms, resolve_head
 from epk_gp.core.show import Entry, Summary, Tabular, certificate_entry, count, kind_of, number
-from epk_gp.core.torch_overrides import disable_fused_attention
+from epk_gp.core.torch_overrides import disable_fused_attention, warn_unless_plain
 from epk_gp.core.trajectory import Trajectory, flat_state, flat_weights, network_outputs, parse_inputs, warn_unless_live
 from epk_gp.core.update_law import UpdateLaw
 from epk_gp.kernel_machine import retrain
@@ -416,6 +416,7 @@ def _joint_question(trajectory: Trajectory, X: Tensor, function: Function) -> Qu
     """Return the question for one number of all inputs together; None where a function does not give one."""
     model, asked = trajectory.model_for(X), RowFunction.of(function)
     params = model.unflatten(flat_state(trajectory, trajectory.num_steps, X))
+    warn_unless_plain(partial(model, params), X, model.module)
     with torch.no_grad():
         returned = model.returned(params, X)
         returned, leaves = with_leaves(returned, len(X))
