@@ -506,4 +506,6 @@ def _describe_statuses(statuses: Mapping[QuadratureStatus, int]) -> str:
         return "; a fixed rule: epk_gp.adaptive() chooses its nodes by the residual"
     notable = {status: count for status, count in statuses.items() if status is not QuadratureStatus.CONVERGED}
     reasons = ", ".join(f"{count} {status.name}" for status, count in sorted(notable.items()))
+    if QuadratureStatus.INCONSISTENT_DERIVATIVE in notable:
+        reasons += ": the derivative is not the outputs' (a stop-gradient such as detach(), rounding), or they jump,"
     return f"; {reasons} of {sum(statuses.values())} pairs of a point and a step" if notable else ""
