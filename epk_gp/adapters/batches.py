@@ -7,8 +7,13 @@ from typing import Any
 import torch
 from jaxtyping import Shaped
 from torch import Tensor
+from torch.utils.data import RandomSampler, SubsetRandomSampler, WeightedRandomSampler
 
+from epk_gp.core.graphs import tensors_of
 from epk_gp.core.inputs import Inputs
+from epk_gp.core.step import fingerprint_data
+
+_SHUFFLING = RandomSampler, SubsetRandomSampler, WeightedRandomSampler
 
 
 @contextmanager
@@ -18,6 +23,24 @@ def library(install: str) -> Iterator[None]:
         yield
     except ModuleNotFoundError as error:
         raise ImportError(f"this adapter must find its library: {error}. Run `{install}`.") from error
+
+
+def ordered(batches: Iterable[Any], name: str) -> tuple[Inputs, Shaped[Tensor, "n ..."]]:
+    """Return what `gathered` does, of batches whose order is the same each time.
+
+    Raises:
+        TypeError, ValueError: As `gathered`; or the batches come in an order that nobody knows.
+    """
+    found, places = gathered(batches), (batches, getattr(batches, "batch_sampler", None))
+    is_shuffled = any(isinstance(getattr(place, "sampler", None), _SHUFFLING) for place in places)
+    is_lasting = not isinstance(batches, tuple | list | Iterator)
+    keys = [fingerprint_data(*tensors_of(each)) for each in ([found, gathered(batches)] if is_lasting else [])]
+    if is_shuffled or len({*keys}) > 1:
+        raise ValueError(
+            f"{name} must give its rows in one order: it shuffles them, so that nobody knows whose scores are whose. "
+            "Pass a loader with shuffle=False."
+        )
+    return found
 
 
 def gathered(batches: Iterable[Any]) -> tuple[Inputs, Shaped[Tensor, "n ..."]]:

@@ -7,7 +7,7 @@ import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
 
-from epk_gp.adapters.batches import gathered
+from epk_gp.adapters.batches import ordered
 from epk_gp.adapters.scores import SampleScorer, Scores
 from epk_gp.core.checks import validate_count
 from epk_gp.core.trajectory import Trajectory
@@ -62,7 +62,7 @@ class EPKInfluence(SampleScorer):
         Raises:
             TypeError, ValueError: As `epk_gp.attribute`; or k is not in 1 .. M.
         """
-        scores = self.scores_of(*gathered(inputs))
+        scores = self.scores_of(*ordered(inputs, "inputs"))
         scores = scores.sum(dim=0, keepdim=True) if aggregate else scores
         if k is None:
             return scores

@@ -7,7 +7,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from epk_gp.adapters.batches import gathered
+from epk_gp.adapters.batches import ordered
 from epk_gp.adapters.scores import SampleScorer
 
 
@@ -42,10 +42,10 @@ class EPKAttributor(SampleScorer):
             test_dataloader: Test points with their targets.
 
         Raises:
-            TypeError, ValueError: As `epk_gp.influence`, or a row is no training sample.
+            TypeError, ValueError: As `epk_gp.influence`, a row is no training sample, or a loader shuffles.
         """
         rows = self.rows_of(train_dataloader, "train_dataloader")
-        return self.scores_of(*gathered(test_dataloader)).T[rows]
+        return self.scores_of(*ordered(test_dataloader, "test_dataloader")).T[rows]
 
     def self_attribute(self, train_dataloader: Iterable[Any]) -> Float[Tensor, " m"]:
         """Score training samples for their own losses: `dattri.metric.mislabel_detection_auc` takes them.

@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Float, Int64, Shaped
 from torch import Tensor
 
-from epk_gp.adapters.batches import gathered
+from epk_gp.adapters.batches import ordered
 from epk_gp.autodiff.scalars import loss_value
 from epk_gp.core.inputs import Inputs
 from epk_gp.core.trajectory import Trajectory, parse_inputs, validate_trajectory
@@ -61,9 +61,9 @@ class SampleScorer:
         """Return which samples batches hold, by their inputs and targets.
 
         Raises:
-            ValueError: A row is no sample of the run, or there are several such samples and not all of them are asked.
+            ValueError: Batches are shuffled, a row is no sample of the run, or of several equal ones not all are asked.
         """
-        run, (X, y) = self.trajectory, gathered(batches)
+        run, (X, y) = self.trajectory, ordered(batches, name)
         given, own = parse_inputs(run, X), run.inputs[torch.arange(run.num_points, device=run.device)]
         y = y if y.is_floating_point() else y.to(run.targets)
         kind, of_y = (min(a.dtype, b.dtype, key=lambda d: d.itemsize) for a, b in ((given, own), (y, run.targets)))

@@ -279,7 +279,9 @@ def _findings(
         growth = rank_agreement(differs[None], ignored[None]).mean
         if growth > max(0.5, 3.3 * len(ignored) ** -0.5):  # one in a thousand by chance
             yield f"Padding may be counted: what differs grows with ignored positions (rank correlation {growth:.2f})."
-    far = (cosines.abs() > _NEAR) & ((sign * slopes - 1).abs() > 0.02 + 2 * (1 - cosines.abs()))
+    # what a scale leaves of the scores says how exact they are
+    allowed = torch.minimum(exact + errors, 0.02 + 2 * (1 - cosines.abs()))
+    far = (cosines.abs() > _NEAR) & ((sign * slopes - 1).abs() > allowed)
     if not disorder and bool(far.any()):
         low, middle, high = (sign * slopes[far]).quantile(slopes.new_tensor([0, 0.5, 1])).tolist()
         yield f"The scale is off: {_subject(far)} {middle:.4g} times the exact {kind}, from {low:.4g} to {high:.4g}."

@@ -339,6 +339,7 @@ class ReplayedStep:
         w: The weights w_s before it.
         d: The update w_{s+1} - w_s that the update rule predicts from exact gradients, with the move after the step.
         momentum: The momentum buffer before it.
+        gradient: The exact gradient of its loss, not clipped.
         as_trained: The update that it predicts from gradients in the precision of the training; `d` itself without
             automatic mixed precision.
         statistics_error: Largest difference of moving statistics after a pass from the recorded ones, in units of what
@@ -351,6 +352,7 @@ class ReplayedStep:
     w: Float[Tensor, " P"]
     d: Float[Tensor, " P"]
     momentum: Float[Tensor, " P"]
+    gradient: Float[Tensor, " P"]
     as_trained: Float[Tensor, " P"]
     statistics_error: float = 0.0
     by_options: Float[Tensor, " P"] | None = None
@@ -408,7 +410,7 @@ def replayed_steps(
             memory = replace(memory, momentum=before_trained)
             by_options, memory = law.step(step.index).replayed(update, memory, w, g_trained)
         d, as_trained = (trajectory.with_move(step, w, own) for own in (d, as_trained))
-        yield ReplayedStep(step, w, d, before, as_trained, error, by_options)
+        yield ReplayedStep(step, w, d, before, g, as_trained, error, by_options)
 
 
 class RunReplay:

@@ -352,9 +352,13 @@ class BitwiseReplay(Segments):
         return model.flatten(named), replace(update, **scaled, places={})
 
     def _clip(self, module: nn.Module, update: UpdateCoefficients) -> None:
-        """Clip the gradients as the loop did: as stated, or as the factors of the step show it."""
+        """Mask and clip the gradients as the loop did: as stated, or as the factors of the step show it."""
         model = self.passes.model
         g = model.flatten({name: p if p.grad is None else p.grad for name, p in module.named_parameters()})
-        clip = step_clip(self.run.clip, update, broadcast_to_params(update.grad_scale, model.sizes, g), g)
+        scale = broadcast_to_params(update.grad_scale, model.sizes, g)
+        for name, kept in model.unflatten((scale != 0).to(g)).items():
+            if (p := module.get_parameter(name)).grad is not None and not bool(kept.all()):
+                p.grad *= kept
+        clip = step_clip(self.run.clip, update, scale, g)
         if clip is not None:
             clip.clip_gradients(module)

@@ -6,6 +6,7 @@ A checkpointed function is called again in the backward pass, and takes the weig
 `torch.func.functional_call` are there during the forward pass only, so nothing may be left to be recomputed.
 """
 
+import math
 import threading
 import warnings
 import weakref
@@ -24,6 +25,8 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode, handle_torch_function, has_torch_function
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
+
+from epk_gp.core.show import warn_caller
 
 _PLACES: list[Any] = [  # where torch says what may replace float32 inside of products and convolutions, since 2.9
     place
@@ -70,6 +73,8 @@ _SWITCHES: tuple[tuple[Callable[[], Any], Callable[[Any], Any], Any], ...] = (
     (torch.backends.cuda.cudnn_sdp_enabled, torch.backends.cuda.enable_cudnn_sdp, False),
     (torch.backends.cuda.math_sdp_enabled, torch.backends.cuda.enable_math_sdp, True),
 )
+
+_NUM_PRECISIONS = 3  # of them, the first
 
 
 class _User:
@@ -124,21 +129,62 @@ def disable_fused_attention() -> Iterator[None]:
 
 
 @contextmanager
-def kernels_of_the_loop() -> Iterator[None]:
+def kernels_of_the_loop(*, in_full: bool = True) -> Iterator[None]:
     """Let torch choose its kernels as in the user's own loop, where this thread has switched fused attention off.
 
     Other threads that have done so keep it off, and those that are about to wait.
+
+    Args:
+        in_full: Let it compute in the precision of the loop too.
     """
     own = threading.get_ident()
     with _LOCK:
         is_alone = bool(_BEFORE) and all(user.thread == own for user in _USERS)
         try:
             if is_alone:
-                _write_switches(_BEFORE)
+                own_values = [value for *_, value in _SWITCHES]
+                _write_switches(_BEFORE if in_full else [*own_values[:_NUM_PRECISIONS], *_BEFORE[_NUM_PRECISIONS:]])
             yield
         finally:
             if is_alone:
                 _write_switches([value for *_, value in _SWITCHES])
+
+
+_NUM_COMPARED = 64  # rows that are evaluated without gradients too
+
+
+def warn_unless_plain(function: Callable[[Tensor], Tensor], X: Tensor, module: nn.Module) -> None:
+    """Warn if a network predicts otherwise without gradients, in the kernels that torch chooses then.
+
+    Args:
+        function: The network in evaluation mode, as it is explained.
+        X: Inputs; some, spread over them, are compared.
+        module: The network.
+    """
+    rows = X[:: math.ceil(len(X) / _NUM_COMPARED)]
+    with disable_fused_attention():
+        with torch.enable_grad():
+            explained = function(rows).detach()
+        try:
+            with torch.no_grad(), kernels_of_the_loop(in_full=False):
+                plain = function(rows)
+        except (RuntimeError, TypeError, ValueError):  # it cannot predict so
+            return
+    size, difference = float(explained.abs().nan_to_num().max()), "in shape"
+    allowed = torch.finfo(explained.dtype).eps ** 0.4 * size
+    if plain.shape == explained.shape:
+        if torch.allclose(plain, explained, rtol=0, atol=allowed, equal_nan=True):
+            return
+        difference = f"by up to {float((plain - explained).abs().max()):.2g}"
+    nested = [name for name, part in module.named_modules() if getattr(part, "use_nested_tensor", False)]
+    cause = "its forward() asks torch.is_grad_enabled(), or torch takes another path"
+    if nested:
+        cause = f"torch's nested-tensor path in {', '.join(map(repr, nested))}, which puts 0 where a mask pads. Build "
+        cause += "nn.TransformerEncoder(..., enable_nested_tensor=False), or set its use_nested_tensor = False"
+    warn_caller(
+        "your network predicts otherwise in eval() without gradients (torch.no_grad) than with them, as it was trained "
+        f"and is explained: outputs of {len(rows)} inputs differ {difference}. Likely cause: {cause}."
+    )
 
 
 # Functions that normalise by statistics, with the names of their arguments.
@@ -254,11 +300,12 @@ _QUIET: Any = _QuietCategory("QuietWarning", (Warning,), {})
 
 @contextmanager
 def quiet_checkpoints() -> Iterator[None]:
-    """Leave out what re-entrant checkpoints say in this thread of inputs without gradients."""
+    """Leave out what re-entrant checkpoints say in this thread of inputs without gradients, and torch of nesting."""
     # One entry in the process's list of filters that stays there: each change of the list would make Python forget
     # which warnings it has shown, and show those of the user's own loop again.
     if [category for _, _, category, *_ in warnings.filters[:1]] != [_QUIET]:
-        warnings.filterwarnings("ignore", "None of the inputs have requires_grad=True", _QUIET)
+        said = "None of the inputs have requires_grad=True|The PyTorch API of nested tensors is in prototype"
+        warnings.filterwarnings("ignore", said, _QUIET)
     user = _User()
     try:
         _THREAD.users.add(user)

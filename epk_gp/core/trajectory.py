@@ -3,7 +3,7 @@
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -19,7 +19,7 @@ from epk_gp.core.moves import LiveNetwork, Move
 from epk_gp.core.plans import TensorSpec
 from epk_gp.core.show import Displayed, Entry, Summary, count, kind_of, warn_caller
 from epk_gp.core.step import BEFORE, NOT_OF_DATA, RowIdentity, Step
-from epk_gp.core.torch_overrides import disable_fused_attention
+from epk_gp.core.torch_overrides import disable_fused_attention, warn_unless_plain
 from epk_gp.optimizers.torch_rules import OptimizerGroup
 from epk_gp.optimizers.update_rules import Clip, UpdateCoefficients, relative_rounding
 
@@ -568,10 +568,11 @@ def network_outputs(
         TypeError, ValueError: The network cannot take the inputs, or the head is unknown.
         IndexError: There is no such state.
     """
-    X = parse_inputs(trajectory, X)
-    head = resolve_head(head, trajectory.loss, trajectory.num_outputs)
+    X, head = parse_inputs(trajectory, X), resolve_head(head, trajectory.loss, trajectory.num_outputs)
     model = trajectory.model_for(X)
     params = {k: v.to(dtype=model.spec.dtype, device=model.spec.device) for k, v in trajectory.weights(state).items()}
+    if state in (-1, trajectory.num_steps):
+        warn_unless_plain(partial(model, params), X, model.module)
     with torch.no_grad(), disable_fused_attention():
         return torch.cat([apply_head(model(params, block), head) for block in X.split(model.signature.rows_per_call)])
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 from epk_gp.autodiff.dense import PlannedModel
@@ -152,12 +152,18 @@ class StepMismatches:
         worst_step: The step that has it; -1 before the first one.
         options_step: The first step that differs by more than rounding from the one that the optimizer's recorded
             options give (`ReplayedStep.by_options`); -1 if there is none.
+        is_exact: Whether no more than rounding counts as explained, whatever share the run may leave unexplained.
+        trained: Which weights gradients moved, (P,); None where that was not looked at.
+        varies_mask: Whether the loop set the gradient of a weight to 0 in some steps, and not in others.
     """
 
     largest: float = 0.0
     ratio: float = 0.0
     worst_step: int = -1
     options_step: int = -1
+    is_exact: bool = False
+    trained: Bool[Tensor, " P"] | None = None
+    varies_mask: bool = False
     _rounding: Float[Tensor, " L"] | None = None  # of each parameter's gradient, of a step shortly before
 
     def add(self, trajectory: Trajectory, model: FunctionalModel, replayed: ReplayedStep) -> bool:
@@ -173,6 +179,10 @@ class StepMismatches:
         difference = change - (replayed.as_trained if recomputation is None else replayed.d)
         mismatch = float(largest_entry(difference))
         accepted, statistics_error = trajectory.unexplained, replayed.statistics_error
+        if self.is_exact and accepted is not None:  # rounding: rates to float32, products under autocast
+            dtypes = (forward.autocast for forward in replayed.step.passes)
+            rounding = (torch.finfo(dtype).eps for dtype in dtypes if dtype is not None)
+            accepted = min(accepted, max([relative_rounding(torch.float32), *rounding]))
         if recomputation is not None:  # recorded statistics, at weights that miss the recorded ones
             statistics_error *= min(1.0, relative_rounding(trajectory.dtype) / JUMP_SHARE[trajectory.dtype])
 
@@ -184,7 +194,7 @@ class StepMismatches:
             return ratio
 
         if recomputation is not None and recomputation.is_kept(index + 1):
-            ratio = float(difference.norm()) / max(recomputation.allowed_jump(index, dtype, w), 1e-300)
+            ratio = float(difference.norm()) / max(recomputation.allowed_jump(index, dtype, w, accepted), 1e-300)
         else:
             ratio = explained(difference)
         if replayed.by_options is not None and self.options_step < 0:
@@ -202,6 +212,12 @@ class StepMismatches:
         return ratio <= 1 and left > _replay_rounding(replayed, dtype)
 
     @property
+    def retraining_findings(self) -> list[str]:
+        """Why a run that is trained again may be another one, in words; empty if it is not."""
+        varies = "which entries of the gradient the loop sets to 0 changes along the run: it is held as recorded"
+        return [*self.findings, *([varies] if self.varies_mask else [])]
+
+    @property
     def numbers(self) -> dict[str, Any]:
         """What a certificate says of the steps."""
         return {"max_step_mismatch": self.largest, "mismatch_ratio": self.ratio, "worst_step": self.worst_step}
@@ -211,7 +227,8 @@ class StepMismatches:
         """Why the steps are not those that gradients and optimizer give, in words; empty if they are."""
         findings = []
         if not self.ratio <= 1:
-            findings.append(mismatch_finding(self.worst_step, self.ratio, self.largest))
+            held = "; how that part would follow from other weights of the samples is not known" * self.is_exact
+            findings.append(mismatch_finding(self.worst_step, self.ratio, self.largest) + held)
         if self.options_step >= 0:
             findings.append(
                 f"step {self.options_step} is not the one that the optimizer's recorded options, its state since the "
@@ -291,10 +308,15 @@ def step_mismatches(trajectory: Trajectory, law: UpdateLaw) -> StepMismatches:
         trajectory: The run.
         law: Its steps as functions, in the dtype and on the device of the computation.
     """
-    model = trajectory.model_for(law.reference)
-    mismatches = StepMismatches()
+    model, mismatches = trajectory.model_for(law.reference), StepMismatches(is_exact=True)
+    by_mask = torch.zeros(2, sum(law.sizes), dtype=torch.bool, device=law.reference.device)
     for replayed in replayed_steps(trajectory, model, law.reference, law=law):
         mismatches.add(trajectory, model, replayed)
+        g, own = replayed.gradient, law.step(replayed.step.index)
+        is_seen = g.abs() > relative_rounding(trajectory.dtype) * g.abs().max()
+        is_seen = is_seen if own.is_moved is None else is_seen & own.is_moved
+        by_mask |= is_seen & torch.stack([(scale := own.recorded["grad_scale"]) == 0, scale != 0])
+    mismatches.trained, mismatches.varies_mask = by_mask[1], bool(by_mask.all(dim=0).any())
     return mismatches
 
 
@@ -484,4 +506,6 @@ def _describe_statuses(statuses: Mapping[QuadratureStatus, int]) -> str:
         return "; a fixed rule: epk_gp.adaptive() chooses its nodes by the residual"
     notable = {status: count for status, count in statuses.items() if status is not QuadratureStatus.CONVERGED}
     reasons = ", ".join(f"{count} {status.name}" for status, count in sorted(notable.items()))
+    if QuadratureStatus.INCONSISTENT_DERIVATIVE in notable:
+        reasons += ": the derivative is not the outputs' (a stop-gradient such as detach(), rounding), or they jump,"
     return f"; {reasons} of {sum(statuses.values())} pairs of a point and a step" if notable else ""

@@ -22,7 +22,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
 from epk_gp.autodiff.dense import PlannedModel, graph_nodes
@@ -296,7 +296,13 @@ class _WideReplay(TrainingReplay):
         return torch.float64
 
 
-def curvature_error(trajectory: Trajectory, net: PlannedModel, memory: MemoryPlan, device: torch.device) -> float:
+def curvature_error(
+    trajectory: Trajectory,
+    net: PlannedModel,
+    memory: MemoryPlan,
+    device: torch.device,
+    trained: Bool[Tensor, " P"] | None = None,
+) -> float:
     """Return by what share the second derivatives along some direction differ from differences of gradients.
 
     The middle, the last and the first step are looked at; 0 where the difference is rounding or a kink, and where the
@@ -307,6 +313,8 @@ def curvature_error(trajectory: Trajectory, net: PlannedModel, memory: MemoryPla
         net: The network with its plan.
         memory: Chooses how many rows are taken together.
         device: Of the computation.
+        trained: Weights along which derivatives are compared: others, as the row of a padding index, which has no
+            gradient, do not change with the weights of samples. None for all.
     """
     run, recomputation = _wide_run(trajectory.trained, net, device), recomputation_of(trajectory)
     curvature = LossCurvature(PlannedModel(run.model, net.plan), run, memory)
@@ -314,7 +322,7 @@ def curvature_error(trajectory: Trajectory, net: PlannedModel, memory: MemoryPla
     steps = [run.trajectory.steps[states[place]] for place in dict.fromkeys((len(states) // 2, -1, 0)) if states]
     for pair, tolerance in _PAIRS:
         try:
-            errors = [_step_error(run, curvature, step, pair) for step in steps]
+            errors = [_step_error(run, curvature, step, pair, trained) for step in steps]
         except (RuntimeError, TypeError, ValueError):  # the network cannot compute in float64
             return 0.0
         if settled := [error for error in errors if error is not None]:
@@ -330,12 +338,15 @@ def _wide_run(trajectory: Trajectory, net: PlannedModel, device: torch.device) -
     return run
 
 
-def _step_error(run: RunReplay, curvature: LossCurvature, step: Step, pair: tuple[float, float]) -> float | None:
+def _step_error(
+    run: RunReplay, curvature: LossCurvature, step: Step, pair: tuple[float, float], trained: Tensor | None
+) -> float | None:
     """Return the relative error of a product with a step's Hessian; None where the differences do not settle."""
     state = flat_state(run.trajectory, step.index, run.reference)
     P = run.model.num_weights
     direction = torch.zeros_like(state)
     d = direction[:P].copy_(_direction(state[:P], run.model.sizes))
+    d *= 1.0 if trained is None else trained
     product = curvature(step, d[None], None)[1][0]
     # a Hessian is symmetric: <H d, H d> = <d, H (H d)>
     square, again = product @ product, d @ curvature(step, product[None], None)[1][0]

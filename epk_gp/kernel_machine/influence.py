@@ -19,7 +19,7 @@ from epk_gp.core.graphs import rows_of, tensors_of
 from epk_gp.core.inputs import Inputs
 from epk_gp.core.losses import Head, apply_head, loss_terms, resolve_head
 from epk_gp.core.show import Entry, Summary, Tabular, certificate_entry, count, kind_of, number
-from epk_gp.core.torch_overrides import disable_fused_attention
+from epk_gp.core.torch_overrides import disable_fused_attention, warn_unless_plain
 from epk_gp.core.trajectory import Trajectory, flat_state, flat_weights, network_outputs, parse_inputs, warn_unless_live
 from epk_gp.core.update_law import UpdateLaw
 from epk_gp.kernel_machine import retrain
@@ -259,7 +259,7 @@ def influence(
     law, found = UpdateLaw(trajectory, flat_weights(trajectory, 0, X)), list[Influence]()
     retrain.require_replays(law)
     # a retrained run agrees with the network that trained it: whether that is the recorded one, the recorded run says
-    findings = step_mismatches(trajectory, law).findings
+    findings = step_mismatches(trajectory, law).retraining_findings
     for index, weights in enumerate(smoothing.weights(trajectory.num_points)):
         weights = weights.to(trajectory.device)
         run, (_, difference) = retrain.retrained_run(retrain.StackedTraining(trajectory), weights, parsed.memory_budget)
@@ -351,7 +351,7 @@ def _differentiate(
             split = CombinedAxes(trajectory, axes).unflatten
             is_unexplained = any(bool(sums.largest["unexplained"]) for sums in blocks)
             held = [*work.law.held, *(["moving statistics"] if is_unexplained else [])]
-            error = curvature_error(trajectory, recorded_net, work.memory, X.device)
+            error = curvature_error(trajectory, recorded_net, work.memory, X.device, mismatches.trained)
             return Influence(
                 outputs=outputs,
                 values=split(values, "step", "sample") if own is None else values[:, :, 0],
@@ -376,9 +376,9 @@ def _findings(
         error: By what share torch's derivative of the gradient differs from finite differences, in one direction.
         values: The derivatives.
     """
-    yield from mismatches.findings
     if held:
         yield f"how {', '.join(held)} would change with the gradients is not known: the derivative holds it as recorded"
+    yield from mismatches.findings
     if not error <= 0:
         yield (
             f"torch's derivative of the gradient differs by {error:.2g} of its size from finite differences: the "
@@ -416,6 +416,7 @@ def _joint_question(trajectory: Trajectory, X: Tensor, function: Function) -> Qu
     """Return the question for one number of all inputs together; None where a function does not give one."""
     model, asked = trajectory.model_for(X), RowFunction.of(function)
     params = model.unflatten(flat_state(trajectory, trajectory.num_steps, X))
+    warn_unless_plain(partial(model, params), X, model.module)
     with torch.no_grad():
         returned = model.returned(params, X)
         returned, leaves = with_leaves(returned, len(X))

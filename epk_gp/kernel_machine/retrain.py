@@ -455,7 +455,7 @@ def retrain(trajectory: Trajectory, weights: Float[Tensor, "*m M"], **options: U
             ends.append(sums.added.pop("states"))
             found.merge(sums)
     states, (difference, ratio) = torch.cat(ends), found.largest["difference"].tolist()
-    findings = [*run_findings(trajectory), *step_mismatches(trajectory, law).findings]
+    findings = [*run_findings(trajectory), *step_mismatches(trajectory, law).retraining_findings]
     if not ratio <= REPLAY_TOLERANCE[states.dtype]:
         findings.append(
             f"with all weights 1 it ends {ratio:.2g} of the way that the weights went from the recorded network "
@@ -495,6 +495,11 @@ def require_loss_as_function(trajectory: Trajectory, what: str) -> None:
             raise ValueError(
                 f"{what} needs steps that follow from gradients alone: after step {step.index} the loop moved the "
                 "weights without one (Lookahead, a checkpoint that was restored). epk_gp.attribute explains such a run."
+            )
+        if any(forward.cotangents is not None for forward in step.passes):
+            raise ValueError(
+                f"{what} needs the loss of each row as a function: step {step.index} has rows whose gradient in the "
+                "outputs is recorded, not their loss. epk_gp.attribute explains such a run."
             )
         if any(forward.weights is not None for forward in step.passes):
             raise ValueError(

@@ -459,6 +459,12 @@ def is_clipped(update: UpdateCoefficients) -> bool:
     return bool(((factors > 0) & (factors < 1)).any())
 
 
+def clips_entries(update: UpdateCoefficients, num_weights: int) -> bool:
+    """Return whether a step clipped its gradient entry by entry; of a norm beside a mask, all have one factor or 0."""
+    factors = update.grad_scale.abs()
+    return is_clipped(update) and len(factors) == num_weights and len(factors[factors > 0].unique()) > 1
+
+
 def step_clip(stated: Clip | None, update: UpdateCoefficients, scale: Tensor, g: Float[Tensor, " P"]) -> Clip | None:
     """Return the clipping of a step: as stated, else as its factors show it, of the 2-norm or entry by entry.
 
@@ -474,7 +480,7 @@ def step_clip(stated: Clip | None, update: UpdateCoefficients, scale: Tensor, g:
     if stated is not None or not is_clipped(update):
         return stated
     factors = scale.abs()
-    if len(update.grad_scale) == len(g):
+    if clips_entries(update, len(g)):
         return ClipValue(rounded_bound(float((factors * g.abs())[(factors > 0) & (factors < 1)].max())))
     norm = float(torch.linalg.vector_norm(torch.where(factors > 0, g, 0.0))) + EPSILON
     return ClipNorm(rounded_bound(float(factors[factors > 0].min()) * norm))
@@ -490,13 +496,16 @@ _MOST_CHANGES = 1  # of the rates between checked steps; after more, every step 
 
 
 class WeightPenalty:
-    """The L2 penalty of a loop's loss as the checked steps show it: it is recorded as coupled weight decay.
+    """The L2 penalty of a loop's loss, and its mask of gradients, as the checked steps show them.
 
-    The gradient of sum_k lambda_k |w_k|^2 / 2 is lambda_k w_k for parameter k. So what the optimizer used less the
-    gradient of the stated loss is a multiple of each parameter's weights, up to rounding. By chance it is not.
+    The penalty is recorded as coupled weight decay. The gradient of sum_k lambda_k |w_k|^2 / 2 is lambda_k w_k for
+    parameter k. So what the optimizer used less the gradient of the stated loss is a multiple of each parameter's
+    weights, up to rounding. By chance it is not. The mask is recorded as a factor of the entries of the gradient.
 
     Attributes:
         rates: The factor lambda_k of each parameter's weights in the gradient, (L,).
+        mask: 0 for the entries of the gradient, (P,), that the loop sets to 0, else 1; the number 1 where there are
+            none. An entry that was 0 anyway since the recording began counts as 1.
         is_fixed: Whether no other rates are accepted, because the step is recorded already.
         is_always_checked: Whether every step must be checked, because some parameters are clipped by themselves.
     """
@@ -506,6 +515,20 @@ class WeightPenalty:
         # rates that no step has shown yet, for the weights were zero; the others' rate is taken for theirs until then
         self._is_guess = torch.zeros(len(sizes), dtype=torch.bool)
         self._num_changes, self.is_always_checked = 0, False
+        self.mask: float | Tensor = 1.0
+
+    def masks(self, used: Float[Tensor, " P"], own: Float[Tensor, " P"]) -> Iterator[float | Tensor]:
+        """Yield the mask of the steps before, and the one that a step shows if it is another.
+
+        Args:
+            used: The gradient that the optimizer used; one without any entry shows no mask.
+            own: The gradient of the stated loss.
+        """
+        yield self.mask
+        known = torch.zeros_like(own) + self.mask
+        seen = torch.where(used != 0, 1.0, torch.where(own != 0, 0.0, known))
+        if not self.is_fixed and bool(used.any()) and not torch.equal(seen, known):
+            yield 1.0 if bool(seen.all()) else seen
 
     def gradient(self, w: Float[Tensor, " P"], rates: Float[Tensor, " L"] | None = None) -> Float[Tensor, " P"] | None:
         """Return the penalty's gradient at some weights; None without a penalty."""
@@ -513,7 +536,9 @@ class WeightPenalty:
         return broadcast_to_params(rates, self._sizes, w) * w if bool(rates.any()) else None
 
     def needs_check(self, w: Float[Tensor, " P"], used: Float[Tensor, " P"]) -> bool:
-        """Return whether a step must be checked because rates move, or because one can be seen for the first time."""
+        """Return whether a step must be checked: rates move, or are seen for the first time, or the mask is another."""
+        if isinstance(self.mask, Tensor) and bool(used[self.mask == 0].any()):
+            return True
         is_guess = bool(self._is_guess.any())
         is_always = self.is_always_checked or self._num_changes > _MOST_CHANGES
         return is_always or (is_guess and bool((self._is_guess & self._is_seen(w, used)).any()))
@@ -531,7 +556,8 @@ class WeightPenalty:
         return torch.tensor(seen, dtype=torch.bool)
 
     def added_to(self, update: UpdateCoefficients) -> UpdateCoefficients:
-        """Return the coefficients of a step with the penalty as weight decay; clipping scales both."""
+        """Return the coefficients of a step with the mask, and the penalty as weight decay; clipping scales both."""
+        update = scale_gradient(update, self.mask, self._sizes) if isinstance(self.mask, Tensor) else update
         rates, scale, decay = self.rates, update.grad_scale, update.weight_decay
         if not bool(rates.any()):
             return update

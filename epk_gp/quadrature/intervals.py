@@ -227,8 +227,9 @@ _SHORTEST = 8
 
 # Halving an interval shows that its quadrature has converged to something else than f(b) - f(a) if it changes the
 # integral by at most this fraction of the residual, and either half keeps more than that of it. After so many
-# generations of that the interval is accepted (docs/engine.md, section 8).
-_CONVERGED_CHANGE, _GENERATIONS = 1e-2, 4
+# generations of that the interval is accepted (docs/engine.md, section 8). One counts twice if either half keeps more
+# than a quarter: the derivative is wrong all along the interval.
+_CONVERGED_CHANGE, _GENERATIONS, _EVEN = 1e-2, 4, 2
 
 # Where f is smooth, a higher order or a half of the interval has at most this fraction of the residual. Halving an
 # interval divides that of Gauss-Legendre with n nodes by 2^(2n + 1), 512 for n = 4; extending the rule gains more.
@@ -330,13 +331,14 @@ def trace_lineage(
     threshold = _CONVERGED_CHANGE * error
     is_left = is_open & (residual.abs().amax(dim=1) > threshold[parent])
     num_left = torch.zeros_like(before.generations).index_add_(0, parent, is_left.long())
+    num_even = torch.zeros_like(num_left).index_add_(0, parent, (residual.abs().amax(dim=1) > error[parent] / 4).long())
     counts = parents.is_halved & (change <= threshold) & (num_left == 2)
-    generations = torch.where(counts, before.generations + 1, 0)
+    generations = torch.where(counts, before.generations + torch.where(num_even == 2, _EVEN, 1), 0)
     own = torch.zeros_like(error).index_add_(0, parent, residual.abs().amax(dim=1))  # of the one part, if raised
     is_smooth = (change <= threshold) | (own <= SMOOTH_DECAY * error)
     raises = torch.where(parents.is_raised & is_smooth, before.raises + 1, 0)
     has_settled = (raises >= _RAISES) & (change <= threshold)
-    return Lineage(raises, has_settled, generations, torch.where(generations > 1, before.error, error))[parent]
+    return Lineage(raises, has_settled, generations, torch.where(before.generations > 0, before.error, error))[parent]
 
 
 def may_be_rounding(found: "Integrated") -> Bool[Tensor, " E"]:

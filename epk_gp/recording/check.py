@@ -312,13 +312,19 @@ def check_step(setup: TrainingSetup, observed: ObservedStep, *, exact: bool = Tr
             "the moving statistics after a forward pass must be those that its rows give: they differ by "
             f"{error:.2g} times what rounding explains. Likely cause: {cause}."
         )
-    check = _with_penalty(setup, StepCheck(observed, gradient, gradient), observed.penalty.gradient(start))
-    is_consistent = _is_consistent(setup, check)
-    penalty, rates = observed.penalty, observed.penalty.rates
-    if not is_consistent and (inferred := _with_inferred(setup, check)) is not None:
-        (check, rates), is_consistent = inferred, True
-    if is_consistent:
-        penalty.learn(rates, start, made.gradient)
+    penalty, checks = observed.penalty, list[StepCheck]()
+    for mask in penalty.masks(made.gradient, gradient):
+        check, rates = StepCheck(observed, mask * gradient, mask * gradient, mask=mask), penalty.rates
+        checks.append(check := _with_penalty(setup, check, penalty.gradient(mask * start)))
+        is_consistent = _is_consistent(setup, check)
+        if not is_consistent and (inferred := _with_inferred(setup, check)) is not None:
+            (check, rates), is_consistent = inferred, True
+        if is_consistent:
+            penalty.learn(rates, start, made.gradient)
+            penalty.mask = mask
+            break
+    else:
+        check = checks[0]
     if not (follows_rule and is_consistent):
         clipped = check.expected
         predicted, _ = predict_step(made.update, sizes, start, clipped, observed.momentum)
@@ -342,7 +348,7 @@ def check_step(setup: TrainingSetup, observed: ObservedStep, *, exact: bool = Tr
 def _with_inferred(setup: TrainingSetup, check: StepCheck) -> tuple[StepCheck, Float[Tensor, " L"]] | None:
     """Return the check with a clipping and an L2 penalty that nobody stated, and its rates; None if it has neither."""
     observed, used = check.observed, check.observed.made.gradient
-    penalty, w = observed.penalty, observed.start
+    penalty, w = observed.penalty, check.mask * observed.start
 
     def candidates() -> Iterator[Float[Tensor, " L"] | None]:
         yield penalty.rates
@@ -434,7 +440,7 @@ def _is_consistent(setup: TrainingSetup, check: StepCheck) -> bool:
     else:
         moved = torch.cat([move_by_rounding(state, torch.finfo(state.dtype).eps), observed.start_statistics])
         other, _ = _gradient_of(setup, observed, moved)
-    return bool(difference <= CANCELLATION_FACTOR * largest_entry(check.gradient - other))
+    return bool(difference <= CANCELLATION_FACTOR * largest_entry(check.gradient - check.mask * other))
 
 
 def _is_repeatable(setup: TrainingSetup, check: StepCheck) -> bool:
@@ -442,4 +448,4 @@ def _is_repeatable(setup: TrainingSetup, check: StepCheck) -> bool:
     if not check.observed.step.passes:
         return True
     again, _ = _gradient_of(setup, check.observed)
-    return allclose(again, check.gradient)  # kernels of a GPU may add in any order
+    return allclose(check.mask * again, check.gradient)  # kernels of a GPU may add in any order

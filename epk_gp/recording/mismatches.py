@@ -102,10 +102,11 @@ class StepCheck:
     Attributes:
         observed: The step.
         gradient: Gradient of the stated loss on the stated batch before the step, (P,), not clipped; zero for
-            parameters that have none in this step.
+            parameters that have none in this step, and for masked entries.
         expected: The gradient that the optimizer must have used: the stated loss's and an L2 penalty's, clipped, (P,).
         clip_factor: The factor by which the stated clipping multiplies that gradient: one number, or one per weight.
         factors: The same of each parameter, (L,), where some parameters were clipped by themselves.
+        mask: 0 for entries of the gradient that the loop sets to 0, (P,), else 1 (`WeightPenalty`).
     """
 
     observed: ObservedStep
@@ -113,6 +114,7 @@ class StepCheck:
     expected: Float[Tensor, " P"]
     clip_factor: float | Float[Tensor, " P"] = 1.0
     factors: Float[Tensor, " L"] | None = None
+    mask: float | Float[Tensor, " P"] = 1.0
 
     @property
     def used(self) -> Float[Tensor, " P"]:
@@ -427,6 +429,8 @@ def _gradient_cause(setup: TrainingSetup, check: StepCheck, *, is_shown: bool) -
     used, whole, penalty = check.used, check.expected / check.clip_factor, check.observed.penalty
     rest, bound, ratio = used - whole, float(used.abs().max()), common_factor(used, whole)
     through = "what came through the outputs" if is_shown else "that of the stated loss"
+    if not bool(used.any()):
+        return "the gradient was 0 in all parameters: zero_grad() was called after backward(), or .grad was set to 0"
     if setup.clip is not None and _is_same(used, whole):
         return "the gradient is that of the stated loss before clipping: state the loop's clipping, or none"
     if _is_same(used, ratio * whole):
@@ -448,8 +452,6 @@ def _gradient_cause(setup: TrainingSetup, check: StepCheck, *, is_shown: bool) -
     pairs = {n: (u, model.unflatten(whole)[n]) for n, u in model.unflatten(used).items() if u.numel()}
     off = {n: (u, g) for n, (u, g) in pairs.items() if not _is_same(u, g)} or pairs
     names, shares = _named([*off]), [common_factor(u, g) for u, g in off.values()]
-    if all(not bool(u.any()) for u, _ in off.values()):
-        return f"no gradient came to {names}: freeze by requires_grad_(False), and leave .grad as it is"
     hooked = [n for n, p in net.named_parameters() if p._backward_hooks or p._post_accumulate_grad_hooks]
     hooked += [n for n, part in net.named_modules() if part._backward_hooks or part._backward_pre_hooks]
     if hooked:

@@ -102,6 +102,40 @@ def test_rows_are_scored_in_the_loaders_order_in_its_dtype():
         attributor.cache(DataLoader(Subset(train, [1, 0, *range(2, cases.M)]), batch_size=5))
 
 
+class Drawn:
+    """Batches whose order a loader of one's own draws each time."""
+
+    def __init__(self, points):
+        self.points = points
+
+    def __iter__(self):
+        rows = torch.randperm(len(self.points))
+        return ((self.points.tensors[0][part], self.points.tensors[1][part]) for part in rows.split(4))
+
+
+def test_rows_of_an_order_that_nobody_knows_are_refused():
+    """Whoever makes the loader; one pass over a loader is in the order of that pass."""
+    run, (train, test) = cases.record("classes"), cases.data("classes")
+    attributor, known, ordered = EPKAttributor(run), DataLoader(test, batch_size=4), DataLoader(train, batch_size=4)
+    few = Subset(train, [0, 1])  # two passes agree half of the time
+    drawn = torch.utils.data.BatchSampler(torch.utils.data.RandomSampler(few), 1, drop_last=False)
+    shuffling = [DataLoader(train, batch_size=5, shuffle=True), DataLoader(few, batch_sampler=drawn), Drawn(train)]
+    for name, call in (
+        ("train_dataloader", lambda loader: attributor.attribute(loader, known)),
+        ("test_dataloader", lambda loader: attributor.attribute(ordered, loader)),
+        ("train_dataloader", attributor.self_attribute),
+        ("full_train_dataloader", attributor.cache),
+        ("inputs", EPKInfluence(run).influence),
+    ):
+        for loader in shuffling:
+            with pytest.raises(ValueError, match=f"^{name} must give its rows in one order: it shuffles them"):
+                call(loader)
+    order = torch.randperm(cases.M, generator=torch.Generator().manual_seed(3)).split(4)
+    once = ((train.tensors[0][rows], train.tensors[1][rows]) for rows in order)
+    whole = attributor.attribute(ordered, known)
+    assert torch.equal(attributor.attribute(once, known), whole[torch.cat(order)])
+
+
 def test_captum_gets_the_most_extreme_samples_of_each_input_or_of_all():
     run, inputs = cases.record("classes"), cases.data("classes")[1].tensors
     influence = EPKInfluence(run)

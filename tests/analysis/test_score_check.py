@@ -257,6 +257,12 @@ FAULTS: dict[str, tuple[Callable[[], Problem], Callable[[Problem], Any], str]] =
     "divided by the number of samples": (
         classes, lambda p: p.contributions / 30, "scale is off: they are 0.03333 times the exact contributions",
     ),
+    "2 % too large": (classes, lambda p: 1.02 * p.contributions, "off: they are 1.02 times the exact contrib"),
+    "a mean over one sample less": (classes, lambda p: 0.995 * p.derivatives, "off: they are 0.995 times the exact d"),
+    "0.1 % too large, of texts": (language, lambda p: 1.001 * p.derivatives, "off: they are 1.001 times the exact d"),
+    "0.5 % too large, in bfloat16": (
+        classes, lambda p: (1.005 * p.derivatives).bfloat16(), r"scale is off: .* 1.00\d* times the exact derivatives",
+    ),
     "queries normalised": (
         classes, lambda p: F.normalize(p.derivatives), "scale is off: .* times the exact derivatives, from",
     ),

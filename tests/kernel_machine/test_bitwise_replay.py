@@ -77,6 +77,7 @@ class OtherSGD(torch.optim.SGD):
 LOOPS = {
     "mlp, AdamW": (mlp, adamw, {}),
     "mlp, momentum, clipped": (mlp, momentum, {"clip": 0.5}),
+    "mlp, masked, clipped": (mlp, adamw, {"masked": 5, "clip": 0.5}),
     "mlp, fused": (mlp, lambda p: torch.optim.AdamW(p, lr=0.01, fused=True), {}),
     "cnn, momentum, accumulated": (cnn, momentum, {"accumulated": 3}),
     "cnn, AdamW, clipped": (cnn, adamw, {"clip": 0.3}),
@@ -107,6 +108,7 @@ def record(name, path=None, *, make_optimizer=None, keep=KEEP):
     X, y = data(net)
     optimizer = (make_optimizer or optimizer)(net.parameters())
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda s: min(s, 4) / 4 * (1 - s / 50))  # begins with 0
+    masked = options.pop("masked", 0)
     value = options.pop("value", of_letters if isinstance(net, GPT) else F.cross_entropy)
     accumulated, clip, autocast = options.pop("accumulated", 1), options.pop("clip", None), options.pop("autocast", 0)
     if isinstance(net, GPT):
@@ -124,6 +126,8 @@ def record(name, path=None, *, make_optimizer=None, keep=KEEP):
                     loss = value(net(X[rows]), y[rows])
                 (loss / accumulated).backward()
                 recorder.batch(rows, **weight)
+            if masked:
+                next(net.parameters()).grad[:masked] = 0
             if clip is not None:
                 nn.utils.clip_grad_norm_(net.parameters(), clip)
             optimizer.step()

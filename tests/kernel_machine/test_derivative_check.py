@@ -46,6 +46,17 @@ def test_a_gradient_that_is_that_of_no_function_is_said(make, dtype):
             call()
 
 
+@pytest.mark.parametrize("make", [lambda p: sgd(p), lambda p: torch.optim.AdamW(p, lr=0.02, weight_decay=0.1)])
+def test_a_row_that_gets_no_gradient_is_no_false_alarm(make):
+    """As that of a padding index, on which the outputs depend all the same."""
+    mean, entries = Apply(lambda h: h.mean(dim=1).tanh()), Apply(lambda x: (2 * x.abs()).long() % 5)
+    net = lambda: nn.Sequential(entries, nn.Embedding(5, 4, padding_idx=0), mean, nn.Linear(4, CLASSES))  # noqa: E731
+    loop = WeightedLoop(make, net)
+    effect, expected = epk.influence(loop.record(), loop.test_points), loop.slopes(3)
+    assert effect.certified
+    assert (effect.values[:, :, 3] - expected).abs().max() <= 1e-6 * expected.abs().max()
+
+
 @pytest.mark.filterwarnings("ignore:step 0:epk_gp.core.show.CertificateWarning")  # of the probe
 def test_a_kernel_of_gradients_that_depend_on_the_other_points_is_refused():
     X, y, net = torch.randn(12, 4).double(), torch.arange(12) % CLASSES, scaled().double()

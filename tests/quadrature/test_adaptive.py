@@ -96,6 +96,16 @@ def test_each_status_has_a_network_that_provokes_it_and_a_residual_that_shows_it
     assert least <= float(found.residual) <= most
 
 
+def test_the_derivative_of_another_function_is_given_up_after_two_halvings() -> None:
+    """Where it is wrong all along the step: 1 + 2 + 4 intervals of 4 nodes, beside the first orders."""
+    function = FUNCTIONS["stop_gradient"]
+    found = integrate(segment(function), ONE, epk.adaptive(), 1)
+    assert found.status.tolist() == [INCONSISTENT]
+    assert float(found.evaluations) <= 64
+    with pytest.warns(epk.CertificateWarning, match="INCONSISTENT_DERIVATIVE: the derivative is not the outputs'"):
+        epk.attribute(run_of(function), ONE)
+
+
 @pytest.mark.parametrize("rule", [epk.adaptive(), epk.gauss_legendre(3)], ids=["adaptive", "fixed"])
 def test_a_derivative_that_is_not_finite_has_a_status_of_its_own_and_stays_visible(rule: Rule) -> None:
     """At x = 0, the root's argument stays zero, where its derivative is infinite."""

@@ -60,6 +60,19 @@ def test_float32_inside_of_float64_is_no_wrong_derivative_and_no_jump_and_is_nam
         record(SingleNorm, make_optimizer=make_optimizer)
 
 
+class Slight(Base):
+    """A branch without a gradient that adds little."""
+
+    def forward(self, x):
+        h = self.hidden(x)
+        return self.c(self.activation(self.b(h)) + 0.05 * h.detach())
+
+
+def test_a_derivative_that_is_wrong_by_less_than_a_percent_is_not_taken_for_float32():
+    with pytest.warns(CertificateWarning, match=r"is not the derivative of its outputs: .* differ by 0\.\d%"):
+        record(Slight)
+
+
 class SingleExperts(TopOneExperts):
     """Chooses experts by numbers in float32."""
 

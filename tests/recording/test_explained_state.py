@@ -3,6 +3,8 @@
 import copy
 import gc
 import pickle
+import re
+import warnings
 from dataclasses import replace
 
 import pytest
@@ -15,6 +17,7 @@ import epk_gp as epk
 from epk_gp.core.states import averaged_trajectory, averaging_coefficients
 
 STEPS, BEST = 10, 5
+VOCABULARY, LENGTH, TEXTS = 9, 6, 12
 STORAGES = {"memory": None, "disk": {"steps": 3}, "every_fourth": {"keep_every": 4}}
 
 
@@ -234,3 +237,80 @@ def test_frozen_weights_and_buffers_that_are_edited_afterwards_are_said(name):
         dict(net.state_dict())[name].mul_(1.1)
     with pytest.warns(UserWarning, match=f"your network is not the one .*Frozen weights or buffers .*: {name}"):
         epk.reconstruct(recorder.trajectory, X[:2])
+
+
+# Networks that predict otherwise without gradients than with them
+
+
+class Padded(nn.Module):
+    """Texts with padding at their ends, whose words a part of the network looks at together; then their mean."""
+
+    def __init__(self, part="encoder", nested=True, mean="all"):
+        super().__init__()
+        self.embed, self.out, self.part, self.mean = nn.Embedding(VOCABULARY, 8), nn.Linear(8, 3), part, mean
+        layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.1, batch_first=True)
+        encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=nested)
+        attention = nn.MultiheadAttention(8, 2, batch_first=True)
+        self.look = {"encoder": encoder, "layer": layer, "attention": attention, "asks": nn.Identity()}[part]
+
+    def forward(self, x):
+        h, pads = self.embed(x), x == 0
+        if self.part == "asks":
+            h = h if torch.is_grad_enabled() else 1.1 * h
+        elif self.part == "attention":
+            h = self.look(h, h, h, key_padding_mask=pads, need_weights=False)[0]
+        else:
+            h = self.look(h, src_key_padding_mask=pads)
+        return self.out(h.mean(1) if self.mean == "all" else (h * ~pads[..., None]).sum(1) / (~pads).sum(1)[:, None])
+
+
+def padded_run(dtype, **options):
+    torch.manual_seed(2)
+    X, y, net = torch.randint(1, VOCABULARY, (TEXTS, LENGTH)), torch.arange(TEXTS) % 3, Padded(**options).to(dtype)
+    for row in range(0, TEXTS, 2):
+        X[row, LENGTH - row // 3 - 1 :] = 0
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    with epk.Recorder(net, optimizer, X, y) as recorder:
+        for batch in torch.arange(TEXTS).repeat(2).split(8):
+            optimizer.zero_grad()
+            F.cross_entropy(net(X[batch]), y[batch]).backward()
+            recorder.batch(batch)
+            optimizer.step()
+    return net.eval(), recorder.trajectory
+
+
+NESTED = r"torch's nested-tensor path in 'look'.* enable_nested_tensor=False"
+ALIKE = {"nested": False}, {"mean": "of words"}, {"part": "layer"}, {"part": "attention"}
+OTHERS = ({}, NESTED), ({"part": "asks"}, r"asks torch.is_grad_enabled\(\)"), *((each, None) for each in ALIKE)
+
+
+@pytest.mark.filterwarnings("ignore:step 0.*derivative is not the derivative")  # of the probe
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")  # where this test predicts
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize(("options", "message"), OTHERS)
+def test_another_prediction_without_gradients_is_said_where_there_is_one(options, message, dtype):
+    net, run = padded_run(dtype, **options)
+
+    def said(call):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            call()
+        texts = [str(each.message) for each in caught]
+        assert not any("prototype" in text for text in texts)  # of torch, about its nested tensors
+        return [text for text in texts if "predicts otherwise in eval() without gradients" in text]
+
+    for X in (run.inputs[:4], run.inputs[1::2]):  # the second ones have no padding
+        calls = (
+            lambda X=X: epk.attribute(run, X),
+            lambda X=X: epk.reconstruct(run, X),
+            lambda X=X: epk.influence(run, X),
+            lambda X=X: epk.influence(run, X, function=lambda z: z.square().mean()),
+        )
+        with torch.no_grad():
+            plain = net(X)
+        differs = (plain - net(X)).abs().max() > 1e-3
+        assert bool(differs) == (message is not None and (message is not NESTED or bool((X == 0).any())))
+        for call in calls:
+            texts = said(call)
+            assert bool(texts) == bool(differs)
+            assert not texts or re.search(message, texts[0])

@@ -95,11 +95,6 @@ def hook(loop):
     [*loop.net.parameters()][-1].register_hook(lambda g: g + 0.1)
 
 
-def last_layer(loop):
-    for p in [*loop.net.parameters()][-2:]:
-        p.grad.zero_()
-
-
 def l1(loop):
     return F.cross_entropy(loop.z, loop.t) + 1e-2 * sum(p.abs().sum() for p in loop.net.parameters())
 
@@ -196,7 +191,8 @@ FAULTS = {
         {"announced": lambda loop: nn.utils.clip_grad_norm_(loop.net.parameters(), 2e-3)},
         options={"clip": ClipNorm(1e-3)}),
     "not clipped": Fault("that of the stated loss before clipping", options={"clip": ClipNorm(1e-3)}),
-    "frozen part": Fault("no gradient came to", {"announced": last_layer}),
+    "no gradient left": Fault("gradient was 0 in all parameters: zero_grad",
+        {"announced": lambda loop: loop.net.zero_grad(set_to_none=False)}),
     "noise": Fault(ADDED, {"announced": add_noise}),
     "hook on gradients": Fault("a backward hook at .* changes gradients", {"begin": hook}),
     "hook on outputs": Fault("a forward hook of module .* changes them", {"begin": later}),
