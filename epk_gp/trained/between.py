@@ -26,7 +26,7 @@ from epk_gp.core.gradients import RunReplay, passes_of
 from epk_gp.core.graphs import tensors_of
 from epk_gp.core.inputs import Inputs
 from epk_gp.core.losses import CrossEntropy, Head, Loss, sample_weights
-from epk_gp.core.model import functionalize
+from epk_gp.core.model import functionalize, uncompiled
 from epk_gp.core.plans import rows_of_weights
 from epk_gp.core.show import Displayed, Entry, Summary, count, warn_caller
 from epk_gp.core.step import Step
@@ -322,15 +322,16 @@ def between(
 
     Raises:
         FileNotFoundError: There is no such checkpoint.
-        TypeError, ValueError: Checkpoints are out of order, or miss a parameter, or have other shapes or dtypes than
-            the network; or arguments do not fit, as of `attribute`.
+        TypeError, ValueError: The names in a folder do not tell an order; checkpoints share memory, or are not of this
+            network: a tensor is missing or left over, or has another shape or dtype; or arguments do not fit, as of
+            `attribute`.
     """
     parsed = parse_options("between", ("accumulate", "checkpoint", "executor"), **options)
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module: got {type(model).__name__}.")
     if function is not None and data is None and output is None:
         output = _any_number
-    entries = listed(checkpoints)
+    model, entries = uncompiled(model), listed(checkpoints)
     rates = _rates(data, loss, lr, len(entries) - 1)
     named = Named(model, entries)
     start, moving = named.at_first(model)
