@@ -15,7 +15,7 @@ from jaxtyping import Float, Int64, Integer, Shaped
 from torch import Tensor, nn
 
 from epk_gp.core import losses
-from epk_gp.core.checks import validate_tensor
+from epk_gp.core.checks import door, validate_tensor
 from epk_gp.core.graphs import has_rows, map_tensors, rows_of, select_rows, tensors_of
 from epk_gp.core.inputs import Signature, side_by_side
 from epk_gp.core.model import FunctionalModel
@@ -41,6 +41,7 @@ class RowFunction:
     function: Callable[..., Tensor]
     data: tuple[Shaped[Tensor, "..."], ...]
 
+    @door
     def __init__(self, function: Callable[..., Tensor], *data: Shaped[Tensor, "..."]) -> None:
         """Keep function and data.
 
@@ -183,8 +184,8 @@ def _validated(trajectory: Trajectory, X: Shaped[Tensor, "n ..."], signature: As
 
     with torch.enable_grad():
         values = called(at_leaves, rows)
-    is_graph = values.requires_grad and leaves
-    found = torch.autograd.grad(values.sum(), leaves, allow_unused=True) if is_graph else ()
+        is_graph = values.requires_grad and leaves
+        found = torch.autograd.grad(values.sum(), leaves, allow_unused=True) if is_graph else ()
     if all(gradient is None for gradient in found):
         raise ValueError(
             "function must be differentiable in what the network returns: its numbers do not depend on it by anything "

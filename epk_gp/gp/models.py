@@ -12,7 +12,7 @@ from gpytorch.distributions import MultivariateNormal
 from jaxtyping import Float, Int, Shaped
 from torch import Tensor
 
-from epk_gp.core.checks import ComputeSettings, parse_options, validate_count, validate_number, validate_positive
+from epk_gp.core.checks import ComputeSettings, door, parse_options, validate_count, validate_number, validate_positive
 from epk_gp.core.inputs import Inputs
 from epk_gp.core.losses import Head, resolve_head
 from epk_gp.core.plans import posterior_points
@@ -33,6 +33,7 @@ from epk_gp.work.run import progress_bar
 _GPYTORCH = threading.RLock()
 
 
+@door
 @final
 class LogitGP(gpytorch.models.ExactGP):  # type: ignore[misc]  # gpytorch ships no types
     """A Gaussian process over the network's outputs, conditioned on training points.

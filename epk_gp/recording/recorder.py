@@ -13,7 +13,7 @@ import torch
 from jaxtyping import Float, Int64, Shaped
 from torch import Tensor, nn
 
-from epk_gp.core.checks import blocks_of, is_finite, validate_count
+from epk_gp.core.checks import blocks_of, door, is_finite, validate_count
 from epk_gp.core.inputs import Inputs
 from epk_gp.core.losses import CrossEntropy, Loss, as_loss
 from epk_gp.core.model import functionalize_like, uncompiled
@@ -52,6 +52,7 @@ def _errors_of_step(index: int) -> Iterator[None]:
         raise StepMismatchError(f"step {index}: {error}") from cause
 
 
+@door
 class Recorder:
     """Record the steps of one's own training loop.
 

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from epk_gp.autodiff.dense import PlannedModel
 from epk_gp.autodiff.scalars import Function
 from epk_gp.autodiff.verification import observed_plan, planned, probe_rows, without_errors_of_a_trial
-from epk_gp.core.checks import ComputeOptions, ComputeSettings, parse_options, validate_positive
+from epk_gp.core.checks import ComputeOptions, ComputeSettings, door, parse_options, validate_positive
 from epk_gp.core.gradients import RunReplay, passes_of
 from epk_gp.core.graphs import tensors_of
 from epk_gp.core.inputs import Inputs
@@ -280,6 +280,7 @@ class _StretchTerms(AttributionWork):
                 own.explained[:, :, k] += shares.sum(dim=2)
 
 
+@door
 def between(
     model: nn.Module,
     checkpoints: Sequence[Checkpoint] | str,

@@ -229,7 +229,7 @@ class Named:
                 f"{where} must hold one network: it has {len(whole)} with all of these parameters, such as an average "
                 "of the weights beside them. Pass the state dict of the one that is meant."
             )
-        is_adapter = any(begin + _of_adapter(name) in used and begin + name not in used for name in self.needed)
+        is_adapter = any(begin + _of_adapter(n) in stored and begin + n not in stored for n in self.needed)
         required = self.needed if is_adapter else self.needed | (self._stored & self._own.keys())
         missing = sorted(name for name in required - found.keys() if not name.endswith(_COUNT))
         if missing:
