@@ -217,6 +217,7 @@ class LogitGP(gpytorch.models.ExactGP):  # type: ignore[misc]  # gpytorch ships 
         x = tag_points(self.kernel.trajectory, x)  # GPyTorch's mean comes first, with an error of its own
         return self.coupling.distribution(self.mean_module(x), self.covar_module(x))
 
+    @torch.enable_grad()
     def fit(self, steps: int = 50, lr: float = 0.1, progress: bool = False) -> list[float]:
         """Maximise the exact marginal likelihood over outputscale, noise and constant, with Adam.
 

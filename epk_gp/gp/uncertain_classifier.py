@@ -381,6 +381,7 @@ class UncertainClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         files.atomic_write(place / DESCRIPTION, files.checksummed_json(described))
 
     @classmethod
+    @door
     def load(
         cls, folder: str | os.PathLike[str], net: nn.Module, *, output: Callable[[Any], Tensor] | None = None
     ) -> "UncertainClassifier":

@@ -361,6 +361,7 @@ class Retraining(Displayed):
         """Whether steps made again are the recorded ones, up to rounding, and no network diverged."""
         return not self.findings
 
+    @door
     def run(self, number: int) -> Trajectory:
         """Return the whole run of one network, in memory: train it again and keep all its states.
 

@@ -52,7 +52,6 @@ def _errors_of_step(index: int) -> Iterator[None]:
         raise StepMismatchError(f"step {index}: {error}") from cause
 
 
-@door
 class Recorder:
     """Record the steps of one's own training loop.
 
@@ -72,6 +71,7 @@ class Recorder:
         signature: How the network is called, and how its outputs are taken from what it returns.
     """
 
+    @door
     def __init__(
         self,
         net: nn.Module,
@@ -398,6 +398,7 @@ class Recorder:
                 self._observer.take_up(w, statistics)
 
     @property
+    @door
     def trajectory(self) -> Trajectory:
         """The run recorded so far.
 
