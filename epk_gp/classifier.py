@@ -12,6 +12,7 @@ from sklearn.utils.multiclass import check_classification_targets
 from sklearn.utils.validation import _check_sample_weight, check_is_fitted, validate_data
 
 from epk_gp.analysis.labels import LabelErrors, label_errors
+from epk_gp.core.checks import door
 from epk_gp.core.losses import CrossEntropy
 from epk_gp.estimator import RecordedEstimator
 from epk_gp.gp.uncertain_classifier import UncertainClassifier
@@ -44,6 +45,7 @@ class EPKClassifier(ClassifierMixin, RecordedEstimator):  # type: ignore[misc]  
         trajectory_: The recorded run, in float64.
     """
 
+    @door
     def fit(self, X: ArrayLike, y: ArrayLike, sample_weight: ArrayLike | None = None) -> "EPKClassifier":
         """Train the network on cross entropy, recording the run.
 

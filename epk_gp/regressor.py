@@ -14,7 +14,7 @@ from sklearn.preprocessing import StandardScaler
 from sklearn.utils.validation import _check_sample_weight, check_is_fitted, validate_data
 from torch import Tensor, nn
 
-from epk_gp.core.checks import as_tensor
+from epk_gp.core.checks import as_tensor, door
 from epk_gp.core.losses import PerSampleLoss
 from epk_gp.estimator import Network, RecordedEstimator, one_hidden_layer
 from epk_gp.gp.models import LogitGP
@@ -60,6 +60,7 @@ class EPKRegressor(MultiOutputMixin, RegressorMixin, RecordedEstimator):  # type
         options: dict[str, Any] = {"batch_size": batch_size, "optimizer": optimizer, "random_state": random_state}
         super().__init__(network, steps=steps, lr=lr, **options)
 
+    @door
     def fit(self, X: ArrayLike, y: ArrayLike, sample_weight: ArrayLike | None = None) -> "EPKRegressor":
         """Train the network, recording the run.
 

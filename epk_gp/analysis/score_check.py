@@ -19,7 +19,7 @@ from torch.nn.functional import cosine_similarity, normalize
 from epk_gp.analysis.counterfactual import Agreement, random_subsets, rank_agreement, without
 from epk_gp.analysis.measures import is_constant, row_correlations
 from epk_gp.autodiff.scalars import Function
-from epk_gp.core.checks import ComputeSettings, parse_options, validate_count
+from epk_gp.core.checks import ComputeSettings, door, parse_options, validate_count
 from epk_gp.core.inputs import Inputs
 from epk_gp.core.losses import ClassLoss, Head, ignored_class
 from epk_gp.core.show import NAME_LENGTH, Displayed, Entry, Summary, Table, count, shortened
@@ -127,6 +127,7 @@ class ScoreCheck(Displayed):
         return shortened(name, NAME_LENGTH), *cells.values()
 
 
+@door
 def check_scores(
     trajectory: Trajectory,
     scores: Any,

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 from epk_gp.autodiff.interception import FunctionCall, ParameterInterception
 from epk_gp.core import losses
-from epk_gp.core.checks import validate_tensor
+from epk_gp.core.checks import door, validate_tensor
 from epk_gp.core.graphs import has_rows, map_tensors, rows_of, select_rows, tensors_of
 from epk_gp.core.inputs import Signature, parse_signature, side_by_side
 from epk_gp.core.model import FunctionalModel
@@ -44,6 +44,7 @@ class RowFunction:
     function: Callable[..., Tensor]
     data: tuple[Shaped[Tensor, "..."], ...]
 
+    @door
     def __init__(self, function: Callable[..., Tensor], *data: Shaped[Tensor, "..."]) -> None:
         """Keep function and data.
 
@@ -192,8 +193,8 @@ def _validated(trajectory: Trajectory, X: Shaped[Tensor, "n ..."], signature: As
 
     with torch.enable_grad():
         values = called(at_leaves, rows)
-    is_graph = values.requires_grad and leaves
-    found = torch.autograd.grad(values.sum(), leaves, allow_unused=True) if is_graph else ()
+        is_graph = values.requires_grad and leaves
+        found = torch.autograd.grad(values.sum(), leaves, allow_unused=True) if is_graph else ()
     if all(gradient is None for gradient in found):
         raise ValueError(
             "function must be differentiable in what the network returns: its numbers do not depend on it by anything "

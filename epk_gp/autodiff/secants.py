@@ -8,6 +8,7 @@ Between two states of the weights a network's output changes by `<m, change of t
 in it propagates multipliers m with that property: no integral along a path of the weights is needed.
 """
 
+from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, final
@@ -15,6 +16,7 @@ from typing import Any, final
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from torch.utils.hooks import RemovableHandle
 
 from epk_gp.autodiff.averages import (
     SLOPES,
@@ -134,6 +136,8 @@ _WRITTEN_OUT: dict[Callable[..., Any], Callable[..., Any]] = {
     **WRITTEN_OUT,
     F.scaled_dot_product_attention: _attention,
     F.cross_entropy: _cross_entropy,
+    Tensor.register_hook: lambda *_: RemovableHandle(OrderedDict()),  # of gradients, which averages are not made of
+    Tensor.retain_grad: lambda *_: None,
 }
 _SOFTMAX = {*functions_named("softmax", "log_softmax", "logsumexp"), F.softmax, F.log_softmax}
 _SCALES = {

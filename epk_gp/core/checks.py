@@ -3,14 +3,42 @@
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields
+from functools import wraps
 from numbers import Integral, Real
 from pathlib import Path
-from typing import Any, Protocol, TypedDict, Unpack, cast, runtime_checkable
+from types import FunctionType
+from typing import Any, Protocol, TypedDict, TypeVar, Unpack, cast, runtime_checkable
 
 import numpy as np
 import torch
 from jaxtyping import Int64, Shaped
 from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+D = TypeVar("D", bound=Callable[..., Any])
+
+
+def door(function: D) -> D:
+    """Let a function, or the methods of a class, compute under `torch.inference_mode` as under `torch.no_grad`.
+
+    Tensors that were made in that mode have no derivatives, whatever the mode: those among the arguments are copied.
+    """
+    if isinstance(function, type):
+        for name, method in [*vars(function).items()]:
+            if isinstance(method, FunctionType) and (name in ("__init__", "__call__") or not name.startswith("__")):
+                setattr(function, name, door(method))
+        return cast(D, function)
+
+    @wraps(function)
+    def outside(*args: Any, **kwargs: Any) -> Any:
+        if torch.is_inference_mode_enabled():
+            with torch.inference_mode(mode=False), torch.no_grad():
+                return outside(*args, **kwargs)
+        if any(isinstance(leaf, Tensor) and leaf.is_inference() for leaf in tree_leaves((args, kwargs))):
+            args, kwargs = tree_map_only(Tensor, lambda t: t.clone() if t.is_inference() else t, (args, kwargs))
+        return function(*args, **kwargs)
+
+    return cast(D, outside)
 
 
 def validate_integer(value: object, name: str, words: str = "a whole number") -> None:

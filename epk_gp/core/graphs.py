@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence, pad_sequence
 
-from epk_gp.core.checks import validate_has_values, validate_tensor
+from epk_gp.core.checks import door, validate_has_values, validate_tensor
 from epk_gp.core.plans import TensorSpec
 
 _FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
@@ -110,6 +110,7 @@ class Graph:
     args: tuple[Tensor, ...]
     kwargs: dict[str, Tensor]
 
+    @door
     def __init__(self, *args: Tensor, **kwargs: Tensor) -> None:
         """Keep the tensors, which are copied where a recording begins.
 
@@ -252,6 +253,7 @@ def graph_from_json(entries: object, data: Mapping[str, Tensor]) -> RecordedGrap
 RaggedCall = Literal["offsets", "nested", "packed", "list"]
 
 
+@door
 @dataclass(frozen=True, eq=False)
 class Ragged:
     """Rows of unequal lengths, and the form in which a network takes a batch of them.

@@ -16,7 +16,7 @@ import torch
 from jaxtyping import Bool, Shaped
 from torch import Tensor
 
-from epk_gp.core.checks import validate_finite, validate_tensor
+from epk_gp.core.checks import door, validate_finite, validate_tensor
 from epk_gp.core.graphs import DTYPES, Graph, Ragged, RaggedCall, RecordedGraph, as_ragged, call_ragged, graph_from_json
 from epk_gp.core.plans import EVALUATED_ROWS, TensorSpec
 
@@ -504,6 +504,7 @@ class Points:
     is_train: bool | Bool[Tensor, " n"]
     layout: InputLayout | None
 
+    @door
     def __init__(self, X: Inputs, is_train: bool | Bool[Tensor, " n"]) -> None:
         """Pack the inputs, and raise if the copy mask does not fit.
 

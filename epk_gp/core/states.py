@@ -33,7 +33,7 @@ import torch
 from jaxtyping import Float, Float64
 from torch import Tensor, nn
 
-from epk_gp.core.checks import validate_count, validate_integer
+from epk_gp.core.checks import door, validate_count, validate_integer
 from epk_gp.core.gradients import RunReplay
 from epk_gp.core.plans import TensorSpec
 from epk_gp.core.replay import BitwiseReplay, Segment, Segments, kept_state
@@ -99,6 +99,7 @@ def averaging_coefficients(
     return a
 
 
+@door
 def averaged_trajectory(
     trajectory: Trajectory,
     coefficients: Float[Tensor, " S"],
@@ -148,6 +149,7 @@ def averaged_trajectory(
     return replace(trajectory, states=states, statistics=whole, average=average, digest=digest.hexdigest())
 
 
+@door
 def schedule_free_average(trajectory: Trajectory, *, network: nn.Module | None = None) -> Trajectory:
     """Return the path of the average x of a schedule-free run, which `optimizer.eval()` puts into the network.
 

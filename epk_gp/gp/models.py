@@ -12,7 +12,7 @@ from gpytorch.distributions import MultivariateNormal
 from jaxtyping import Float, Int, Shaped
 from torch import Tensor
 
-from epk_gp.core.checks import ComputeSettings, parse_options, validate_count, validate_number, validate_positive
+from epk_gp.core.checks import ComputeSettings, door, parse_options, validate_count, validate_number, validate_positive
 from epk_gp.core.inputs import Inputs
 from epk_gp.core.losses import Head, resolve_head
 from epk_gp.core.plans import posterior_points
@@ -33,6 +33,7 @@ from epk_gp.work.run import progress_bar
 _GPYTORCH = threading.RLock()
 
 
+@door
 @final
 class LogitGP(gpytorch.models.ExactGP):  # type: ignore[misc]  # gpytorch ships no types
     """A Gaussian process over the network's outputs, conditioned on training points.
@@ -216,6 +217,7 @@ class LogitGP(gpytorch.models.ExactGP):  # type: ignore[misc]  # gpytorch ships 
         x = tag_points(self.kernel.trajectory, x)  # GPyTorch's mean comes first, with an error of its own
         return self.coupling.distribution(self.mean_module(x), self.covar_module(x))
 
+    @torch.enable_grad()
     def fit(self, steps: int = 50, lr: float = 0.1, progress: bool = False) -> list[float]:
         """Maximise the exact marginal likelihood over outputscale, noise and constant, with Adam.
 

@@ -14,7 +14,7 @@ from safetensors.torch import save
 from sklearn.base import BaseEstimator, ClassifierMixin
 from torch import Tensor, nn
 
-from epk_gp.core.checks import MEMORY_BUDGET, ComputeOptions, SupportsSubmit, validate_count, validate_labels
+from epk_gp.core.checks import MEMORY_BUDGET, ComputeOptions, SupportsSubmit, door, validate_count, validate_labels
 from epk_gp.core.losses import CrossEntropy
 from epk_gp.core.model import NUM_FINGERPRINT_POINTS, FunctionalModel, fingerprint_outputs
 from epk_gp.core.step import Step, content_key, fingerprint_data
@@ -61,6 +61,7 @@ class _Fitted(NamedTuple):
     classes: Any
 
 
+@door
 @final
 class UncertainClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]  # scikit-learn ships no types
     """A trained network beside a Gaussian process on the labels of all its training points.
@@ -380,6 +381,7 @@ class UncertainClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         files.atomic_write(place / DESCRIPTION, files.checksummed_json(described))
 
     @classmethod
+    @door
     def load(
         cls, folder: str | os.PathLike[str], net: nn.Module, *, output: Callable[[Any], Tensor] | None = None
     ) -> "UncertainClassifier":

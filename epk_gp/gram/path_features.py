@@ -7,7 +7,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from epk_gp.core.checks import ComputeOptions, ComputeSettings, parse_options, validate_count, validate_integer
+from epk_gp.core.checks import ComputeOptions, ComputeSettings, door, parse_options, validate_count, validate_integer
 from epk_gp.core.inputs import Inputs, Points
 from epk_gp.core.losses import Head, resolve_head
 from epk_gp.core.trajectory import Trajectory, parse_inputs, validate_trajectory
@@ -126,6 +126,7 @@ class PathFeatures(Tensor):
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
 
+@door
 def path_features(
     trajectory: Trajectory,
     X: Inputs,

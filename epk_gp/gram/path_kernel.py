@@ -9,7 +9,7 @@ from torch import Tensor
 
 from epk_gp.autodiff.dense import PlannedModel
 from epk_gp.autodiff.verification import planned
-from epk_gp.core.checks import ComputeOptions, ComputeSettings, parse_options
+from epk_gp.core.checks import ComputeOptions, ComputeSettings, door, parse_options
 from epk_gp.core.inputs import Inputs, Points, validate_same_layout
 from epk_gp.core.losses import Head, resolve_head
 from epk_gp.core.model import FunctionalModel
@@ -21,6 +21,7 @@ from epk_gp.quadrature import rules
 from epk_gp.work.run import Sums, run
 
 
+@door
 @dataclass(frozen=True, eq=False, init=False)
 class PathKernel:
     """The exact path kernel of a training run (Definition 3.4 and Theorem 3.7, Bell et al. 2023).

@@ -17,7 +17,7 @@ from epk_gp.autodiff.jacobians import WeightLocation, layer_jacobians
 from epk_gp.autodiff.representations import ContractionCost, LayerJacobian
 from epk_gp.autodiff.sketches import FeatureSum, draw_signs, hadamard_matrix, hadamard_order, seeded_generator
 from epk_gp.autodiff.verification import planned
-from epk_gp.core.checks import ComputeOptions, validate_count
+from epk_gp.core.checks import ComputeOptions, door, validate_count
 from epk_gp.core.inputs import Points
 from epk_gp.core.losses import Head
 from epk_gp.core.plans import rows_per_pass, sketched_rows
@@ -34,6 +34,7 @@ _SHARED_NUMBERS = 1 << 20  # outputs whose gradients take no more numbers a poin
 NUM_NODES = 20  # leave 0.2 % of an MLP's kernel (docs/theory.md, section 9)
 
 
+@door
 def nodes_trajectory(
     trajectory: Trajectory, nodes: int = NUM_NODES, *, is_train: bool = False, path: WeightPath = straight()
 ) -> Trajectory:
@@ -86,6 +87,7 @@ def nodes_trajectory(
     return run_of_states(trajectory, states, ends[-1] / nodes, _RULE.format(nodes), name.encode())
 
 
+@door
 def run_of_states(
     trajectory: Trajectory, states: Sequence[Float[Tensor, " PQ"]], lr: float, update_rule: str, identity: bytes
 ) -> Trajectory:
@@ -201,6 +203,7 @@ def _square_lengths(jacobians: list[LayerJacobian]) -> Float[Tensor, " n"]:
     return torch.stack([own.diagonal(dim1=1, dim2=2).sum(1) for own in products]).sum(0)
 
 
+@door
 @dataclass(frozen=True, eq=False)
 class PathSketch:
     """A random map from points to k numbers each (docs/theory.md, section 9).

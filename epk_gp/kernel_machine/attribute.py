@@ -18,7 +18,7 @@ from epk_gp.autodiff.representations import ContractionCost
 from epk_gp.autodiff.scalars import Function, ask
 from epk_gp.autodiff.secants import UnsupportedAverageError
 from epk_gp.autodiff.verification import planned
-from epk_gp.core.checks import ComputeOptions, ComputeSettings, parse_options, validate_count, validate_labels
+from epk_gp.core.checks import ComputeOptions, ComputeSettings, door, parse_options, validate_count, validate_labels
 from epk_gp.core.inputs import Inputs
 from epk_gp.core.losses import Head
 from epk_gp.core.plans import MAPPED_ADJOINTS
@@ -405,6 +405,7 @@ def attribution_work(
     return kind(*shared, outputs_per_row, rows_per_block, plan=net.plan, recorded_plan=recorded_plan)
 
 
+@door
 def split_predictions(
     kernel: PathKernel,
     X: Inputs,

@@ -193,6 +193,7 @@ class Influence(Tabular):
 Question = tuple[Trajectory, Shaped[Tensor, "n ..."], Float[Tensor, "..."], Float[Tensor, "n K C"]]
 
 
+@checks.door
 def influence(
     trajectory: Trajectory,
     X: Inputs,
@@ -285,6 +286,7 @@ def influence(
     )
 
 
+@checks.door
 def self_influence(
     trajectory: Trajectory,
     points: Int64[Tensor, " n"] | None = None,

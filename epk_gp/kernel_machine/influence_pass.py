@@ -63,8 +63,8 @@ class OptimizerJacobian:
             own = OptimizerMemory(inputs[2], kept, memory.counts)
             direction, after, _ = law.advance(own, inputs[0], inputs[1])
             outputs = [direction, *after.tensors()]
-        # one matrix per weight: entries (output, input), None where it is zero
-        self.entries = [_row(out, inputs, is_last=out is outputs[-1]) for out in outputs]
+            # one matrix per weight: entries (output, input), None where it is zero
+            self.entries = [_row(out, inputs, is_last=out is outputs[-1]) for out in outputs]
         self.columns: list[slice] = [slice(0, len(w))] * 3  # of each input
         for part, before in zip(law.parts, memory.kept, strict=True):
             self.columns += [part.columns] * len(before)

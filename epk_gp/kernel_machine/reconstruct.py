@@ -11,7 +11,7 @@ from torch import Tensor
 
 from epk_gp.autodiff.dense import PlannedModel, WeightSegment
 from epk_gp.autodiff.verification import planned
-from epk_gp.core.checks import ComputeOptions, ComputeSettings, parse_options
+from epk_gp.core.checks import ComputeOptions, ComputeSettings, door, parse_options
 from epk_gp.core.gradients import replayed_steps
 from epk_gp.core.inputs import Inputs
 from epk_gp.core.losses import Head
@@ -153,6 +153,7 @@ class Reconstruction(Displayed, certificate.Certificate):
         return Summary(title, (*self.entries(n), shape), table.table(rows))
 
 
+@door
 def reconstruct(
     trajectory: Trajectory,
     X: Inputs,

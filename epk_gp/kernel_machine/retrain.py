@@ -12,7 +12,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from epk_gp.autodiff.verification import MappedRows, plan_for
-from epk_gp.core.checks import MEMORY_BUDGET, ComputeSettings, parse_options, validate_finite
+from epk_gp.core.checks import MEMORY_BUDGET, ComputeSettings, door, parse_options, validate_finite
 from epk_gp.core.gradients import PassData, RunReplay, UnseenMove
 from epk_gp.core.inputs import Inputs
 from epk_gp.core.losses import Head, apply_head, resolve_head, validate_stated
@@ -361,6 +361,7 @@ class Retraining(Displayed):
         """Whether steps made again are the recorded ones, up to rounding, and no network diverged."""
         return not self.findings
 
+    @door
     def run(self, number: int) -> Trajectory:
         """Return the whole run of one network, in memory: train it again and keep all its states.
 
@@ -404,6 +405,7 @@ class Retraining(Displayed):
         return Summary(title, entries)
 
 
+@door
 def retrain(trajectory: Trajectory, weights: Float[Tensor, "*m M"], **options: Unpack[ComputeSettings]) -> Retraining:
     """Train as recorded with other weights of the samples: same initial weights, batches, rows and random numbers.
 

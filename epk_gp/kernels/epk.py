@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Float, Shaped, UInt8
 from torch import Tensor
 
-from epk_gp.core.checks import ComputeSettings, parse_options, validate_positive
+from epk_gp.core.checks import ComputeSettings, door, parse_options, validate_positive
 from epk_gp.core.losses import Head
 from epk_gp.core.trajectory import Trajectory, validate_trajectory
 from epk_gp.gram.path_kernel import PathKernel
@@ -44,6 +44,7 @@ CACHE_BYTES = 512 * 2**20  # of blocks that a kernel keeps: a float64 matrix of 
 UNSUPPORTED_OPTIONS = ("progress", "checkpoint", "accumulate")  # GPyTorch calls a kernel many times, for small blocks
 
 
+@door
 class EPKKernel(gpytorch.kernels.Kernel):  # type: ignore[misc]  # gpytorch ships no types
     """The exact path kernel between training and test copies (Definition 3.4 and Theorem 3.7, Bell et al. 2023).
 

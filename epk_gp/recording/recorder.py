@@ -13,7 +13,7 @@ import torch
 from jaxtyping import Float, Int64, Shaped
 from torch import Tensor, nn
 
-from epk_gp.core.checks import blocks_of, is_finite, validate_count
+from epk_gp.core.checks import blocks_of, door, is_finite, validate_count
 from epk_gp.core.inputs import Inputs
 from epk_gp.core.losses import CrossEntropy, Loss, as_loss
 from epk_gp.core.model import functionalize_like, uncompiled
@@ -71,6 +71,7 @@ class Recorder:
         signature: How the network is called, and how its outputs are taken from what it returns.
     """
 
+    @door
     def __init__(
         self,
         net: nn.Module,
@@ -397,6 +398,7 @@ class Recorder:
                 self._observer.take_up(w, statistics)
 
     @property
+    @door
     def trajectory(self) -> Trajectory:
         """The run recorded so far.
 

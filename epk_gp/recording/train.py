@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from epk_gp.core.checks import validate_count, validate_generator
+from epk_gp.core.checks import door, validate_count, validate_generator
 from epk_gp.core.losses import loss_terms, sample_weights
 from epk_gp.core.show import tracked
 from epk_gp.core.step import fingerprint_data
@@ -62,6 +62,7 @@ class EpochSampler:
             self.next_batch()
 
 
+@door
 def train(
     net: nn.Module,
     X: TrainingInputs,

@@ -11,6 +11,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from epk_gp.core import losses
+from epk_gp.core.checks import door
 from epk_gp.core.gradients import replayed_steps
 from epk_gp.core.inputs import signature_from_json
 from epk_gp.core.losses import CrossEntropy, Loss, MeanSquaredError, NegativeLogLikelihood, UnstatedLoss
@@ -261,6 +262,7 @@ def resume_run(
     return trajectory, writer
 
 
+@door
 def load_trajectory(
     folder: str | os.PathLike[str],
     net: nn.Module,

@@ -21,12 +21,12 @@ from torch import Tensor, nn
 from epk_gp.autodiff.dense import PlannedModel
 from epk_gp.autodiff.scalars import Function
 from epk_gp.autodiff.verification import observed_plan, planned, probe_rows, without_errors_of_a_trial
-from epk_gp.core.checks import ComputeOptions, ComputeSettings, parse_options, validate_positive
+from epk_gp.core.checks import ComputeOptions, ComputeSettings, door, parse_options, validate_positive
 from epk_gp.core.gradients import RunReplay, passes_of
 from epk_gp.core.graphs import tensors_of
 from epk_gp.core.inputs import Inputs
 from epk_gp.core.losses import CrossEntropy, Head, Loss, sample_weights
-from epk_gp.core.model import functionalize
+from epk_gp.core.model import functionalize, uncompiled
 from epk_gp.core.plans import rows_of_weights
 from epk_gp.core.show import Displayed, Entry, Summary, count, warn_caller
 from epk_gp.core.step import Step
@@ -280,6 +280,7 @@ class _StretchTerms(AttributionWork):
                 own.explained[:, :, k] += shares.sum(dim=2)
 
 
+@door
 def between(
     model: nn.Module,
     checkpoints: Sequence[Checkpoint] | str,
@@ -322,15 +323,16 @@ def between(
 
     Raises:
         FileNotFoundError: There is no such checkpoint.
-        TypeError, ValueError: Checkpoints are out of order, or miss a parameter, or have other shapes or dtypes than
-            the network; or arguments do not fit, as of `attribute`.
+        TypeError, ValueError: The names in a folder do not tell an order; checkpoints share memory, or are not of this
+            network: a tensor is missing or left over, or has another shape or dtype; or arguments do not fit, as of
+            `attribute`.
     """
     parsed = parse_options("between", ("accumulate", "checkpoint", "executor"), **options)
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module: got {type(model).__name__}.")
     if function is not None and data is None and output is None:
         output = _any_number
-    entries = listed(checkpoints)
+    model, entries = uncompiled(model), listed(checkpoints)
     rates = _rates(data, loss, lr, len(entries) - 1)
     named = Named(model, entries)
     start, moving = named.at_first(model)

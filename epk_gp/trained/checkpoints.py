@@ -8,7 +8,6 @@ from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import combinations, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -18,35 +17,36 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from epk_gp.core.show import warn_caller
-
 # A state dict, a file of one, or a folder that transformers or Lightning wrote.
 Checkpoint = Mapping[str, Tensor] | str | os.PathLike[str]
 
 _KEYS = ("state_dict", "model_state_dict", "model")  # under which others keep the weights beside their own things
-_SUFFIXES = (".safetensors", ".ckpt", ".pt", ".pth", ".bin")
-_FILES = tuple(f"*{suffix}" for suffix in _SUFFIXES)  # of one checkpoint
+_SUFFIXES = (".safetensors", ".ckpt", ".pth.tar", ".pt", ".pth", ".bin")  # of files that hold one checkpoint
 _NO_WEIGHTS = ("training_args", "optimizer", "scheduler", "scaler", "rng_state")
+_COUNT = "num_batches_tracked"  # which evaluation does not read
 _OF_FOLDER = ("model.safetensors", "adapter_model.safetensors", "pytorch_model.bin")  # as transformers and PEFT write
+
+_WORDS = (  # before a number of epochs, of steps, or of what a name without these counts
+    "epoch epochs ep",
+    "step steps iter iters iteration iterations update updates",
+    "checkpoint ckpt model net network weights state snapshot",
+)
+_RANKS = {word: rank for rank, words in enumerate(_WORDS) for word in words.split()}
+_DATE = re.compile(r"(?:0[1-9]|[12]\d|3[01]){2}(?:19|20)?\d\d")  # day and month in any order, then the year
+_DATES = (lambda date: (date[4:], date[:4]), lambda date: (date[4:], date[2:4], date[:2]))
 
 
 def listed(checkpoints: Any) -> list[Checkpoint]:
-    """Return the checkpoints one by one, those of a folder in the order of the numbers in their names.
+    """Return the checkpoints one by one, those of a folder in the order that their names tell.
 
     Raises:
         TypeError: They are no sequence of state dicts and paths.
-        ValueError: There are fewer than two, or the numbers of steps in their names do not ascend.
+        ValueError: There are fewer than two, or the names in a folder do not tell their order.
     """
     if isinstance(checkpoints, str | os.PathLike):
         folder = Path(checkpoints)
         inner = folder / "checkpoints" if (folder / "checkpoints").is_dir() else folder  # Lightning
-        paths = [*inner.glob("checkpoint-*")] or _files(inner)
-        if unnumbered := [path.name for path in paths if _number(path) is None]:
-            raise ValueError(
-                f"checkpoints of a folder must have numbers in their names, by which they are ordered: {unnumbered[0]} "
-                f"in {inner} has none. Pass a list of those that are meant, in the order of training."
-            )
-        checkpoints = sorted(paths, key=lambda path: (_number(path), path.name))
+        checkpoints = _in_order([path for path in inner.glob("checkpoint-*") if path.is_dir()] or _files(inner))
     if isinstance(checkpoints, Mapping) or not isinstance(checkpoints, Sequence):
         raise TypeError(f"checkpoints must be a sequence of them, or a folder: got {type(checkpoints).__name__}.")
     if len(checkpoints) < 2:
@@ -54,34 +54,60 @@ def listed(checkpoints: Any) -> list[Checkpoint]:
     for each in checkpoints:
         if not isinstance(each, Mapping | str | os.PathLike):
             raise TypeError(f"a checkpoint must be a state dict or a path: got {type(each).__name__}.")
-    places = {id(c): tuple(map(Tensor.data_ptr, read(c).values())) for c in checkpoints if isinstance(c, Mapping)}
-    if any(a and a == b for a, b in combinations(places.values(), 2)):
-        raise ValueError("checkpoints must be copies: two share their memory. Use copy.deepcopy(net.state_dict()).")
-    numbers = [None if isinstance(each, Mapping) else _number(Path(each)) for each in checkpoints]
-    for (before, after), titles in zip(pairwise(numbers), pairwise(titles_of(checkpoints)), strict=True):
-        if before is not None and after is not None and before > after:
-            raise ValueError(
-                f"checkpoints must be in the order of training: {titles[0]} comes before {titles[1]}. Sort them by "
-                "their numbers, or rename them."
-            )
     return list(checkpoints)
 
 
 def _files(folder: Path) -> list[Path]:
     """Return the files of weights in a folder, without those of optimizers and the like."""
-    found = [file for kind in _FILES for file in sorted(folder.glob(kind))]
+    found = [file for suffix in _SUFFIXES for file in folder.glob(f"*{suffix}")]
     return [file for file in found if not file.name.startswith(_NO_WEIGHTS)]
 
 
-def _number(path: Path) -> int | None:
-    """Return the number of steps, or of epochs, in the name of a checkpoint; None of a name without.
+def _stem(path: Path) -> str:
+    """Return the name of a checkpoint without the suffix of its kind of file."""
+    return path.name.removesuffix(next((suffix for suffix in _SUFFIXES if path.name.endswith(suffix)), ""))
 
-    A number behind a dot or "=" is a metric's, but that of steps and epochs.
+
+def _in_order(paths: list[Path]) -> list[Path]:
+    """Return checkpoints in the order of their epochs and steps.
+
+    Raises:
+        ValueError: Their names differ in other words, in other numbers, or in nothing that counts.
     """
-    name = path.stem if path.suffix in _SUFFIXES else path.name
-    ways = (r"step[=_-]?(\d+)", r"epoch[=_-]?(\d+)", r"(?:^|[^\d.=])(\d+)$", r"^(\d+)")
-    found = next((match for way in ways if (match := re.search(way, name))), None)
-    return None if found is None else int(found[1])
+    if len(paths) < 2:
+        return paths
+    names = {path: re.split(r"(\d+(?:\.\d+)*)", _stem(path)) for path in sorted(paths)}  # words and numbers in turn
+    first, *_, last = names.values()
+    other = next((name for name in names.values() if name[::2] != first[::2]), last)
+    ranks = dict[int, int | None]()
+    for k in range(1, len(first), 2) if first[::2] == other[::2] else ():
+        if len({*(column := [name[k] for name in names.values()])}) > 1:
+            ranks[k] = _rank(column, first[k - 1], first[k + 1], is_first=k == 1)
+    counts = sorted((rank, k) for k, rank in ranks.items() if rank is not None)
+    if [rank for rank, _ in counts] in ([0], [1], [0, 1], [2]):
+        numbers = {path: tuple(int(name[k]) for _, k in counts) for path, name in names.items()}
+        if len({*numbers.values()}) == len(paths):
+            return sorted(paths, key=numbers.__getitem__)
+    differ = " and ".join(f"{a!r} / {b!r}" for a, b in zip(first, other, strict=False) if a != b) or "nothing"
+    raise ValueError(
+        "the names of checkpoints in a folder must tell their order, by a number of epochs or steps alone, or by both: "
+        f"{''.join(first)!r} and {''.join(other)!r} differ in {differ}. Pass a list of those that are meant, in the "
+        "order of training."
+    )
+
+
+def _rank(numbers: list[str], before: str, after: str, *, is_first: bool) -> int | None:
+    """Return what numbers count: epochs (0), steps (1), what the name says (2), something else (3).
+
+    Numbers with a point that have a name, such as a loss, are None: they count nothing.
+    """
+    words = re.findall(r"[^\W\d_]+(?=[\W_]*$)", before.lower())
+    if not all(map(str.isdigit, numbers)):
+        is_measured = words and words[0] not in _RANKS and all(number.count(".") <= 1 for number in numbers)
+        return None if is_measured else 3
+    rank = _RANKS.get(words[0], 3) if words else 3 if before or not is_first else 2
+    are_dates = all(map(_DATE.fullmatch, numbers)) and any(sorted(numbers, key=d) != sorted(numbers) for d in _DATES)
+    return 3 if rank == 2 and (after[:1].isalpha() or are_dates) else rank
 
 
 def titles_of(checkpoints: Sequence[Checkpoint]) -> tuple[str, ...]:
@@ -89,9 +115,7 @@ def titles_of(checkpoints: Sequence[Checkpoint]) -> tuple[str, ...]:
     titles = list[str]()
     for k, each in enumerate(checkpoints):
         path = None if isinstance(each, Mapping) else Path(each)
-        titles.append(
-            f"state {k}" if path is None else path.stem if path.suffix in _SUFFIXES else path.name or str(path)
-        )
+        titles.append(f"state {k}" if path is None else _stem(path) or str(path))
     for k, each in enumerate(checkpoints):
         if titles.count(titles[k]) > 1 and not isinstance(each, Mapping):
             titles[k] = f"{Path(each).parent.name}/{Path(each).name}"
@@ -138,6 +162,11 @@ def _read_path(path: Path) -> dict[str, Tensor]:
         ) from error
 
 
+def _of_adapter(name: str) -> str:
+    """Return the name that PEFT's own files have for a parameter: without the adapter's name."""
+    return name.replace(".modules_to_save.default.", ".").replace(".default.", ".")
+
+
 class Named:
     """The tensors of checkpoints by the names that a network has for them.
 
@@ -157,47 +186,65 @@ class Named:
             self._names.setdefault(id(value), []).append(name)
         self._own = {name: (value.shape, value.dtype) for name, value in every}
         self.needed = {name for name, p in net.named_parameters() if p.requires_grad}
+        owners = {name.rpartition(".")[0] for name in self.needed}
+        moved = {name for name, b in net.named_buffers() if b.is_floating_point() and name.rpartition(".")[0] in owners}
+        self._trained = self.needed | moved
+        self._stored = net.state_dict().keys()
+        surplus = getattr(net, "_keys_to_ignore_on_load_unexpected", None) or ()  # of transformers' older versions
+        self._surplus = re.compile("|".join([f"{_COUNT}$", *surplus]))
         self._reader: Callable[[int], dict[str, Tensor]] = self._read
 
     def __getitem__(self, k: int) -> dict[str, Tensor]:
         """Read the k-th checkpoint, by the network's names.
 
         Raises:
-            ValueError: A trained parameter is missing, or a tensor has another shape or dtype than the network's.
+            ValueError: A tensor is missing or left over, as for `load_state_dict`, or has another shape or dtype than
+                the network's. Of a file that PEFT wrote the base may be missing.
         """
         return self._reader(k)
 
     def _read(self, k: int) -> dict[str, Tensor]:
         stored, where = read(self.checkpoints[k]), f"checkpoint {self.titles[k]!r}"
         stored = {name.replace("_orig_mod.", ""): value for name, value in stored.items()}  # of torch.compile
-        some, matches = next(iter(sorted(self.needed))), list[dict[str, Tensor]]()
-        ends = (some, some.replace(".default.", "."))  # PEFT leaves the adapter's name out
-        begins = {name.removesuffix(end) for end in ends for name in stored if name.endswith(end)}
+        some, matches = next(iter(sorted(self.needed))), list[tuple[str, dict[str, Tensor], set[str]]]()
+        ends = (f".{some}", f".{_of_adapter(some)}")
+        begins = {name[: 1 + len(name) - len(end)] for end in ends for name in stored if f".{name}".endswith(end)}
         for begin in sorted(begins, key=lambda begin: (len(begin), begin)) or [""]:
-            found = dict[str, Tensor]()
+            found, used = dict[str, Tensor](), set[str]()
             for names in self._names.values():
-                aliases = [begin + alias for name in names for alias in (name, name.replace(".default.", "."))]
-                own = list({alias: stored[alias] for alias in aliases if alias in stored}.values())
+                aliases = [begin + alias for name in names for alias in (name, _of_adapter(name))]
+                own = [stored[alias] for alias in aliases if alias in stored]
                 if any(not torch.equal(own[0], other) for other in own[1:]):
                     raise ValueError(
                         f"{where} must hold one value of weights that the network shares: {names[0]!r} and "
                         f"{names[-1]!r} have different ones."
                     )
                 found |= dict.fromkeys(names, own[0]) if own else {}
-            matches.append(found)
-        whole = [found for found in matches if self.needed <= found.keys()]
-        if any(not torch.equal(whole[0][name], other[name]) for other in whole[1:] for name in self.needed):
+                used |= {*aliases}
+            matches.append((begin, found, used))
+        whole = [match for match in matches if self.needed <= match[1].keys()]
+        begin, found, used = (whole or matches)[0]
+        if any(not torch.equal(found[name], other[name]) for _, other, _ in whole for name in found.keys() & other):
             raise ValueError(
                 f"{where} must hold one network: it has {len(whole)} with all of these parameters, such as an average "
                 "of the weights beside them. Pass the state dict of the one that is meant."
             )
-        found = (whole or matches)[0]
-        missing = sorted(self.needed - found.keys())
+        is_adapter = any(begin + _of_adapter(n) in stored and begin + n not in stored for n in self.needed)
+        required = self.needed if is_adapter else self.needed | (self._stored & self._own.keys())
+        missing = sorted(name for name in required - found.keys() if not name.endswith(_COUNT))
         if missing:
             other = ", ".join(sorted(stored)[:3]) or "nothing"
             raise ValueError(
-                f"{where} must have all trained parameters of the network: {missing[0]!r} is missing, one of "
-                f"{len(missing)}. It has {other}, ... Freeze what it need not have: p.requires_grad_(False)."
+                f"{where} must have all parameters and buffers of the network: {missing[0]!r} is missing, one of "
+                f"{len(missing)}. It has {other}, ... If the network's own are meant, such as a frozen base, pass "
+                "{**net.state_dict(), **checkpoint}."
+            )
+        used = set[str]().union(*(names for *_, names in whole), (begin + name for name in self._stored))
+        left = [name for name in sorted(stored.keys() - used) if name.startswith(begin)]
+        if left := [name for name in left if not self._surplus.search(name)]:
+            raise ValueError(
+                f"{where} must be of this network, which has no {left[0]!r}: it is left over, one of {len(left)}. Pass "
+                "the network that was trained."
             )
         for name, value in found.items():
             shape, dtype = self._own[name]
@@ -216,29 +263,24 @@ class Named:
     def at_first(self, net: nn.Module) -> tuple[nn.Module, tuple[str, ...]]:
         """Return a copy of a network at the first checkpoint, and the names of the buffers that move after it.
 
-        What no checkpoint has is the network's own, such as the frozen base of adapters; of buffers it says so.
+        The frozen base of adapters, which files of PEFT do not hold, is the network's own.
 
         Raises:
-            ValueError: A frozen parameter, or a buffer of whole numbers, is another one in a later checkpoint; or some
-                checkpoints have one and others have not.
+            ValueError: A frozen parameter, or a buffer of whole numbers, is another one in a later checkpoint; or
+                checkpoints share the memory of what is trained.
         """
         copied = deepcopy(net)
         own, buffers, first = dict(copied.named_parameters()), dict(copied.named_buffers()), self[0]
         constants = {name: value for name, value in (own | buffers).items() if name not in self.needed}
-        kept = {name for name in constants if name in first}
         with torch.no_grad():
             for name in (own | buffers).keys() & first.keys():
                 (own | buffers)[name].copy_(first[name])
-        moving, stored = set[str](), net.state_dict().keys()
-        for k in range(1, len(self.checkpoints)):
+        moving, places = set[str](), dict[int, int]()
+        for k in range(len(self.checkpoints)):
             here = self[k]
-            if odd := sorted(kept ^ (here.keys() & constants.keys())):
-                raise ValueError(
-                    f"all checkpoints must have the same frozen parameters and buffers: {odd[0]!r} is in one of "
-                    f"{self.titles[0]!r} and {self.titles[k]!r} alone."
-                )
+            self._require_copies(net, k, here, places)
+            kept = [name for name in here.keys() & constants.keys() if not name.endswith(_COUNT)]
             changed = {name for name in kept if not torch.equal(here[name].to(constants[name]), constants[name])}
-            changed = {name for name in changed if not name.endswith("num_batches_tracked")}
             if fixed := sorted(n for n in changed if n not in buffers or not buffers[n].is_floating_point()):
                 raise ValueError(
                     "frozen parameters and buffers of whole numbers must be the same in all checkpoints: "
@@ -246,12 +288,32 @@ class Named:
                     "were trained."
                 )
             moving |= changed
-        absent = sorted(n for n in buffers.keys() & stored - kept if not n.endswith("num_batches_tracked"))
-        if absent:
-            warn_caller(f"the checkpoints have no buffer {absent[0]!r}: that of the network you pass is taken.")
         if moving:  # weights and statistics of a state are read one after the other
             self._reader = lru_cache(maxsize=1)(self._read)
         return copied, tuple(name for name in buffers if name in moving)
+
+    def _require_copies(self, net: nn.Module, k: int, here: Mapping[str, Tensor], places: dict[int, int]) -> None:
+        """Raise if what is trained lies in the memory of another state, or of a network that was trained since.
+
+        Statistics are trained beside a parameter of their own module. A state that is passed twice is no other one.
+        """
+        if not isinstance(self.checkpoints[k], Mapping):
+            return
+        trained = {name: value for name, value in here.items() if name in self._trained and value.numel()}
+        others = {name: places.setdefault(value.data_ptr(), k) for name, value in trained.items()}
+        shared = {n: repr(self.titles[j]) for n, j in others.items() if self.checkpoints[j] is not self.checkpoints[k]}
+        own = {name: value.data_ptr() for name, value in (*net.named_parameters(), *net.named_buffers())}
+        live = [name for name, value in trained.items() if value.data_ptr() == own[name]]
+        if live and k + 1 < len(self.checkpoints):
+            last = self[len(self.checkpoints) - 1]
+            if any(p.grad is not None for p in net.parameters()) or all(here[n].equal(last[n]) for n in live):
+                shared |= dict.fromkeys(live, "the network, which was trained since")
+        if shared:
+            name, other = min(shared.items())
+            raise ValueError(
+                f"checkpoints must be copies: {name!r} of {self.titles[k]!r} lies in the memory of {other}. Use "
+                "copy.deepcopy(net.state_dict())."
+            )
 
 
 @dataclass(frozen=True, eq=False)
