@@ -21,8 +21,9 @@ from epk_gp.gp.uncertain_classifier import UncertainClassifier
 class EPKClassifier(ClassifierMixin, RecordedEstimator):  # type: ignore[misc]  # scikit-learn ships no types
     """Train and record a network, and predict with it; `uncertain_classifier` says how sure it is.
 
-    Inputs are rows of features and are not scaled: put a `StandardScaler` in front. Of a data frame, the labels of its
-    rows and columns name samples and features in tables and reports.
+    Inputs are rows of features in any units: the recorded network subtracts the training rows' mean of each column and
+    divides by their standard deviation (by 1 where a column is constant). Of a data frame, the labels of its rows and
+    columns name samples and features in tables and reports.
 
     Args:
         network: A torch module, which is copied and not changed, or a function of the numbers of features and classes
@@ -35,6 +36,8 @@ class EPKClassifier(ClassifierMixin, RecordedEstimator):  # type: ignore[misc]  
             the classifier's own, although it is written as if it drew from torch's global one, which is neither used
             nor changed: fits in several threads at once, as with joblib's threading backend, are reproducible. A
             `numpy.random.RandomState` that they share is not: the fits take its numbers in any order.
+        standardize: Whether columns are standardised; False for a network that takes them as they are, such as codes
+            of categories that it embeds.
 
     Attributes:
         classes_: The labels.
@@ -66,7 +69,9 @@ class EPKClassifier(ClassifierMixin, RecordedEstimator):  # type: ignore[misc]  
         if len(present) < 2:
             raise ValueError(f"y must hold at least 2 classes: got {len(present)} class, {present}.")
         targets, classes = torch.as_tensor(encoder.transform(labels)).long(), encoder.classes_
-        self._record(X, features, targets, len(classes), classes.tolist(), CrossEntropy(), weights)
+        frequencies = np.bincount(targets, weights.clip(0), len(classes))
+        constant = np.log(np.maximum(frequencies, np.finfo(np.float64).tiny))  # logits, whatever is added to all
+        self._record(X, features, targets, classes.tolist(), CrossEntropy(), weights, constant)
         self.classes_ = classes
         return self
 

@@ -10,13 +10,12 @@ import torch
 from jaxtyping import Float
 from numpy.typing import ArrayLike
 from sklearn.base import MultiOutputMixin, RegressorMixin
-from sklearn.preprocessing import StandardScaler
 from sklearn.utils.validation import _check_sample_weight, check_is_fitted, validate_data
-from torch import Tensor, nn
+from torch import Tensor
 
 from epk_gp.core.checks import as_tensor
 from epk_gp.core.losses import PerSampleLoss
-from epk_gp.estimator import Network, RecordedEstimator, one_hidden_layer
+from epk_gp.estimator import Network, RecordedEstimator, fit_units, one_hidden_layer
 from epk_gp.gp.models import LogitGP
 from epk_gp.gp.regression import predict_targets
 
@@ -27,9 +26,9 @@ Values = Float[np.ndarray, "n *T"]  # (n,), or (n, targets) if y had that shape
 class EPKRegressor(MultiOutputMixin, RegressorMixin, RecordedEstimator):  # type: ignore[misc]  # as the base class
     """Train and record a network on squared error, and predict one target or several, with error bars.
 
-    Inputs are rows of features and are not scaled: put a `StandardScaler` in front. Targets are: the network's outputs
-    are multiplied by the standard deviations of the targets and their means are added, and the loss is the mean squared
-    error in these units. The recorded network gives targets as they are, and so are contributions.
+    Inputs are as of `EPKClassifier`, in any units, and so are targets: the network's outputs are multiplied by the
+    standard deviations of the targets and their means are added, and the loss is the mean squared error in these units.
+    The recorded network gives targets as they are, and so are contributions.
 
     Args:
         network: As of `EPKClassifier`; it maps (n, features) to (n, targets).
@@ -38,6 +37,7 @@ class EPKRegressor(MultiOutputMixin, RegressorMixin, RecordedEstimator):  # type
         batch_size: As of `EPKClassifier`.
         optimizer: As of `EPKClassifier`.
         random_state: As of `EPKClassifier`.
+        standardize: As of `EPKClassifier`; targets are standardised in any case.
 
     Attributes:
         target_names_: Names of the targets, where y was a series or a data frame; else None.
@@ -56,9 +56,10 @@ class EPKRegressor(MultiOutputMixin, RegressorMixin, RecordedEstimator):  # type
         batch_size: int | None = None,
         optimizer: Callable[[Iterable[Tensor]], torch.optim.Optimizer] | None = None,
         random_state: int | np.random.RandomState | None = None,
+        standardize: bool = True,
     ) -> None:
         options: dict[str, Any] = {"batch_size": batch_size, "optimizer": optimizer, "random_state": random_state}
-        super().__init__(network, steps=steps, lr=lr, **options)
+        super().__init__(network, steps=steps, lr=lr, standardize=standardize, **options)
 
     def fit(self, X: ArrayLike, y: ArrayLike, sample_weight: ArrayLike | None = None) -> "EPKRegressor":
         """Train the network, recording the run.
@@ -74,14 +75,14 @@ class EPKRegressor(MultiOutputMixin, RegressorMixin, RecordedEstimator):  # type
         features, targets = validate_data(self, X, y, dtype=np.float64, multi_output=True, y_numeric=True)
         weights = _check_sample_weight(sample_weight, features, dtype=np.float64)
         values = targets.reshape(len(targets), -1).astype(np.float64)
-        known = weights if (weights >= 0).all() and weights.any() else None  # others are refused below
-        self._units, self._is_single = StandardScaler().fit(values, sample_weight=known), targets.ndim == 1
-        self.__dict__.pop("process_", None)
-        scaled_error = partial(_squared_error, as_tensor(self._units.scale_))
+        units = fit_units(values, weights)
+        scaled_error = partial(_squared_error, as_tensor(units.scale_))
         names = list(getattr(y, "columns", [getattr(y, "name", None)]))
-        self.target_names_ = None if names == [None] else names
-        asked = values.shape[1], self.target_names_, PerSampleLoss(scaled_error, name="squared error of scaled targets")
-        self._record(X, features, as_tensor(values), *asked, weights, lambda net: _InUnits(net, self._units))
+        known_names = None if names == [None] else names
+        loss = PerSampleLoss(scaled_error, name="squared error of scaled targets")
+        self._record(X, features, as_tensor(values), known_names, loss, weights, units.mean_, units)
+        self._units, self._is_single, self.target_names_ = units, targets.ndim == 1, known_names
+        self.__dict__.pop("process_", None)
         return self
 
     def predict(self, X: ArrayLike, return_std: bool = False) -> Values | tuple[Values, Values]:
@@ -113,24 +114,6 @@ class EPKRegressor(MultiOutputMixin, RegressorMixin, RecordedEstimator):  # type
     def _as_y(self, values: Float[np.ndarray, "n T"]) -> Values:
         """Return values of targets in the shape that y had."""
         return values[:, 0] if self._is_single else values
-
-
-class _InUnits(nn.Module):
-    """A network whose outputs are in units of the targets."""
-
-    mean: Tensor
-    std: Tensor
-
-    def __init__(self, net: nn.Module, units: StandardScaler) -> None:
-        super().__init__()
-        self.net = net
-        self.register_buffer("mean", as_tensor(units.mean_))
-        self.register_buffer("std", as_tensor(units.scale_))
-
-    def forward(self, x: Float[Tensor, "n D"]) -> Float[Tensor, "n T"]:
-        """Evaluate the network."""
-        z: Tensor = self.net(x)
-        return z * self.std + self.mean
 
 
 def _squared_error(std: Float[Tensor, " T"], z: Float[Tensor, "n T"], y: Float[Tensor, "n T"]) -> Float[Tensor, " n"]:

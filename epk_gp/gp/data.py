@@ -1,12 +1,14 @@
 """Points, labels and targets that processes are conditioned on."""
 
 from collections.abc import Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
 from jaxtyping import Bool, Float, Int, Int64, Shaped
-from torch import Tensor
+from sklearn.base import BaseEstimator
+from sklearn.utils.validation import validate_data
+from torch import Tensor, nn
 
 from epk_gp.core.checks import as_tensor, parse_indices, validate_labels, validate_texts
 from epk_gp.core.losses import CrossEntropy, Head, NegativeLogLikelihood, ignored_class
@@ -15,6 +17,44 @@ from epk_gp.storage.rows import map_data
 
 TargetKind = Literal["network", "dirichlet", "labels"]
 ALPHA_EPSILON = 0.01  # concentration of the classes that are not the label
+
+
+class InUnits(nn.Module):
+    """A network of the rows of a table: it takes standardised columns, and its outputs are in units of the targets.
+
+        f(x) = output_scale * net((x - column_mean) / column_scale) + output_mean
+
+    Args:
+        net: The network in between, from (n, D) to (n, C).
+        units: The four buffers, in the order of `BUFFERS`.
+    """
+
+    BUFFERS = ("column_mean", "column_scale", "output_mean", "output_scale")
+    column_mean: Tensor
+    column_scale: Tensor
+    output_mean: Tensor
+    output_scale: Tensor
+
+    def __init__(self, net: nn.Module, *units: Tensor) -> None:
+        super().__init__()
+        self.net = net
+        for name, value in zip(self.BUFFERS, units, strict=True):
+            self.register_buffer(name, value)
+
+    def standardized(self, x: Float[Tensor, "n D"]) -> Float[Tensor, "n D"]:
+        """Return rows in the units of the network, in their own dtype."""
+        return (x - self.column_mean.to(x)) / self.column_scale.to(x)
+
+    def forward(self, x: Float[Tensor, "n D"]) -> Float[Tensor, "n C"]:
+        """Evaluate the network."""
+        z: Tensor = self.net(self.standardized(x))
+        return z * self.output_scale + self.output_mean
+
+
+def in_network_units(trajectory: Trajectory, X: Shaped[Tensor, "n ..."]) -> Shaped[Tensor, "n ..."]:
+    """Return inputs as a network behind `InUnits` takes them, so that columns of other units have one scale."""
+    module = trajectory.model.module
+    return module.standardized(X) if isinstance(module, InUnits) else X
 
 
 class NodesWithoutData(Trajectory):
