@@ -14,6 +14,7 @@ from sklearn.utils.validation import _check_sample_weight, check_is_fitted, vali
 from epk_gp.analysis.labels import LabelErrors, label_errors
 from epk_gp.core.losses import CrossEntropy
 from epk_gp.estimator import RecordedEstimator
+from epk_gp.gp.data import plain_frame
 from epk_gp.gp.uncertain_classifier import UncertainClassifier
 
 
@@ -61,7 +62,10 @@ class EPKClassifier(ClassifierMixin, RecordedEstimator):  # type: ignore[misc]  
             ValueError: There are fewer than two classes, the network has not one output per class, an option is out of
                 range, or data, weights, network or optimizer cannot be recorded.
         """
-        features, labels = validate_data(self, X, y, dtype=np.float64)
+        given = np.asarray(y, dtype=object).ravel()
+        if 0 < len(others := [label for label in given if not isinstance(label, str)]) < len(given):
+            raise ValueError(f"y must hold text for every row, or for none: got {others[0]!r} beside text.")
+        features, labels = validate_data(self, plain_frame(X), y, dtype=np.float64)
         check_classification_targets(labels)
         weights = _check_sample_weight(sample_weight, features, dtype=np.float64)
         encoder = LabelEncoder().fit(labels)
@@ -122,5 +126,6 @@ class EPKClassifier(ClassifierMixin, RecordedEstimator):  # type: ignore[misc]  
             TypeError: A setting is of the wrong kind, or there is none of this name.
             ValueError: There are too few validation points, or points or labels unlike those of `fit`.
         """
-        points, settings = self._points(X), {"points": self._weighted, **settings}
+        points, names = self._points(X), getattr(self, "feature_names_in_", None)
+        settings = {"points": self._weighted, "feature_names": names, **settings}
         return UncertainClassifier(self.trajectory_, classes=self.classes_, **settings).fit(points, y)

@@ -20,11 +20,12 @@ from epk_gp.core.checks import as_tensor, validate_positive
 from epk_gp.core.losses import Loss, per_sample_losses
 from epk_gp.core.show import warn_caller
 from epk_gp.core.trajectory import Trajectory, network_outputs
-from epk_gp.gp.data import InUnits, class_labels
+from epk_gp.gp.data import InUnits, class_labels, plain_frame, row_labels
 from epk_gp.kernel_machine.attribute import Attribution, attribute
 from epk_gp.recording.passes import draw_from
 from epk_gp.recording.train import train
 
+NO_UNITS = np.array([[0.0], [1.0]])  # of columns, or of outputs: nothing is subtracted, and all are divided by 1
 Network = nn.Module | Callable[[int, int], nn.Module]
 
 
@@ -106,7 +107,7 @@ class RecordedEstimator(BaseEstimator):  # type: ignore[misc]  # scikit-learn sh
         loss: Loss,
         weights: Float[np.ndarray, " M"],
         constant: Float[np.ndarray, " C"],
-        units: StandardScaler | None = None,
+        units: Float[np.ndarray, "2 C"] = NO_UNITS,
     ) -> None:
         """Train a network and record the run.
 
@@ -118,11 +119,10 @@ class RecordedEstimator(BaseEstimator):  # type: ignore[misc]  # scikit-learn sh
             loss: The loss.
             weights: Of the rows.
             constant: The constant outputs of least loss.
-            units: Of the outputs; None for those of the network.
+            units: Mean and scale of each output.
 
         Raises:
-            ValueError: A column's values are too large, or training ended above the loss that it began with and above
-                that of the constant.
+            ValueError: Training ended above the loss that it began with and above that of the constant.
         """
         if self.optimizer is None:
             validate_positive(self.lr, "lr")
@@ -131,9 +131,8 @@ class RecordedEstimator(BaseEstimator):  # type: ignore[misc]  # scikit-learn sh
         seed, num_outputs = int(check_random_state(self.random_state).randint(2**31 - 1)), len(constant)
         with draw_from(torch.Generator().manual_seed(seed)):
             net = self._network(features.shape[1], num_outputs).double()
-        zeros, ones = np.zeros(num_outputs), np.ones(num_outputs)
-        of_outputs = (zeros, ones) if units is None else (units.mean_, units.scale_)
-        wrapped = InUnits(net, *map(as_tensor, (*self._column_units(X, features, weights), *of_outputs)))
+        columns = fit_units(features, weights) if self.standardize else NO_UNITS
+        wrapped = InUnits(net, as_tensor(columns), as_tensor(units))
         points = as_tensor(features)
         _validate_num_outputs(net, wrapped.standardized(points[:1]), num_outputs)
         parameters = [p for p in net.parameters() if p.requires_grad]
@@ -152,19 +151,6 @@ class RecordedEstimator(BaseEstimator):  # type: ignore[misc]  # scikit-learn sh
         self.trajectory_, self.index_, self._output_names = trajectory, row_labels(X), names
         self._weighted = None if weights.all() else torch.from_numpy(np.flatnonzero(weights))  # None: all rows
 
-    def _column_units(
-        self, X: ArrayLike, features: Float[np.ndarray, "M D"], weights: Float[np.ndarray, " M"]
-    ) -> tuple[Float[np.ndarray, " D"], Float[np.ndarray, " D"]]:
-        """Return what is subtracted from each column, and what it is divided by then."""
-        if not self.standardize:
-            return np.zeros(features.shape[1]), np.ones(features.shape[1])
-        units = fit_units(features, weights)
-        too_large = ~(np.isfinite(units.mean_) & np.isfinite(units.scale_))
-        if too_large.any():
-            column = getattr(self, "feature_names_in_", np.arange(features.shape[1]))[too_large][0]
-            raise ValueError(f"column {column!r} of X must have a finite mean and variance. Rescale it.")
-        return units.mean_, units.scale_
-
     def _network(self, num_features: int, num_outputs: int) -> nn.Module:
         if isinstance(self.network, nn.Module):
             return copy.deepcopy(self.network)
@@ -175,18 +161,21 @@ class RecordedEstimator(BaseEstimator):  # type: ignore[misc]  # scikit-learn sh
 
     def _points(self, X: ArrayLike) -> Tensor:
         check_is_fitted(self)
-        return as_tensor(validate_data(self, X, dtype=np.float64, reset=False))
+        return as_tensor(validate_data(self, plain_frame(X), dtype=np.float64, reset=False))
 
     def _outputs(self, X: ArrayLike) -> Float[Tensor, "n C"]:
         points = self._points(X)  # checks first that there is a run
         return network_outputs(self.trajectory_, points)
 
 
-def fit_units(values: Float[np.ndarray, "M D"], weights: Float[np.ndarray, " M"]) -> StandardScaler:
-    """Return means and scales of columns over weighted rows; wrong weights, which `train` refuses, count as none."""
+def fit_units(values: Float[np.ndarray, "M D"], weights: Float[np.ndarray, " M"]) -> Float[np.ndarray, "2 D"]:
+    """Return mean and standard deviation of columns over weighted rows, 1 for that of a constant.
+
+    Wrong weights, which `train` refuses, count as none.
+    """
     known = weights if (weights >= 0).all() and weights.any() else None
-    with np.errstate(all="ignore"):
-        return StandardScaler().fit(values, sample_weight=known)
+    scaler = StandardScaler().fit(values, sample_weight=known)
+    return np.stack([scaler.mean_, scaler.scale_])
 
 
 def _validate_trained(trajectory: Trajectory, shares: Float[Tensor, " M"], constant: Float[Tensor, " C"]) -> None:
@@ -201,22 +190,12 @@ def _validate_trained(trajectory: Trajectory, shares: Float[Tensor, " M"], const
 
     first, last = (loss_of(network_outputs(trajectory, trajectory.inputs, state=state)) for state in (0, -1))
     least = loss_of(constant.expand(len(shares), -1))
+    found = f"its loss is {last:.4g}, before the first step it was {first:.4g}, and a constant has {least:.4g}."
     if not last <= max(first, least):
-        raise ValueError(
-            f"training diverged: its loss is {last:.4g}, before the first step it was {first:.4g}, and a constant has "
-            f"{least:.4g}. Lower lr, or pass another optimizer."
-        )
+        raise ValueError(f"training diverged: {found} Lower lr, or pass another optimizer.")
     if last >= least > torch.finfo(constant.dtype).eps:  # targets that are all alike leave nothing to be better at
-        warn_caller(
-            f"The network is no better than a constant on its training rows: its loss is {last:.4g}, that of a constant"
-            f" {least:.4g}. Train for more steps, or pass another lr or network.",
-            ConvergenceWarning,
-        )
-
-
-def row_labels(X: object) -> Any:
-    """Return the labels of a data frame's rows, or None."""
-    return X.index.to_flat_index() if hasattr(X, "iloc") and hasattr(X, "index") else None
+        advice = f"Training gave nothing better than a constant: {found} Take more steps, or another lr or network."
+        warn_caller(advice, ConvergenceWarning)
 
 
 def _validate_num_outputs(net: nn.Module, point: Tensor, num_outputs: int) -> None:

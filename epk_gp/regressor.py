@@ -15,7 +15,10 @@ from torch import Tensor
 
 from epk_gp.core.checks import as_tensor
 from epk_gp.core.losses import PerSampleLoss
+from epk_gp.core.show import warn_caller
+from epk_gp.core.trajectory import network_outputs
 from epk_gp.estimator import Network, RecordedEstimator, fit_units, one_hidden_layer
+from epk_gp.gp.data import plain_frame
 from epk_gp.gp.models import LogitGP
 from epk_gp.gp.regression import predict_targets
 
@@ -58,8 +61,8 @@ class EPKRegressor(MultiOutputMixin, RegressorMixin, RecordedEstimator):  # type
         random_state: int | np.random.RandomState | None = None,
         standardize: bool = True,
     ) -> None:
-        options: dict[str, Any] = {"batch_size": batch_size, "optimizer": optimizer, "random_state": random_state}
-        super().__init__(network, steps=steps, lr=lr, standardize=standardize, **options)
+        shared: dict[str, Any] = {"batch_size": batch_size, "optimizer": optimizer, "random_state": random_state}
+        super().__init__(network, steps=steps, lr=lr, standardize=standardize, **shared)
 
     def fit(self, X: ArrayLike, y: ArrayLike, sample_weight: ArrayLike | None = None) -> "EPKRegressor":
         """Train the network, recording the run.
@@ -72,15 +75,15 @@ class EPKRegressor(MultiOutputMixin, RegressorMixin, RecordedEstimator):  # type
         Raises:
             TypeError, ValueError: As `EPKClassifier.fit`.
         """
-        features, targets = validate_data(self, X, y, dtype=np.float64, multi_output=True, y_numeric=True)
+        features, targets = validate_data(self, plain_frame(X), y, dtype=np.float64, multi_output=True, y_numeric=True)
         weights = _check_sample_weight(sample_weight, features, dtype=np.float64)
         values = targets.reshape(len(targets), -1).astype(np.float64)
         units = fit_units(values, weights)
-        scaled_error = partial(_squared_error, as_tensor(units.scale_))
+        scaled_error = partial(_squared_error, as_tensor(units[1]))
         names = list(getattr(y, "columns", [getattr(y, "name", None)]))
         known_names = None if names == [None] else names
         loss = PerSampleLoss(scaled_error, name="squared error of scaled targets")
-        self._record(X, features, as_tensor(values), known_names, loss, weights, units.mean_, units)
+        self._record(X, features, as_tensor(values), known_names, loss, weights, units[0], units)
         self._units, self._is_single, self.target_names_ = units, targets.ndim == 1, known_names
         self.__dict__.pop("process_", None)
         return self
@@ -92,24 +95,44 @@ class EPKRegressor(MultiOutputMixin, RegressorMixin, RecordedEstimator):  # type
             X: n rows.
             return_std: Whether to return how far an observation is from each prediction, too: the root of its mean
                 square under `process_`, the Gaussian process with the path kernel on the training targets. This is the
-                process's variance, with its noise, and the square of its mean's distance from the network.
+                process's variance, with its noise, and the square of its mean's distance from the network. It hardly
+                grows with the distance from the training rows, so it is too small where the network extrapolates: a
+                warning tells that rows lie outside the training rows' range.
         """
-        z = self._outputs(X).numpy()
+        points = self._points(X)
+        z = network_outputs(self.trajectory_, points).numpy()
         if not return_std:
             return self._as_y(z)
-        under_process = predict_targets(self.process_, self._points(X))
-        distance = self._units.transform(z) - under_process.mean.detach().numpy()
-        std = np.sqrt(under_process.variance.detach().numpy() + distance**2) * self._units.scale_
+        self._warn_outside(points)
+        under_process = predict_targets(self.process_, points)
+        mean, scale = self._units
+        distance = (z - mean) / scale - under_process.mean.detach().numpy()
+        std = np.sqrt(under_process.variance.detach().numpy() + distance**2) * scale
         return self._as_y(z), self._as_y(std)
 
     @cached_property
     def process_(self) -> LogitGP:
         """The process on the targets, in standard deviations, made when it is first asked for."""
         check_is_fitted(self)
-        run = replace(self.trajectory_, targets=as_tensor(self._units.transform(self.trajectory_.targets.numpy())))
+        mean, scale = map(as_tensor, self._units)
+        run = replace(self.trajectory_, targets=(self.trajectory_.targets - mean) / scale)
         process = LogitGP(run, "independent", "constant", "labels", self._weighted, nodes=20, noise=0.1)
         process.fit(100)
         return process
+
+    def _warn_outside(self, points: Float[Tensor, "n D"]) -> None:
+        """Warn where a row lies outside the range of the training rows, in any column."""
+        known = self.trajectory_.inputs if self._weighted is None else self.trajectory_.inputs[self._weighted]
+        low, high = known.amin(0), known.amax(0)
+        beyond = torch.maximum(low - points, points - high)
+        if rows := (beyond > 0).any(1).nonzero()[:, 0].tolist():
+            column = int(beyond[rows[0]].argmax())
+            name = getattr(self, "feature_names_in_", range(len(low)))[column]
+            warn_caller(
+                f"{len(rows)} of {len(points)} rows lie outside the range of the training rows, where error bars are "
+                f"too small as a rule: row {rows[0]} has {points[rows[0], column]:.4g} in column {name!r}, training "
+                f"rows have {low[column]:.4g} to {high[column]:.4g}."
+            )
 
     def _as_y(self, values: Float[np.ndarray, "n T"]) -> Values:
         """Return values of targets in the shape that y had."""

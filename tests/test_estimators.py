@@ -167,7 +167,7 @@ def test_results_are_those_of_a_fit_without_the_rows_of_weight_zero():
     first, second = (model.uncertain_classifier(new, labels, nodes=3) for model in (weighted, fewer))
     lengths = [own.process_.kernel.lengthscale for own in (first, second)]
     assert lengths[0] == pytest.approx(lengths[1], rel=1e-12)
-    np.testing.assert_allclose(first.predict_proba(new.to_numpy()), second.predict_proba(new.to_numpy()), atol=0.02)
+    np.testing.assert_allclose(first.predict_proba(new), second.predict_proba(new), atol=0.02)
     (mean, std), (expected_mean, expected_std) = (
         epk.EPKRegressor(steps=10, random_state=0).fit(*data).predict(new, return_std=True)
         for data in ((X, targets, used), (X[used], targets[used]))

@@ -109,10 +109,10 @@ class LabelKernel:
         K = products.to(torch.float64).div_(of_a[:, None]).div_(of_b)
         if self.lengthscale is not None:
             size = max(1, self.options.memory_budget // (4 * 8 * len(Y)))
-            x = in_network_units(self.nodes, X)
-            y = x if X is Y else in_network_units(self.nodes, Y)
-            for values, rows in zip(K.split(size), x.split(size), strict=True):
-                values *= squared_distances(rows, y).mul_(-0.5 / self.lengthscale**2).exp_()
+            y = in_network_units(self.nodes, Y)
+            for values, rows in zip(K.split(size), X.split(size), strict=True):
+                distances = squared_distances(in_network_units(self.nodes, rows), y)
+                values *= distances.mul_(-0.5 / self.lengthscale**2).exp_()
         return K if self.power == 1 else K.pow_(self.power)
 
 
@@ -194,8 +194,7 @@ class InputFeatures:
         require_direction(z.any(1))
         z = torch.nn.functional.normalize(z)
         if self.lengthscale is not None:
-            x = in_network_units(self.nodes, X)
-            z = self._product(z, rbf_features(x, self.lengthscale, seed=self.seed), 0)
+            z = self._product(z, rbf_features(in_network_units(self.nodes, X), self.lengthscale, seed=self.seed), 0)
         factor = z
         for number in range(1, self.power):
             z = self._product(z, factor, number)
