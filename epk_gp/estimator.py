@@ -184,12 +184,9 @@ def _validate_trained(trajectory: Trajectory, shares: Float[Tensor, " M"], const
     Raises:
         ValueError: It is above both.
     """
-
-    def loss_of(z: Tensor) -> float:
-        return float(per_sample_losses(trajectory.loss, z, trajectory.targets) @ shares)
-
-    first, last = (loss_of(network_outputs(trajectory, trajectory.inputs, state=state)) for state in (0, -1))
-    least = loss_of(constant.expand(len(shares), -1))
+    outputs = [network_outputs(trajectory, trajectory.inputs, state=state) for state in (0, -1)]
+    outputs.append(constant.expand(len(shares), -1))
+    first, last, least = (float(per_sample_losses(trajectory.loss, z, trajectory.targets) @ shares) for z in outputs)
     found = f"its loss is {last:.4g}, before the first step it was {first:.4g}, and a constant has {least:.4g}."
     if not last <= max(first, least):
         raise ValueError(f"training diverged: {found} Lower lr, or pass another optimizer.")

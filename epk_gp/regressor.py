@@ -123,15 +123,13 @@ class EPKRegressor(MultiOutputMixin, RegressorMixin, RecordedEstimator):  # type
     def _warn_outside(self, points: Float[Tensor, "n D"]) -> None:
         """Warn where a row lies outside the range of the training rows, in any column."""
         known = self.trajectory_.inputs if self._weighted is None else self.trajectory_.inputs[self._weighted]
-        low, high = known.amin(0), known.amax(0)
-        beyond = torch.maximum(low - points, points - high)
-        if rows := (beyond > 0).any(1).nonzero()[:, 0].tolist():
-            column = int(beyond[rows[0]].argmax())
-            name = getattr(self, "feature_names_in_", range(len(low)))[column]
+        outside = (points < known.amin(0)) | (points > known.amax(0))
+        if outside.any():
+            row, column = outside.nonzero()[0].tolist()
+            name = getattr(self, "feature_names_in_", range(len(known[0])))[column]
             warn_caller(
-                f"{len(rows)} of {len(points)} rows lie outside the range of the training rows, where error bars are "
-                f"too small as a rule: row {rows[0]} has {points[rows[0], column]:.4g} in column {name!r}, training "
-                f"rows have {low[column]:.4g} to {high[column]:.4g}."
+                f"{int(outside.any(1).sum())} of {len(points)} rows lie outside the range of the training rows, where "
+                f"error bars are too small as a rule: row {row} in column {name!r} for one."
             )
 
     def _as_y(self, values: Float[np.ndarray, "n T"]) -> Values:

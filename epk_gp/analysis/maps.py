@@ -101,12 +101,11 @@ def grid_over(
     low, high = uv.min(0).values.double(), uv.max(0).values.double()
     extent = (high - low).max().expand(2) if square else high - low
     if not (extent > _ROUNDING * uv.abs().max()).all():
-        where = "in this plane" if square else "along an axis of this plane. Where both have one unit, pass square=True"
-        raise ValueError(f"a grid needs points at different places: all coincide {where}.")
+        advice = "Where both axes have one unit, pass square=True."
+        raise ValueError(f"a grid needs points at different places along both axes: all coincide. {advice}")
     centre, half = (low + high) / 2, extent * (0.5 + margin)
-    x, y = (
-        torch.linspace(*ends, int(size), dtype=torch.float64) for ends in zip(centre - half, centre + half, strict=True)
-    )
+    ends = torch.stack([centre - half, centre + half], dim=1)
+    x, y = (torch.linspace(first, last, int(size), dtype=torch.float64) for first, last in ends)
     return x, y
 
 

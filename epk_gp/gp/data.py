@@ -354,20 +354,18 @@ def plain_frame(X: Any, name: str = "X") -> Any:
     """
     if not (hasattr(X, "iloc") and hasattr(X, "columns")) or not len(X.columns):
         return X
-    columns = [_column_values(X.iloc[:, j], f"column {label!r} of {name}") for j, label in enumerate(X.columns)]
+    columns = []
+    for j, label in enumerate(X.columns):
+        column = X.iloc[:, j]
+        try:
+            values = np.asarray(column)
+            columns.append(values if values.dtype.kind in "biuf" else np.asarray(column.tolist(), np.float64))
+        except (TypeError, ValueError) as error:
+            kind = column.dtype
+            raise TypeError(f"column {label!r} of {name} must hold real numbers: it is of dtype {kind}.") from error
+        if not np.isfinite(columns[j]).all():
+            raise ValueError(f"column {label!r} of {name} must hold finite numbers: values are missing, or infinite.")
     return type(X)(np.column_stack(columns), index=X.index, columns=X.columns)
-
-
-def _column_values(column: Any, name: str) -> Shaped[np.ndarray, " n"]:
-    try:
-        values = np.asarray(column)
-        values = values if values.dtype.kind in "biuf" else np.asarray(column.tolist(), np.float64)
-    except (TypeError, ValueError) as error:
-        raise TypeError(f"{name} must hold real numbers: it is of dtype {column.dtype}.") from error
-    if not (is_finite := np.isfinite(values)).all():
-        row = int(np.argmin(is_finite))
-        raise ValueError(f"{name} must hold finite numbers: row {row} is {values[row]}, which may stand for no value.")
-    return values
 
 
 def row_labels(X: Any) -> Any:
@@ -375,17 +373,17 @@ def row_labels(X: Any) -> Any:
     return X.index.to_flat_index() if hasattr(X, "iloc") and hasattr(X, "index") else None
 
 
-def compare_columns(model: BaseEstimator, X: object, *, is_first: bool = False) -> None:
-    """Compare the names of a data frame's columns with those that a model knows, as scikit-learn; or take the first."""
-    if is_first or is_array(X):  # tensors have no names
+def compare_columns(model: BaseEstimator, X: object, *, is_first: bool = False) -> Any:
+    """Compare a data frame's columns with those that a model knows, as scikit-learn does, and return their names.
+
+    Args:
+        model: What has `feature_names_in_`, if it knows names.
+        X: The points. Tensors have no names.
+        is_first: Whether the model takes the names of these.
+    """
+    if is_first or is_array(X):
         validate_data(model, X, reset=is_first, skip_check_array=True, ensure_2d=False)
-
-
-def column_names(X: object) -> Shaped[np.ndarray, " D"] | None:
-    """Return the names of a data frame's columns that scikit-learn compares, texts; or None."""
-    reader = BaseEstimator()
-    compare_columns(reader, X, is_first=True)
-    return getattr(reader, "feature_names_in_", None)
+    return getattr(model, "feature_names_in_", None)
 
 
 def class_names(classes: object, num_outputs: int) -> Shaped[np.ndarray, " C"]:

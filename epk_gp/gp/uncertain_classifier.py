@@ -190,7 +190,7 @@ class UncertainClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         """
         weight = next(model.parameters(), None) if isinstance(model, nn.Module) else None
         if weight is not None and gp_data.is_array(X):
-            settings = {"feature_names": gp_data.column_names(X), **settings}
+            settings = {"feature_names": gp_data.compare_columns(BaseEstimator(), X, is_first=True), **settings}
             X = gp_data.float_inputs(gp_data.as_numbers(X), weight.dtype).to(weight.device)
         if not isinstance(y, str | None) or (y is None and isinstance(X, Tensor | tuple | Mapping)):
             names = None if classes is None else gp_data.class_names(classes, len(np.asarray(classes)))
