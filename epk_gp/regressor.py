@@ -97,7 +97,7 @@ class EPKRegressor(MultiOutputMixin, RegressorMixin, RecordedEstimator):  # type
                 square under `process_`, the Gaussian process with the path kernel on the training targets. This is the
                 process's variance, with its noise, and the square of its mean's distance from the network. It hardly
                 grows with the distance from the training rows, so it is too small where the network extrapolates: a
-                warning tells that rows lie outside the training rows' range.
+                warning tells of rows more than a standard deviation outside the range of the training rows.
         """
         points = self._points(X)
         z = network_outputs(self.trajectory_, points).numpy()
@@ -121,15 +121,17 @@ class EPKRegressor(MultiOutputMixin, RegressorMixin, RecordedEstimator):  # type
         return process
 
     def _warn_outside(self, points: Float[Tensor, "n D"]) -> None:
-        """Warn where a row lies outside the range of the training rows, in any column."""
+        """Warn where a row lies far outside the range of the training rows, in any column."""
         known = self.trajectory_.inputs if self._weighted is None else self.trajectory_.inputs[self._weighted]
-        outside = (points < known.amin(0)) | (points > known.amax(0))
+        margin = known.std(dim=0, correction=0)  # less would tell of rows that are as the training rows, and just new
+        outside = (points < known.amin(0) - margin) | (points > known.amax(0) + margin)
         if outside.any():
             row, column = outside.nonzero()[0].tolist()
             name = getattr(self, "feature_names_in_", range(len(known[0])))[column]
             warn_caller(
-                f"{int(outside.any(1).sum())} of {len(points)} rows lie outside the range of the training rows, where "
-                f"error bars are too small as a rule: row {row} in column {name!r} for one."
+                f"{int(outside.any(1).sum())} of {len(points)} rows lie more than a standard deviation outside the "
+                "range of the training rows, where error bars are too small as a rule: "
+                f"row {row} in column {name!r} for one."
             )
 
     def _as_y(self, values: Float[np.ndarray, "n T"]) -> Values:
