@@ -30,6 +30,7 @@ from types import ModuleType
 ROOT = Path(__file__).resolve().parents[1]
 TESTS = ROOT / "tests"
 ODD = 400  # programs in each of the rows of `odd_themes`
+TABLES = 2040  # 60 of each change of `odd_frames`
 WORKERS = 2  # processes that share them
 SOUND_ROW = "nothing odd"
 FLIPS = 400  # on each of three runs
@@ -74,6 +75,7 @@ def main() -> int:
         "hostile files: false sizes and names, links, pipes, other content": lambda: cases("storage/test_damage.py"),
         "bad arguments of the library": lambda: cases("bad_input"),
         "wrong uses of the command line": lambda: cases("cli/test_wrong_uses.py"),
+        "data frames of other columns, types, names and labels": tables,
         "folders and disks that fail while a run is recorded": lambda: cases("storage/test_writing.py"),
     }
     file = arguments.out / "faults.json"
@@ -115,6 +117,15 @@ def odd_programs(row: str) -> tuple[int, int, int, int]:
     counts = sum((found for found, _ in outcomes), Counter[str]())
     tried, found = sum(counts.values()), counts["refused"] + counts["uncertified"]
     return tried, found, counts["right"], tried - found - counts["right"]
+
+
+def tables() -> tuple[int, int, int, int]:
+    """Compare the answers about odd data frames with those about plain arrays, and with what scikit-learn takes."""
+    counts, wrong = _tests_module("odd_frames").count_outcomes(TABLES)
+    for case in wrong:
+        print(f"       {case}")
+    tried = sum(counts.values())
+    return tried, counts["refused"], counts["right"], tried - counts["refused"] - counts["right"]
 
 
 def thread_faults(rounds: int) -> tuple[int, int, int, int]:

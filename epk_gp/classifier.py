@@ -15,6 +15,7 @@ from epk_gp.analysis.labels import LabelErrors, label_errors
 from epk_gp.core.checks import door
 from epk_gp.core.losses import CrossEntropy
 from epk_gp.estimator import RecordedEstimator
+from epk_gp.gp.data import plain_frame
 from epk_gp.gp.uncertain_classifier import UncertainClassifier
 
 
@@ -22,8 +23,9 @@ from epk_gp.gp.uncertain_classifier import UncertainClassifier
 class EPKClassifier(ClassifierMixin, RecordedEstimator):  # type: ignore[misc]  # scikit-learn ships no types
     """Train and record a network, and predict with it; `uncertain_classifier` says how sure it is.
 
-    Inputs are rows of features and are not scaled: put a `StandardScaler` in front. Of a data frame, the labels of its
-    rows and columns name samples and features in tables and reports.
+    Inputs are rows of features in any units: the recorded network subtracts the training rows' mean of each column and
+    divides by their standard deviation (by 1 where a column is constant). Of a data frame, the labels of its rows and
+    columns name samples and features in tables and reports.
 
     Args:
         network: A torch module, which is copied and not changed, or a function of the numbers of features and classes
@@ -36,6 +38,8 @@ class EPKClassifier(ClassifierMixin, RecordedEstimator):  # type: ignore[misc]  
             the classifier's own, although it is written as if it drew from torch's global one, which is neither used
             nor changed: fits in several threads at once, as with joblib's threading backend, are reproducible. A
             `numpy.random.RandomState` that they share is not: the fits take its numbers in any order.
+        standardize: Whether columns are standardised; False for a network that takes them as they are, such as codes
+            of categories that it embeds.
 
     Attributes:
         classes_: The labels.
@@ -60,7 +64,10 @@ class EPKClassifier(ClassifierMixin, RecordedEstimator):  # type: ignore[misc]  
             ValueError: There are fewer than two classes, the network has not one output per class, an option is out of
                 range, or data, weights, network or optimizer cannot be recorded.
         """
-        features, labels = validate_data(self, X, y, dtype=np.float64)
+        given = np.asarray(y, dtype=object).ravel()
+        if 0 < len(others := [label for label in given if not isinstance(label, str)]) < len(given):
+            raise ValueError(f"y must hold text for every row, or for none: got {others[0]!r} beside text.")
+        features, labels = validate_data(self, plain_frame(X), y, dtype=np.float64)
         check_classification_targets(labels)
         weights = _check_sample_weight(sample_weight, features, dtype=np.float64)
         encoder = LabelEncoder().fit(labels)
@@ -68,7 +75,9 @@ class EPKClassifier(ClassifierMixin, RecordedEstimator):  # type: ignore[misc]  
         if len(present) < 2:
             raise ValueError(f"y must hold at least 2 classes: got {len(present)} class, {present}.")
         targets, classes = torch.as_tensor(encoder.transform(labels)).long(), encoder.classes_
-        self._record(X, features, targets, len(classes), classes.tolist(), CrossEntropy(), weights)
+        frequencies = np.bincount(targets, weights.clip(0), len(classes))
+        constant = np.log(np.maximum(frequencies, np.finfo(np.float64).tiny))  # logits, whatever is added to all
+        self._record(X, features, targets, classes.tolist(), CrossEntropy(), weights, constant)
         self.classes_ = classes
         return self
 
@@ -119,5 +128,6 @@ class EPKClassifier(ClassifierMixin, RecordedEstimator):  # type: ignore[misc]  
             TypeError: A setting is of the wrong kind, or there is none of this name.
             ValueError: There are too few validation points, or points or labels unlike those of `fit`.
         """
-        points, settings = self._points(X), {"points": self._weighted, **settings}
+        points, names = self._points(X), getattr(self, "feature_names_in_", None)
+        settings = {"points": self._weighted, "feature_names": names, **settings}
         return UncertainClassifier(self.trajectory_, classes=self.classes_, **settings).fit(points, y)

@@ -10,18 +10,22 @@ import torch
 from jaxtyping import Float
 from numpy.typing import ArrayLike
 from sklearn.base import BaseEstimator, is_classifier
+from sklearn.exceptions import ConvergenceWarning
+from sklearn.preprocessing import StandardScaler
 from sklearn.utils.validation import check_is_fitted, check_random_state, validate_data
 from torch import Tensor, nn
 
 import epk_gp  # whose report needs matplotlib, which is imported when a report is written
 from epk_gp.core.checks import as_tensor, validate_positive
-from epk_gp.core.losses import Loss
-from epk_gp.core.trajectory import network_outputs
-from epk_gp.gp.data import class_labels
+from epk_gp.core.losses import Loss, per_sample_losses
+from epk_gp.core.show import warn_caller
+from epk_gp.core.trajectory import Trajectory, network_outputs
+from epk_gp.gp.data import InUnits, class_labels, plain_frame, row_labels
 from epk_gp.kernel_machine.attribute import Attribution, attribute
 from epk_gp.recording.passes import draw_from
 from epk_gp.recording.train import train
 
+NO_UNITS = np.array([[0.0], [1.0]])  # of columns, or of outputs: nothing is subtracted, and all are divided by 1
 Network = nn.Module | Callable[[int, int], nn.Module]
 
 
@@ -42,6 +46,7 @@ class RecordedEstimator(BaseEstimator):  # type: ignore[misc]  # scikit-learn sh
         batch_size: int | None = None,
         optimizer: Callable[[Iterable[Tensor]], torch.optim.Optimizer] | None = None,
         random_state: int | np.random.RandomState | None = None,
+        standardize: bool = True,
     ) -> None:
         self.network = network
         self.steps = steps
@@ -49,6 +54,7 @@ class RecordedEstimator(BaseEstimator):  # type: ignore[misc]  # scikit-learn sh
         self.batch_size = batch_size
         self.optimizer = optimizer
         self.random_state = random_state
+        self.standardize = standardize
 
     def attribute(self, X: ArrayLike, *, classes: ArrayLike | None = None, **settings: Any) -> Attribution:
         """Split predictions into exact contributions of the training rows: `epk_gp.attribute`.
@@ -97,11 +103,11 @@ class RecordedEstimator(BaseEstimator):  # type: ignore[misc]  # scikit-learn sh
         X: ArrayLike,
         features: Float[np.ndarray, "M D"],
         targets: Tensor,
-        num_outputs: int,
         names: Any,
         loss: Loss,
         weights: Float[np.ndarray, " M"],
-        finish: Callable[[nn.Module], nn.Module] = lambda net: net,
+        constant: Float[np.ndarray, " C"],
+        units: Float[np.ndarray, "2 C"] = NO_UNITS,
     ) -> None:
         """Train a network and record the run.
 
@@ -109,25 +115,29 @@ class RecordedEstimator(BaseEstimator):  # type: ignore[misc]  # scikit-learn sh
             X: The rows as they were given.
             features: Their features.
             targets: Their targets.
-            num_outputs: How many outputs the network has to have.
             names: Of the outputs, if they have any.
             loss: The loss.
             weights: Of the rows.
-            finish: Makes the recorded network of the one that is asked for.
+            constant: The constant outputs of least loss.
+            units: Mean and scale of each output.
+
+        Raises:
+            ValueError: Training ended above the loss that it began with and above that of the constant.
         """
         if self.optimizer is None:
             validate_positive(self.lr, "lr")
         elif not callable(self.optimizer):
             raise TypeError(f"optimizer must be a function of parameters: got {self.optimizer!r}.")
-        seed = int(check_random_state(self.random_state).randint(2**31 - 1))
+        seed, num_outputs = int(check_random_state(self.random_state).randint(2**31 - 1)), len(constant)
         with draw_from(torch.Generator().manual_seed(seed)):
             net = self._network(features.shape[1], num_outputs).double()
+        columns = fit_units(features, weights) if self.standardize else NO_UNITS
+        wrapped = InUnits(net, as_tensor(columns), as_tensor(units))
         points = as_tensor(features)
-        _validate_num_outputs(net, points[:1], num_outputs)
-        net = finish(net)
+        _validate_num_outputs(net, wrapped.standardized(points[:1]), num_outputs)
         parameters = [p for p in net.parameters() if p.requires_grad]
-        self.trajectory_ = train(
-            net,
+        trajectory = train(
+            wrapped,
             points,
             targets,
             optimizer=torch.optim.SGD(parameters, lr=self.lr) if self.optimizer is None else self.optimizer(parameters),
@@ -137,7 +147,8 @@ class RecordedEstimator(BaseEstimator):  # type: ignore[misc]  # scikit-learn sh
             generator=torch.Generator().manual_seed(seed),
             sample_weight=as_tensor(weights),
         )
-        self.index_, self._output_names = row_labels(X), names
+        _validate_trained(trajectory, as_tensor(weights / weights.sum()), as_tensor(constant))
+        self.trajectory_, self.index_, self._output_names = trajectory, row_labels(X), names
         self._weighted = None if weights.all() else torch.from_numpy(np.flatnonzero(weights))  # None: all rows
 
     def _network(self, num_features: int, num_outputs: int) -> nn.Module:
@@ -150,16 +161,38 @@ class RecordedEstimator(BaseEstimator):  # type: ignore[misc]  # scikit-learn sh
 
     def _points(self, X: ArrayLike) -> Tensor:
         check_is_fitted(self)
-        return as_tensor(validate_data(self, X, dtype=np.float64, reset=False))
+        return as_tensor(validate_data(self, plain_frame(X), dtype=np.float64, reset=False))
 
     def _outputs(self, X: ArrayLike) -> Float[Tensor, "n C"]:
         points = self._points(X)  # checks first that there is a run
         return network_outputs(self.trajectory_, points)
 
 
-def row_labels(X: object) -> Any:
-    """Return the labels of a data frame's rows, or None."""
-    return X.index.to_flat_index() if hasattr(X, "iloc") and hasattr(X, "index") else None
+def fit_units(values: Float[np.ndarray, "M D"], weights: Float[np.ndarray, " M"]) -> Float[np.ndarray, "2 D"]:
+    """Return mean and standard deviation of columns over weighted rows, 1 for that of a constant.
+
+    Wrong weights, which `train` refuses, count as none.
+    """
+    known = weights if (weights >= 0).all() and weights.any() else None
+    scaler = StandardScaler().fit(values, sample_weight=known)
+    return np.stack([scaler.mean_, scaler.scale_])
+
+
+def _validate_trained(trajectory: Trajectory, shares: Float[Tensor, " M"], constant: Float[Tensor, " C"]) -> None:
+    """Compare the loss with that before training and with that of a constant; rows count by their shares.
+
+    Raises:
+        ValueError: It is above both.
+    """
+    outputs = [network_outputs(trajectory, trajectory.inputs, state=state) for state in (0, -1)]
+    outputs.append(constant.expand(len(shares), -1))
+    first, last, least = (float(per_sample_losses(trajectory.loss, z, trajectory.targets) @ shares) for z in outputs)
+    found = f"its loss is {last:.4g}, before the first step it was {first:.4g}, and a constant has {least:.4g}."
+    if not last <= max(first, least):
+        raise ValueError(f"training diverged: {found} Lower lr, or pass another optimizer.")
+    if last >= least > torch.finfo(constant.dtype).eps:  # targets that are all alike leave nothing to be better at
+        advice = f"Training gave nothing better than a constant: {found} Take more steps, or another lr or network."
+        warn_caller(advice, ConvergenceWarning)
 
 
 def _validate_num_outputs(net: nn.Module, point: Tensor, num_outputs: int) -> None:

@@ -10,13 +10,15 @@ import torch
 from jaxtyping import Float
 from numpy.typing import ArrayLike
 from sklearn.base import MultiOutputMixin, RegressorMixin
-from sklearn.preprocessing import StandardScaler
 from sklearn.utils.validation import _check_sample_weight, check_is_fitted, validate_data
-from torch import Tensor, nn
+from torch import Tensor
 
 from epk_gp.core.checks import as_tensor, door
 from epk_gp.core.losses import PerSampleLoss
-from epk_gp.estimator import Network, RecordedEstimator, one_hidden_layer
+from epk_gp.core.show import warn_caller
+from epk_gp.core.trajectory import network_outputs
+from epk_gp.estimator import Network, RecordedEstimator, fit_units, one_hidden_layer
+from epk_gp.gp.data import plain_frame
 from epk_gp.gp.models import LogitGP
 from epk_gp.gp.regression import predict_targets
 
@@ -27,9 +29,9 @@ Values = Float[np.ndarray, "n *T"]  # (n,), or (n, targets) if y had that shape
 class EPKRegressor(MultiOutputMixin, RegressorMixin, RecordedEstimator):  # type: ignore[misc]  # as the base class
     """Train and record a network on squared error, and predict one target or several, with error bars.
 
-    Inputs are rows of features and are not scaled: put a `StandardScaler` in front. Targets are: the network's outputs
-    are multiplied by the standard deviations of the targets and their means are added, and the loss is the mean squared
-    error in these units. The recorded network gives targets as they are, and so are contributions.
+    Inputs are as of `EPKClassifier`, in any units, and so are targets: the network's outputs are multiplied by the
+    standard deviations of the targets and their means are added, and the loss is the mean squared error in these units.
+    The recorded network gives targets as they are, and so are contributions.
 
     Args:
         network: As of `EPKClassifier`; it maps (n, features) to (n, targets).
@@ -38,6 +40,7 @@ class EPKRegressor(MultiOutputMixin, RegressorMixin, RecordedEstimator):  # type
         batch_size: As of `EPKClassifier`.
         optimizer: As of `EPKClassifier`.
         random_state: As of `EPKClassifier`.
+        standardize: As of `EPKClassifier`; targets are standardised in any case.
 
     Attributes:
         target_names_: Names of the targets, where y was a series or a data frame; else None.
@@ -56,9 +59,10 @@ class EPKRegressor(MultiOutputMixin, RegressorMixin, RecordedEstimator):  # type
         batch_size: int | None = None,
         optimizer: Callable[[Iterable[Tensor]], torch.optim.Optimizer] | None = None,
         random_state: int | np.random.RandomState | None = None,
+        standardize: bool = True,
     ) -> None:
-        options: dict[str, Any] = {"batch_size": batch_size, "optimizer": optimizer, "random_state": random_state}
-        super().__init__(network, steps=steps, lr=lr, **options)
+        shared: dict[str, Any] = {"batch_size": batch_size, "optimizer": optimizer, "random_state": random_state}
+        super().__init__(network, steps=steps, lr=lr, standardize=standardize, **shared)
 
     @door
     def fit(self, X: ArrayLike, y: ArrayLike, sample_weight: ArrayLike | None = None) -> "EPKRegressor":
@@ -72,17 +76,17 @@ class EPKRegressor(MultiOutputMixin, RegressorMixin, RecordedEstimator):  # type
         Raises:
             TypeError, ValueError: As `EPKClassifier.fit`.
         """
-        features, targets = validate_data(self, X, y, dtype=np.float64, multi_output=True, y_numeric=True)
+        features, targets = validate_data(self, plain_frame(X), y, dtype=np.float64, multi_output=True, y_numeric=True)
         weights = _check_sample_weight(sample_weight, features, dtype=np.float64)
         values = targets.reshape(len(targets), -1).astype(np.float64)
-        known = weights if (weights >= 0).all() and weights.any() else None  # others are refused below
-        self._units, self._is_single = StandardScaler().fit(values, sample_weight=known), targets.ndim == 1
-        self.__dict__.pop("process_", None)
-        scaled_error = partial(_squared_error, as_tensor(self._units.scale_))
+        units = fit_units(values, weights)
+        scaled_error = partial(_squared_error, as_tensor(units[1]))
         names = list(getattr(y, "columns", [getattr(y, "name", None)]))
-        self.target_names_ = None if names == [None] else names
-        asked = values.shape[1], self.target_names_, PerSampleLoss(scaled_error, name="squared error of scaled targets")
-        self._record(X, features, as_tensor(values), *asked, weights, lambda net: _InUnits(net, self._units))
+        known_names = None if names == [None] else names
+        loss = PerSampleLoss(scaled_error, name="squared error of scaled targets")
+        self._record(X, features, as_tensor(values), known_names, loss, weights, units[0], units)
+        self._units, self._is_single, self.target_names_ = units, targets.ndim == 1, known_names
+        self.__dict__.pop("process_", None)
         return self
 
     def predict(self, X: ArrayLike, return_std: bool = False) -> Values | tuple[Values, Values]:
@@ -92,46 +96,48 @@ class EPKRegressor(MultiOutputMixin, RegressorMixin, RecordedEstimator):  # type
             X: n rows.
             return_std: Whether to return how far an observation is from each prediction, too: the root of its mean
                 square under `process_`, the Gaussian process with the path kernel on the training targets. This is the
-                process's variance, with its noise, and the square of its mean's distance from the network.
+                process's variance, with its noise, and the square of its mean's distance from the network. It hardly
+                grows with the distance from the training rows, so it is too small where the network extrapolates: a
+                warning tells of rows more than a standard deviation outside the range of the training rows.
         """
-        z = self._outputs(X).numpy()
+        points = self._points(X)
+        z = network_outputs(self.trajectory_, points).numpy()
         if not return_std:
             return self._as_y(z)
-        under_process = predict_targets(self.process_, self._points(X))
-        distance = self._units.transform(z) - under_process.mean.detach().numpy()
-        std = np.sqrt(under_process.variance.detach().numpy() + distance**2) * self._units.scale_
+        self._warn_outside(points)
+        under_process = predict_targets(self.process_, points)
+        mean, scale = self._units
+        distance = (z - mean) / scale - under_process.mean.detach().numpy()
+        std = np.sqrt(under_process.variance.detach().numpy() + distance**2) * scale
         return self._as_y(z), self._as_y(std)
 
     @cached_property
     def process_(self) -> LogitGP:
         """The process on the targets, in standard deviations, made when it is first asked for."""
         check_is_fitted(self)
-        run = replace(self.trajectory_, targets=as_tensor(self._units.transform(self.trajectory_.targets.numpy())))
+        mean, scale = map(as_tensor, self._units)
+        run = replace(self.trajectory_, targets=(self.trajectory_.targets - mean) / scale)
         process = LogitGP(run, "independent", "constant", "labels", self._weighted, nodes=20, noise=0.1)
         process.fit(100)
         return process
 
+    def _warn_outside(self, points: Float[Tensor, "n D"]) -> None:
+        """Warn where a row lies far outside the range of the training rows, in any column."""
+        known = self.trajectory_.inputs if self._weighted is None else self.trajectory_.inputs[self._weighted]
+        margin = known.std(dim=0, correction=0)  # less would tell of rows that are as the training rows, and just new
+        outside = (points < known.amin(0) - margin) | (points > known.amax(0) + margin)
+        if outside.any():
+            row, column = outside.nonzero()[0].tolist()
+            name = getattr(self, "feature_names_in_", range(len(known[0])))[column]
+            warn_caller(
+                f"{int(outside.any(1).sum())} of {len(points)} rows lie more than a standard deviation outside the "
+                "range of the training rows, where error bars are too small as a rule: "
+                f"row {row} in column {name!r} for one."
+            )
+
     def _as_y(self, values: Float[np.ndarray, "n T"]) -> Values:
         """Return values of targets in the shape that y had."""
         return values[:, 0] if self._is_single else values
-
-
-class _InUnits(nn.Module):
-    """A network whose outputs are in units of the targets."""
-
-    mean: Tensor
-    std: Tensor
-
-    def __init__(self, net: nn.Module, units: StandardScaler) -> None:
-        super().__init__()
-        self.net = net
-        self.register_buffer("mean", as_tensor(units.mean_))
-        self.register_buffer("std", as_tensor(units.scale_))
-
-    def forward(self, x: Float[Tensor, "n D"]) -> Float[Tensor, "n T"]:
-        """Evaluate the network."""
-        z: Tensor = self.net(x)
-        return z * self.std + self.mean
 
 
 def _squared_error(std: Float[Tensor, " T"], z: Float[Tensor, "n T"], y: Float[Tensor, "n T"]) -> Float[Tensor, " n"]:

@@ -9,12 +9,12 @@ from matplotlib.figure import Figure
 from torch import Tensor
 
 import epk_gp as epk
-from epk_gp.analysis.maps import coordinate_plane, grid_coordinates, lift, project, square_grid
+from epk_gp.analysis.maps import grid_coordinates, grid_over, lift, project
 from epk_gp.core.trajectory import network_outputs
 from epk_gp.plots import draw_colorbar, map_handles, new_figure, shades_of, uncertainty_map
 from epk_gp.plots.style import styled
 from harness import Experiment, classes_as_text, classes_from_text, floats_as_text, floats_from_text, main
-from problems import SMALL_TOY, Toy, record_toy
+from problems import SMALL_TOY, Toy, record_toy, toy_plane
 from quantities.rays import rays
 from quantities.retraining import decision_values, fit_platt_scaling, fit_support_vector_machines, probabilities
 
@@ -68,10 +68,10 @@ def run(config: Config) -> Result:
     """Record the toy problem, retrain, and map."""
     trajectory, held_out = record_toy(config.toy)
     half = len(held_out) // 2
-    plane = coordinate_plane(trajectory.inputs)
+    plane = toy_plane(trajectory.inputs)
     training = project(plane, trajectory.inputs)
-    x, y = square_grid(training, config.grid, config.margin)
-    background = grid_coordinates(*square_grid(training, 3 * config.grid, config.margin))
+    x, y = grid_over(training, config.grid, config.margin, square=True)
+    background = grid_coordinates(*grid_over(training, 3 * config.grid, config.margin, square=True))
     ends = [rays(training, config.directions, radius)[1] for radius in RADII]
     queries = torch.cat([held_out.inputs, lift(plane, torch.cat([grid_coordinates(x, y), *ends]))])
     copies = epk.Points(trajectory.inputs, is_train=True)

@@ -11,7 +11,6 @@ from torch import Tensor
 import epk_gp as epk
 from epk_gp.analysis.maps import (
     UncertaintyMap,
-    coordinate_plane,
     grid_coordinates,
     uncertainty_on_plane,
 )
@@ -19,7 +18,7 @@ from epk_gp.analysis.measures import rank_correlation
 from epk_gp.plots import map_handles, new_figure, uncertainty_map
 from epk_gp.plots.style import SMALL, styled
 from harness import Experiment, classes_as_text, classes_from_text, floats_as_text, floats_from_text, main
-from problems import SMALL_TOY, Toy, record_toy
+from problems import SMALL_TOY, Toy, record_toy, toy_plane
 from quantities.rays import share_decreasing
 from quantities.stationarity import diagonal_growth_exponent, location_variance_share
 
@@ -67,8 +66,9 @@ def run(config: Config) -> Result:
             gp.fit(config.fit_steps)
             m = uncertainty_on_plane(
                 gp,
-                coordinate_plane(trajectory.inputs),
+                toy_plane(trajectory.inputs),
                 size=config.grid,
+                square=True,
                 num_samples=config.num_samples,
                 generator=torch.Generator().manual_seed(seed),
             )

@@ -8,14 +8,14 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
 import epk_gp as epk
-from epk_gp.analysis.maps import coordinate_plane, grid_coordinates, lift, project, square_grid
+from epk_gp.analysis.maps import grid_coordinates, grid_over, lift, project
 from epk_gp.analysis.measures import rank_correlation
 from epk_gp.core.trajectory import network_outputs
 from epk_gp.datasets import GAUSSIAN_MEANS
 from epk_gp.plots import class_regions, region_handles
 from epk_gp.plots.style import INK, MAGNITUDES, SMALL, new_figure, styled
 from harness import Experiment, classes_as_text, classes_from_text, main
-from problems import SMALL_TOY, Toy, record_toy
+from problems import SMALL_TOY, Toy, record_toy, toy_plane
 from quantities.boundary import boundary_weight_ratio, margins
 
 
@@ -89,9 +89,9 @@ def run(config: Config) -> Result:
 
         numbers += [{"test": n, "class": c} | describe(values[c, n]) for c in range(3)]
         contributions.append({"test": n, "class": int(predicted[n])} | describe(parts.samples[n, predicted[n]]))
-    plane = coordinate_plane(X)
+    plane = toy_plane(X)
     points = project(plane, X)
-    x, y = square_grid(points, config.grid, config.margin)
+    x, y = grid_over(points, config.grid, config.margin, square=True)
     background = network_outputs(trajectory, lift(plane, grid_coordinates(x, y))).argmax(1)
     stride = -(-len(X) // config.drawn)
     return Result(

@@ -1,13 +1,14 @@
 """The recorded runs of the experiments: the paper's three Gaussians, and images."""
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 from torch import nn
 
 import epk_gp as epk
+from epk_gp.analysis.maps import Plane, coordinate_plane
 from epk_gp.core.model import zero_final_layer
 from epk_gp.datasets import DATA_VARIABLE, Dataset, digits, mnist_folder, three_gaussians
 
@@ -75,6 +76,11 @@ def record_toy(config: Toy) -> tuple[epk.Trajectory, Dataset]:
     zero_final_layer(net)
     optimizer = torch.optim.SGD(net.parameters(), lr=config.lr)
     return epk.train(net, data.inputs, data.labels, optimizer=optimizer, steps=config.steps), held_out
+
+
+def toy_plane(X: torch.Tensor) -> Plane:
+    """Return the plane of the first two coordinates of the toy problem, with all others 0, which is their mean."""
+    return replace(coordinate_plane(X), origin=X.new_zeros(X.shape[1]))
 
 
 def record_images(config: Images) -> tuple[epk.Trajectory, Dataset]:

@@ -54,10 +54,10 @@ def test_a_given_network_is_copied_and_not_changed(data):
     before = [p.clone() for p in net.parameters()]
     classifier = EPKClassifier(net, steps=3).fit(X, y)
     assert all(torch.equal(p, q) for p, q in zip(net.parameters(), before, strict=True))
-    start = classifier.trajectory_.weights(0)["0.weight"]
+    start = classifier.trajectory_.weights(0)["net.0.weight"]
     torch.testing.assert_close(start, before[0].double())
     built = EPKClassifier(lambda d, c: one_hidden_layer(d, c, width=5), steps=3, random_state=1).fit(X, y)
-    assert built.trajectory_.weights(0)["0.weight"].shape == (5, 4)
+    assert built.trajectory_.weights(0)["net.0.weight"].shape == (5, 4)
 
 
 def test_one_seed_gives_one_run(data):

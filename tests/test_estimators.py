@@ -8,13 +8,14 @@ import pytest
 import torch
 from sklearn.base import clone
 from sklearn.compose import ColumnTransformer, make_column_selector
-from sklearn.exceptions import NotFittedError
+from sklearn.exceptions import ConvergenceWarning, NotFittedError
 from sklearn.model_selection import GridSearchCV, cross_val_score
 from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import OneHotEncoder, StandardScaler
 from torch import nn
 
 import epk_gp as epk
+from epk_gp.estimator import one_hidden_layer
 
 KINDS = np.array(["ant", "bee", "cat"])
 
@@ -98,6 +99,7 @@ def test_targets_may_be_one_series_one_array_or_several_columns(regressor):
     assert [values.shape for values in regressor.predict(X[:4], return_std=True)] == [(4, 2)] * 2
 
 
+@pytest.mark.filterwarnings("ignore:. of 300 rows lie more than a standard deviation outside")
 def test_error_bars_cover_new_targets_and_keep_the_prediction(regressor):
     X, _, targets = table(300, 2)
     mean, std = regressor.predict(X, return_std=True)
@@ -111,6 +113,106 @@ def test_error_bars_cover_new_targets_and_keep_the_prediction(regressor):
     first = other.predict(X[:5], return_std=True)[1]
     other.fit(X, 10 * targets["mass"])
     np.testing.assert_allclose(other.predict(X[:5], return_std=True)[1], 10 * first, rtol=1e-3)  # of the new fit
+
+
+UNITS, ORIGIN = np.array([1e9, 3e-5, 40.0, 7.0]), np.array([1.7e18, -2e-4, 1e3, 5.0])
+
+
+def in_other_units(X):
+    """A table with a column that is constant, in units far from 1: a time in nanoseconds, a share, degrees."""
+    return X.assign(constant=0.0) * UNITS + ORIGIN
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [epk.EPKClassifier, epk.EPKRegressor])
+def test_answers_do_not_depend_on_the_units_of_the_columns(kind):
+    X, classes, targets = table(45, 0)
+    new = table(20, 1)[0]
+    y = pd.Series(classes, index=X.index) if kind is epk.EPKClassifier else targets["mass"]
+    models = [kind(steps=25, random_state=0).fit(own, y) for own in (X.assign(constant=0.0), in_other_units(X))]
+    expected, found = (
+        m.attribute(own) for m, own in zip(models, (new.assign(constant=0.0), in_other_units(new)), strict=True)
+    )
+    scale = 1 if kind is epk.EPKClassifier else targets["mass"].std()
+    torch.testing.assert_close(found.samples, expected.samples, rtol=1e-4, atol=1e-5 * scale)
+    assert found.certified
+    if kind is epk.EPKRegressor:  # as on the run itself, on the rows as they are
+        np.testing.assert_allclose(found.network[:, 0], models[1].predict(in_other_units(new)), rtol=1e-12)
+    raw = kind(steps=25, random_state=0, standardize=False).fit(X.assign(constant=0.0), y)  # the control
+    assert (raw.attribute(new.assign(constant=0.0)).samples - expected.samples).abs().max() > 1e-3 * scale
+    own = epk.attribute(models[1].trajectory_, torch.tensor(in_other_units(new).to_numpy()))
+    torch.testing.assert_close(own.samples, found.samples)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("features", ["exact", 1024])
+def test_scores_do_not_depend_on_the_units_of_the_columns(features, tmp_path):
+    """The RBF kernel's distances are in the network's units, in a file too; float32 would not tell the rows apart."""
+    (X, y, _), (held_out, labels, _) = table(45, 0), table(30, 1)
+    plain, scaled = (lambda table: table.assign(constant=0.0)), in_other_units
+    judged, net = [], one_hidden_layer(4, 3)
+    for in_units in (plain, scaled):
+        model = epk.EPKClassifier(net, steps=25, random_state=0).fit(in_units(X), y)
+        judged.append(model.uncertain_classifier(in_units(held_out), labels, nodes=3, features=features))
+        judged[-1].save(tmp_path / str(len(judged)))
+    expected, found = (u.uncertainty(in_units(held_out)) for u, in_units in zip(judged, (plain, scaled), strict=True))
+    tolerance = 1e-3 if features == "exact" else 0.05  # of two sketches
+    for score in ("error", "out_of_distribution"):
+        np.testing.assert_allclose(getattr(found, score), getattr(expected, score), rtol=0.05, atol=tolerance)
+    assert list(found.to_frame().index) == list(held_out.index)
+    read = epk.UncertainClassifier.load(tmp_path / "2", one_hidden_layer(4, 3))  # the network that fit() was given
+    assert list(read.feature_names_in_) == [*X.columns, "constant"]
+    np.testing.assert_allclose(read.uncertainty(scaled(held_out)).error, found.error, rtol=1e-6)
+    again = pickle.loads(pickle.dumps(judged[1]))
+    np.testing.assert_allclose(again.predict_proba(scaled(X)), judged[1].predict_proba(scaled(X)), rtol=1e-9)
+
+
+def test_codes_of_categories_reach_a_network_as_they_are():
+    class Codes(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.table = nn.Embedding(4, 3)
+
+        def forward(self, x):
+            return self.table(x[:, 0].long())
+
+    codes = np.arange(40)[:, None] % 4
+    kind = KINDS[codes[:, 0] % 3]
+    model = epk.EPKClassifier(Codes(), steps=50, random_state=0, standardize=False).fit(codes, kind)
+    weights = model.trajectory_.weights(-1)["net.table.weight"]
+    np.testing.assert_allclose(model.predict_proba(codes), weights.softmax(1).numpy()[codes[:, 0]], rtol=1e-12)
+
+
+@pytest.mark.slow
+def test_training_that_makes_it_worse_than_a_constant_is_an_error_and_one_that_is_no_better_a_warning():
+    X, kind, targets = table(45, 0)
+    noise = np.random.default_rng(3).normal(size=45)
+    for model, y in ((epk.EPKRegressor(lr=0.9, steps=20), targets), (epk.EPKClassifier(lr=300), kind)):
+        with pytest.raises(ValueError, match="training diverged"):
+            model.set_params(random_state=0).fit(X, y)
+        assert not hasattr(model, "trajectory_")
+    for model, y in ((epk.EPKRegressor(lr=1e-6, steps=2), noise), (epk.EPKClassifier(lr=1e-6, steps=2), noise > 0)):
+        with pytest.warns(ConvergenceWarning, match="nothing better than a constant: its loss is .*, before the first"):
+            model.set_params(random_state=0).fit(X, y)
+
+
+@pytest.mark.slow
+def test_bars_of_rows_outside_the_training_rows_come_with_a_warning():
+    x = np.random.default_rng(0).uniform(-1, 1, 40)
+    X, y = pd.DataFrame({"depth": x, "other": 0.0}), 2 * x
+    model = epk.EPKRegressor(random_state=0).fit(X, y)
+    model.predict(X, return_std=True)  # of the very ends: no warning
+    far = X.assign(depth=3 * x)
+    model.predict(far)
+    with pytest.warns(
+        UserWarning, match=r"\d+ of 40 rows lie more than a .* too small as a rule: row \d+ in column 'depth'"
+    ):
+        mean, std = model.predict(far, return_std=True)
+    is_far = np.abs(far["depth"]) > 2.5
+    assert (np.abs(6 * x - mean) < 1.645 * std)[is_far].mean() < 0.5  # which the warning is about
+    weighted = epk.EPKRegressor(steps=20, random_state=0).fit(X, y, sample_weight=x < 0.5)
+    with pytest.warns(UserWarning, match="row . in column 'depth'"):  # rows of weight 0 are no training rows
+        weighted.predict(X[x > 0.6], return_std=True)
 
 
 def test_a_constant_target_is_predicted():
@@ -167,7 +269,7 @@ def test_results_are_those_of_a_fit_without_the_rows_of_weight_zero():
     first, second = (model.uncertain_classifier(new, labels, nodes=3) for model in (weighted, fewer))
     lengths = [own.process_.kernel.lengthscale for own in (first, second)]
     assert lengths[0] == pytest.approx(lengths[1], rel=1e-12)
-    np.testing.assert_allclose(first.predict_proba(new.to_numpy()), second.predict_proba(new.to_numpy()), atol=0.02)
+    np.testing.assert_allclose(first.predict_proba(new), second.predict_proba(new), atol=0.02)
     (mean, std), (expected_mean, expected_std) = (
         epk.EPKRegressor(steps=10, random_state=0).fit(*data).predict(new, return_std=True)
         for data in ((X, targets, used), (X[used], targets[used]))

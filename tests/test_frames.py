@@ -7,12 +7,14 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
+from odd_frames import CHANGES, draw_case, models, outcome
 
 import epk_gp as epk
 from epk_gp.kernel_machine.attribute import attribute_by
 from epk_gp.kernel_machine.axes import by_label, by_layer, by_sample, by_step
 from gp_cases import gaussian_run, gaussians
 
+ODD_SEEDS = 3  # of each change; `make faults` draws others
 POINTS, OUTPUTS = ["first", "second"], ["ant", "bee", "cat"]
 
 
@@ -155,3 +157,28 @@ def test_dates_and_several_levels_name_rows(run, X):
     assert frame.index.names == ["point", "output"]
     assert frame["samples"].columns[1] == (0, "w")
     assert frame.columns[0] == ("initial", "")
+
+
+@pytest.fixture(scope="module")
+def odd():
+    return models()
+
+
+@pytest.mark.usefixtures("odd", "unchecked")
+@pytest.mark.parametrize("change", CHANGES)
+def test_an_odd_table_is_answered_about_as_its_values_or_refused_in_one_line(change):
+    """And none that scikit-learn takes is refused."""
+    for seed in range(90_000, 90_000 + ODD_SEEDS):
+        case = draw_case(seed, change)
+        assert outcome(case) in ("right", "refused"), str(case)
+
+
+@pytest.mark.usefixtures("odd")
+def test_a_table_that_reaches_the_wrong_columns_would_be_found():
+    """The negative control."""
+    cases = [draw_case(seed, "columns in another order") for seed in range(90_000, 90_012)]
+    found = []
+    for case in cases:
+        case.X = case.X.to_numpy()  # which has no names to compare
+        found.append(outcome(case))
+    assert found.count("wrong") >= 4  # a fit is right in any order

@@ -62,7 +62,13 @@ def compute() -> Numbers:
     gp.fit()
     generator = torch.Generator().manual_seed(0)
     m = uncertainty_on_plane(
-        gp, coordinate_plane(data.inputs), size=GRID, margin=0.15, num_samples=2048, generator=generator
+        gp,
+        coordinate_plane(data.inputs),
+        size=GRID,
+        margin=0.15,
+        square=True,
+        num_samples=2048,
+        generator=generator,
     )
     return Numbers(
         data.inputs,

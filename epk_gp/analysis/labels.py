@@ -13,7 +13,7 @@ from epk_gp.core.checks import ComputeSettings, parse_options, validate_count
 from epk_gp.core.show import SHOWN_ROWS, Summary, Table, Tabular, columns_note, number, require_labels
 from epk_gp.core.show import count as counted
 from epk_gp.core.trajectory import Trajectory, network_outputs, validate_trajectory
-from epk_gp.gp.data import class_inputs, float_inputs, labelled_points
+from epk_gp.gp.data import class_inputs, float_inputs, is_array, labelled_points, row_labels
 from epk_gp.gp.label_process import InputsKernel, LabelSettings, fit_labels, without_rounding
 from epk_gp.gp.stacking import most_likely_temperature
 from epk_gp.gp.uncertain_classifier import UncertainClassifier
@@ -228,9 +228,9 @@ def next_to_label(model: UncertainClassifier, pool: object, count: int = 10) -> 
     if count > len(X):
         raise ValueError(f"count must be at most the number of points in the pool, {len(X)}: got {count}.")
     with torch.no_grad():
-        process = model.process_
+        process, given = model.process_, pool if is_array(pool) else X  # a frame's columns are compared
+        mistaken = 1 - torch.as_tensor(model.predict_proba(given)).amax(1).to(process.values.device)
         points = float_inputs(X.to(process.values.device), torch.float64)
-        mistaken = 1 - torch.as_tensor(model.predict_proba(X)).amax(1).to(points.device)
         variance = torch.as_tensor(model.uncertainty(X, num_samples=2).out_of_distribution).to(points.device)
         drawn = torch.arange(len(X))
         if len(X) > NUM_REFERENCE:
@@ -260,4 +260,5 @@ def next_to_label(model: UncertainClassifier, pool: object, count: int = 10) -> 
             chosen.append(best)
         indices = torch.tensor(chosen, device=points.device)
         scores, removed_shares = torch.tensor(kept, dtype=torch.float64, device=points.device).T
-        return NextToLabel(indices, scores, removed_shares, mistaken[indices])
+        chosen_ones = NextToLabel(indices, scores, removed_shares, mistaken[indices])
+        return chosen_ones.labelled(point=row_labels(pool))

@@ -14,6 +14,8 @@ from epk_gp.gp.softmax import softmax_uncertainty
 from epk_gp.kernels.tagging import test_copy
 from epk_gp.kernels.values import point_blocks
 
+_ROUNDING = 100 * torch.finfo(torch.float64).eps  # of coordinates on which points of a line differ
+
 
 @dataclass(frozen=True, eq=False)
 class Plane:
@@ -31,14 +33,15 @@ class Plane:
 
 
 def coordinate_plane(X: Shaped[Tensor, "n ..."]) -> Plane:
-    """Return the plane of the first two input coordinates, with all others 0.
+    """Return the plane of the first two input coordinates, with all others at their mean over the points.
 
     Raises:
         TypeError: The inputs are not floating-point numbers.
         ValueError: There are no points, a value is not finite, or an input has fewer than 2 entries.
     """
     rows = _rows(X)
-    return Plane(torch.zeros_like(rows[0]), torch.eye(2, rows.shape[1], dtype=rows.dtype), tuple(X.shape[1:]))
+    axes = torch.eye(2, rows.shape[1], dtype=rows.dtype)
+    return Plane(rows.mean(0) * (1 - axes.sum(0)), axes, tuple(X.shape[1:]))
 
 
 def principal_plane(X: Shaped[Tensor, "n ..."]) -> Plane:
@@ -73,33 +76,36 @@ def lift(plane: Plane, uv: Float[Tensor, "n 2"]) -> Float[Tensor, "n ..."]:
     return (plane.origin.to(uv) + uv @ plane.axes.to(uv)).reshape(len(uv), *plane.input_shape)
 
 
-def square_grid(
-    uv: Float[Tensor, "n 2"], size: int, margin: float
+def grid_over(
+    uv: Float[Tensor, "n 2"], size: int, margin: float, *, square: bool = False
 ) -> tuple[Float[Tensor, " size"], Float[Tensor, " size"]]:
-    """Return an evenly spaced square grid that covers projected points.
+    """Return an evenly spaced grid that covers projected points.
 
     Args:
         uv: Projected points.
         size: Nodes per side, at least 2.
-        margin: Width of the border on every side, in units of the points' larger extent.
+        margin: Width of the border on every side, in units of the points' extent along the axis.
+        square: Whether both axes have one unit, and thus the larger extent.
 
     Returns:
-        Coordinates of the columns and of the rows, with the same number and spacing.
+        Coordinates of the columns and of the rows, of the same number.
 
     Raises:
         TypeError: `size` is not a whole number, or `margin` is not a number.
-        ValueError: There are fewer than 2 nodes per side, or the margin is negative, or all points coincide.
+        ValueError: There are fewer than 2 nodes per side, or the margin is negative, or the points have no extent.
     """
     validate_count(size, "size", minimum=2)
     validate_number(margin, "margin")
     if not 0 <= margin < float("inf"):
         raise ValueError(f"the margin must be finite and not negative: got {margin}.")
     low, high = uv.min(0).values.double(), uv.max(0).values.double()
-    half = float((high - low).max()) * (0.5 + margin)
-    if half == 0:
-        raise ValueError("a grid needs points at different places: all coincide in this plane.")
-    centre = ((low + high) / 2).tolist()
-    x, y = (torch.linspace(c - half, c + half, int(size), dtype=torch.float64) for c in centre)
+    extent = (high - low).max().expand(2) if square else high - low
+    if not (extent > _ROUNDING * uv.abs().max()).all():
+        advice = "Where both axes have one unit, pass square=True."
+        raise ValueError(f"a grid needs points at different places along both axes: all coincide. {advice}")
+    centre, half = (low + high) / 2, extent * (0.5 + margin)
+    ends = torch.stack([centre - half, centre + half], dim=1)
+    x, y = (torch.linspace(first, last, int(size), dtype=torch.float64) for first, last in ends)
     return x, y
 
 
@@ -130,15 +136,15 @@ class UncertaintyMap:
         training: Projections of all training inputs, (M, 2).
         kernel: k(x, x), averaged over classes; 1 on average over the training copies.
         network_class: Class that the network predicts.
-        boundary_classes: Class that the network predicts on five times as many nodes per side of the same square, for
-            drawing decision boundaries.
+        boundary_classes: Class that the network predicts on five times as many nodes per side over the same extent,
+            for drawing decision boundaries.
         probability: Expected softmax probability of the predicted class.
         std: Standard deviation of this probability.
         entropy: Entropy of the expected softmax, in nats.
         mutual_information: The part of the entropy that the uncertainty of the latent function causes, in nats.
         standard_error: Largest Monte Carlo standard error of `probability`.
         distance_correlation: Spearman's rank correlation, over the grid, of `std` with the distance in the plane to the
-            nearest training point; None if `std` is constant.
+            nearest training point, in units of the grid's extent along each axis; None if `std` is constant.
         plane: The plane.
     """
 
@@ -163,17 +169,19 @@ def uncertainty_on_plane(
     *,
     size: int = 40,
     margin: float = 0.4,
+    square: bool = False,
     num_samples: int = 1024,
     generator: torch.Generator | None = None,
     progress: bool = False,
 ) -> UncertaintyMap:
-    """Evaluate a fitted GP and its network on a square grid over a plane.
+    """Evaluate a fitted GP and its network on a grid over a plane, with an extent for each axis.
 
     Args:
         gp: The GP.
         plane: The plane that the grid lies in.
         size: Nodes per side.
-        margin: Width of the border around the training points, in units of their extent.
+        margin: Width of the border around the training points, in units of their extent along the axis.
+        square: Whether both axes have one unit, as pixels and principal directions of them: both get the larger extent.
         num_samples: Monte Carlo draws.
         generator: Source of the draws.
         progress: Show a progress bar.
@@ -190,8 +198,8 @@ def uncertainty_on_plane(
     if trajectory.num_outputs < 2:
         raise ValueError("a map of class probabilities needs a network of at least 2 outputs: got 1.")
     training = project(plane, trajectory.inputs).double()
-    x, y = square_grid(training, size, margin)
-    nodes = grid_coordinates(x, y)
+    x, y = grid_over(training, size, margin, square=square)
+    nodes, unit = grid_coordinates(x, y), torch.stack([x[-1] - x[0], y[-1] - y[0]])
     X = lift(plane, nodes)
     u = softmax_uncertainty(gp.logit_posterior(X, progress=progress), num_samples, generator)
     chosen = network_outputs(trajectory, X).argmax(1)
@@ -205,12 +213,12 @@ def uncertainty_on_plane(
         x=x, y=y, plane=plane, training=training, standard_error=float(error.max()),
         **{name: values.reshape(len(y), len(x)) for name, values in on_grid.items()},
         boundary_classes=_predicted_classes(trajectory, plane, x, y, 5 * size),
-        distance_correlation=rank_correlation(std, torch.cdist(nodes, training).amin(1)),
+        distance_correlation=rank_correlation(std, torch.cdist(nodes / unit, training / unit).amin(1)),
     )  # fmt: skip
 
 
 def _predicted_classes(trajectory: Trajectory, plane: Plane, x: Tensor, y: Tensor, size: int) -> Tensor:
-    """Evaluate the network's classes on size x size nodes over the square that x and y span."""
+    """Evaluate the network's classes on size x size nodes over the extent of x and y."""
     columns, rows = (torch.linspace(float(axis[0]), float(axis[-1]), size, dtype=axis.dtype) for axis in (x, y))
     nodes = grid_coordinates(columns, rows)
     classes = [network_outputs(trajectory, lift(plane, part)).argmax(1) for part in nodes.split(4096)]

@@ -170,7 +170,7 @@ def describe_plane(name: Plane, num_entries: int) -> str:
     if name == "coordinates":
         if num_entries == 2:
             return ""
-        where = "coordinates; the others are 0. "
+        where = "coordinates; the others are at their mean. "
     return f"Shown is the plane of the first two {where}Training points are projected onto it."
 
 

@@ -1,20 +1,65 @@
 """Points, labels and targets that processes are conditioned on."""
 
-from collections.abc import Sequence
-from typing import Literal
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
 
 import numpy as np
 import torch
 from jaxtyping import Bool, Float, Int, Int64, Shaped
-from torch import Tensor
+from sklearn.base import BaseEstimator
+from sklearn.utils.validation import validate_data
+from torch import Tensor, nn
 
 from epk_gp.core.checks import as_tensor, parse_indices, validate_labels, validate_texts
 from epk_gp.core.losses import CrossEntropy, Head, NegativeLogLikelihood, ignored_class
+from epk_gp.core.model import FunctionalModel
+from epk_gp.core.step import Step, fingerprint_data
 from epk_gp.core.trajectory import Trajectory, network_outputs, parse_inputs
+from epk_gp.optimizers.update_rules import LinearStep, stack_coefficients
 from epk_gp.storage.rows import map_data
+from epk_gp.storage.run import recorded_loss, validate_forward_function
 
 TargetKind = Literal["network", "dirichlet", "labels"]
 ALPHA_EPSILON = 0.01  # concentration of the classes that are not the label
+
+
+class InUnits(nn.Module):
+    """A network of the rows of a table: it takes standardised columns, and its outputs are in units of the targets.
+
+        f(x) = scale * net((x - column_mean) / column_scale) + mean
+
+    Args:
+        net: The network in between, from (n, D) to (n, C).
+        columns: Mean and scale of each column, (2, D).
+        outputs: Mean and scale of each output, (2, C).
+    """
+
+    columns: Tensor
+    outputs: Tensor
+
+    def __init__(self, net: nn.Module, columns: Float[Tensor, "2 D"], outputs: Float[Tensor, "2 C"]) -> None:
+        super().__init__()
+        self.net = net
+        self.register_buffer("columns", columns)
+        self.register_buffer("outputs", outputs)
+
+    def standardized(self, x: Float[Tensor, "n D"]) -> Float[Tensor, "n D"]:
+        """Return rows in the units of the network, in their own dtype."""
+        mean, scale = self.columns.to(x)
+        rows: Tensor = (x - mean) / scale
+        return rows
+
+    def forward(self, x: Float[Tensor, "n D"]) -> Float[Tensor, "n C"]:
+        """Evaluate the network."""
+        mean, scale = self.outputs
+        z: Tensor = self.net(self.standardized(x)) * scale + mean
+        return z
+
+
+def in_network_units(trajectory: Trajectory, X: Shaped[Tensor, "n ..."]) -> Shaped[Tensor, "n ..."]:
+    """Return inputs as a network behind `InUnits` takes them, so that columns of other units have one scale."""
+    module = trajectory.model.module
+    return module.standardized(X) if isinstance(module, InUnits) else X
 
 
 class NodesWithoutData(Trajectory):
@@ -22,6 +67,42 @@ class NodesWithoutData(Trajectory):
 
     Its inputs are a few training points, by which the network is recognised, not the training data.
     """
+
+
+def read_nodes(
+    header: Mapping[str, Any], data: Mapping[str, Tensor], model: FunctionalModel, count: int, lr: float, digest: str
+) -> NodesWithoutData:
+    """Build the run of nodes that a file describes.
+
+    Args:
+        header: What `run_header` says of the run.
+        data: The tensors of the file.
+        model: The network.
+        count: Number of nodes, if all have one state.
+        lr: Length of a step.
+        digest: Of the run of nodes.
+    """
+    states = tuple(data["states"])
+    statistics = tuple(data["statistics"]) if "statistics" in data else None
+    if len(states) == 1:  # which all nodes share
+        states, statistics = states * (1 + count), None if statistics is None else statistics * (1 + count)
+    coefficients = stack_coefficients([LinearStep(lr=lr)] * len(model.sizes), model.sizes)
+    trajectory = NodesWithoutData(
+        model=model,
+        inputs=data["probe_inputs"],
+        targets=data["targets"],
+        loss=recorded_loss(header, None),
+        update_rule=header["law"]["name"],
+        states=states,
+        updates=(coefficients,) * (len(states) - 1),
+        steps=tuple(Step(index=j, lr=lr, batch=None) for j in range(len(states) - 1)),
+        num_outputs=header["num_outputs"],
+        digest=digest,
+        data_digest=fingerprint_data(data["probe_inputs"], data["targets"]),
+        statistics=statistics,
+    )
+    validate_forward_function(trajectory, data["probe"])
+    return trajectory
 
 
 def parse_train_indices(points: Int[Tensor, " N"] | Sequence[int] | None, trajectory: Trajectory) -> Int[Tensor, " N"]:
@@ -245,8 +326,12 @@ def as_numbers(X: object, name: str = "X") -> Shaped[Tensor, "n ..."]:
     """Return an array, a list of rows or a data frame as a tensor.
 
     Raises:
-        TypeError: It holds something else than real numbers.
+        TypeError: It holds something else than real numbers, or is sparse.
+        ValueError: A column of a data frame holds a value that is missing or infinite.
     """
+    if hasattr(X, "toarray"):
+        raise TypeError(f"{name} must be dense: got {type(X).__name__}. Pass {name}.toarray().")
+    X = plain_frame(X, name)
     try:
         points = as_tensor(np.asarray(X))
     except (TypeError, ValueError) as error:
@@ -254,6 +339,51 @@ def as_numbers(X: object, name: str = "X") -> Shaped[Tensor, "n ..."]:
     if points.is_complex():
         raise TypeError(f"{name} must be real numbers: got an array of {points.dtype}.")
     return points
+
+
+def plain_frame(X: Any, name: str = "X") -> Any:
+    """Return a data frame whose columns are of NumPy's numbers, whatever they were stored as; else X as it is.
+
+    Args:
+        X: A pandas data frame, of numbers, Booleans, nullable, sparse or categorical columns; or something else.
+        name: Its name in a message.
+
+    Raises:
+        TypeError: A column holds no real numbers: text, dates.
+        ValueError: A column holds a value that is missing or infinite.
+    """
+    if not (hasattr(X, "iloc") and hasattr(X, "columns")) or not len(X.columns):
+        return X
+    columns = []
+    for j, label in enumerate(X.columns):
+        column = X.iloc[:, j]
+        try:
+            values = np.asarray(column)
+            columns.append(values if values.dtype.kind in "biuf" else np.asarray(column.tolist(), np.float64))
+        except (TypeError, ValueError) as error:
+            kind = column.dtype
+            raise TypeError(f"column {label!r} of {name} must hold real numbers: it is of dtype {kind}.") from error
+        if not np.isfinite(columns[j]).all():
+            raise ValueError(f"column {label!r} of {name} must hold finite numbers: values are missing, or infinite.")
+    return type(X)(np.column_stack(columns), index=X.index, columns=X.columns)
+
+
+def row_labels(X: Any) -> Any:
+    """Return the labels of a data frame's rows, or None."""
+    return X.index.to_flat_index() if hasattr(X, "iloc") and hasattr(X, "index") else None
+
+
+def compare_columns(model: BaseEstimator, X: object, *, is_first: bool = False) -> Any:
+    """Compare a data frame's columns with those that a model knows, as scikit-learn does, and return their names.
+
+    Args:
+        model: What has `feature_names_in_`, if it knows names.
+        X: The points. Tensors have no names.
+        is_first: Whether the model takes the names of these.
+    """
+    if is_first or is_array(X):
+        validate_data(model, X, reset=is_first, skip_check_array=True, ensure_2d=False)
+    return getattr(model, "feature_names_in_", None)
 
 
 def class_names(classes: object, num_outputs: int) -> Shaped[np.ndarray, " C"]:
@@ -326,7 +456,8 @@ def as_labels(y: object, names: Shaped[np.ndarray, " C"] | None, name: str = "y"
 
 def is_array(X: object) -> bool:
     """Return whether points were given as scikit-learn takes them: an array, a list of rows or a data frame."""
-    return isinstance(X, list) or (hasattr(X, "__array__") and not isinstance(X, Tensor))
+    has_rows = hasattr(X, "__array__") or hasattr(X, "toarray")  # the latter are sparse: `as_numbers` refuses them
+    return isinstance(X, list) or (has_rows and not isinstance(X, Tensor))
 
 
 def like_inputs(values: Shaped[Tensor, "n ..."], X: object) -> Shaped[Tensor, "n ..."] | Shaped[np.ndarray, "n ..."]:

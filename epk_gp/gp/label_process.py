@@ -18,7 +18,7 @@ from epk_gp.core.checks import ComputeOptions, validate_count, validate_integer
 from epk_gp.core.inputs import Points
 from epk_gp.core.plans import posterior_points
 from epk_gp.core.trajectory import Trajectory, parse_inputs
-from epk_gp.gp.data import float_inputs, label_values
+from epk_gp.gp.data import InUnits, float_inputs, in_network_units, label_values
 from epk_gp.gp.output_coupling import NOISE_FLOOR
 from epk_gp.gram.path_features import trace_sketch
 from epk_gp.gram.sketch import NUM_NODES, PathSketch, is_one_state, nodes_trajectory
@@ -109,8 +109,10 @@ class LabelKernel:
         K = products.to(torch.float64).div_(of_a[:, None]).div_(of_b)
         if self.lengthscale is not None:
             size = max(1, self.options.memory_budget // (4 * 8 * len(Y)))
+            y = in_network_units(self.nodes, Y)
             for values, rows in zip(K.split(size), X.split(size), strict=True):
-                values *= squared_distances(rows, Y).mul_(-0.5 / self.lengthscale**2).exp_()
+                distances = squared_distances(in_network_units(self.nodes, rows), y)
+                values *= distances.mul_(-0.5 / self.lengthscale**2).exp_()
         return K if self.power == 1 else K.pow_(self.power)
 
 
@@ -185,13 +187,14 @@ class InputFeatures:
         Raises:
             ValueError: An input's gradients are all zero: it has no direction, as for `LabelKernel`.
         """
-        X = parse_inputs(self.nodes, float_inputs(X, torch.float32))
+        has_units = isinstance(self.nodes.model.module, InUnits)  # float32 may not tell a table's rows apart
+        X = parse_inputs(self.nodes, X if has_units else float_inputs(X, torch.float32))
         sketch = trace_sketch(self.nodes, self.num_features, nodes=None, seed=self.seed, head="logits")
         z = sketch.features(Points(X, is_train=False), self.options)
         require_direction(z.any(1))
         z = torch.nn.functional.normalize(z)
         if self.lengthscale is not None:
-            z = self._product(z, rbf_features(X, self.lengthscale, seed=self.seed), 0)
+            z = self._product(z, rbf_features(in_network_units(self.nodes, X), self.lengthscale, seed=self.seed), 0)
         factor = z
         for number in range(1, self.power):
             z = self._product(z, factor, number)
@@ -464,7 +467,7 @@ def fit_labels(
     values, mean = label_values(trajectory, own)
     targets = (values - mean).to(points.device)
     has_distances = settings.inputs_kernel is not None and trajectory.inputs.is_floating_point()
-    lengthscale = median_lengthscale(trajectory.inputs[own]) if has_distances else None
+    lengthscale = median_lengthscale(in_network_units(trajectory, trajectory.inputs[own])) if has_distances else None
     power = EXACT_POWER if settings.power is None else int(settings.power)
     kernel = LabelKernel(nodes, lengthscale, options, settings.seed, power)
     num_features = settings.num_features(kernel, X)

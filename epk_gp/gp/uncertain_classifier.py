@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 from epk_gp.core.checks import MEMORY_BUDGET, ComputeOptions, SupportsSubmit, door, validate_count, validate_labels
 from epk_gp.core.losses import CrossEntropy
-from epk_gp.core.model import NUM_FINGERPRINT_POINTS, FunctionalModel, fingerprint_outputs
-from epk_gp.core.step import Step, content_key, fingerprint_data
+from epk_gp.core.model import NUM_FINGERPRINT_POINTS, fingerprint_outputs
+from epk_gp.core.step import content_key
 from epk_gp.core.trajectory import Trajectory, network_outputs, validate_trajectory, warn_unless_live
 from epk_gp.gp import data as gp_data
 from epk_gp.gp.label_process import InputFeatures, InputsKernel, LabelKernel, LabelProcess, LabelSettings, fit_labels
@@ -27,11 +27,10 @@ from epk_gp.gp.stacking import ClassUncertainty, Stacking, conformal_sets, most_
 from epk_gp.gram.sketch import is_one_state
 from epk_gp.kernel_machine.baselines import tangent_trajectory
 from epk_gp.kernels.blocks import BlockCache
-from epk_gp.optimizers.update_rules import LinearStep, stack_coefficients
 from epk_gp.quadrature.rules import WeightPath, chords, straight
 from epk_gp.storage import files
 from epk_gp.storage.rows import TrainingInputs, map_data
-from epk_gp.storage.run import recorded_loss, recorded_model, validate_forward_function
+from epk_gp.storage.run import recorded_model
 from epk_gp.storage.schema import Count, Positive, Record, RunDescription, run_header, validated
 from epk_gp.trained.network import as_trajectory
 
@@ -103,6 +102,8 @@ class UncertainClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
             loaders are numbers of outputs, whatever the names. Columns of probabilities and sets have this order.
             scikit-learn's scorers of probabilities (neg_log_loss, roc_auc_ovr) take columns for classes in ascending
             order whatever `classes_` says, and are wrong with names that do not ascend.
+        feature_names: Names of the columns of the training inputs, in their order, where these were a data frame. Data
+            frames are compared with them as scikit-learn does; None for the names of the validation points.
         seed: Seed of the sketch, of the division of the validation points, and of Monte Carlo samples.
         power: Of the product of both kernels; None for 2 with the kernel matrix itself, and for 1 with sketched
             features, whose noise grows with the power.
@@ -113,6 +114,7 @@ class UncertainClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
 
     Attributes:
         classes_: The names of the classes, or 0 .. C - 1.
+        feature_names_in_: Names of the columns that a data frame must have, in order, if they are known.
         process_: The process, after `fit`.
         stacking_: The weights a_1 and a_2.
         conformity_scores_: Of the second half of the validation points, ascending.
@@ -127,6 +129,7 @@ class UncertainClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         inputs_kernel: InputsKernel = "rbf",
         points: Int[Tensor, " N"] | Sequence[int] | None = None,
         classes: Sequence[Any] | np.ndarray | None = None,
+        feature_names: Sequence[str] | np.ndarray | None = None,
         seed: int = 0,
         power: int | None = None,
         path: WeightPath = straight(),
@@ -142,6 +145,7 @@ class UncertainClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         self.inputs_kernel = inputs_kernel
         self.points = points
         self.classes = classes
+        self.feature_names = feature_names
         self.seed = seed
         self.power = power
         self.path = path
@@ -187,6 +191,7 @@ class UncertainClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         """
         weight = next(model.parameters(), None) if isinstance(model, nn.Module) else None
         if weight is not None and gp_data.is_array(X):
+            settings = {"feature_names": gp_data.compare_columns(BaseEstimator(), X, is_first=True), **settings}
             X = gp_data.float_inputs(gp_data.as_numbers(X), weight.dtype).to(weight.device)
         if not isinstance(y, str | None) or (y is None and isinstance(X, Tensor | tuple | Mapping)):
             names = None if classes is None else gp_data.class_names(classes, len(np.asarray(classes)))
@@ -210,6 +215,9 @@ class UncertainClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
                 read from a file, which holds no training data.
         """
         trajectory, classes_of_y = self.trajectory, self.classes
+        if self.feature_names is not None:
+            self.feature_names_in_ = np.asarray(self.feature_names, dtype=object)
+        gp_data.compare_columns(self, X, is_first=self.feature_names is None)
         if y is None and (rows := map_data(X, None, None)) is not None:
             (X, y), classes_of_y = rows.mapped(), None
         points, own = gp_data.labelled_points(trajectory, self.points, "UncertainClassifier")
@@ -281,7 +289,8 @@ class UncertainClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
             u.mutual_information,
             (by_process.square() + largest * (1 - largest) / (self.stacking_.num_labels + 2)).sqrt(),
         )
-        return ClassUncertainty(*(gp_data.like_inputs(values, X) for values in scores))
+        as_given = ClassUncertainty(*(gp_data.like_inputs(values, X) for values in scores))
+        return as_given.labelled(point=gp_data.row_labels(X))
 
     def logit_posterior(self, X: object) -> LogitPosterior:
         """Return the posterior of the logits whose softmax are the probabilities, with the process's error bars.
@@ -376,6 +385,10 @@ class UncertainClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
             "classes": None if classes is None else self.classes_.tolist(),
             "tensor_bytes": len(content),
         }
+        if isinstance(model.module, gp_data.InUnits):
+            described["has_units"] = True
+        if (names := getattr(self, "feature_names_in_", None)) is not None:
+            described["feature_names"] = [str(name) for name in names]
         files.atomic_write(place / TENSORS, content)
         described["tensor_blake2b"] = files.checksum(content, files.checksum_json(described))
         files.atomic_write(place / DESCRIPTION, files.checksummed_json(described))
@@ -389,7 +402,8 @@ class UncertainClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
 
         Args:
             folder: The folder.
-            net: A network of the recorded architecture; its weights do not matter and are not changed.
+            net: A network of the recorded architecture; its weights do not matter and are not changed. Where an
+                `EPKClassifier` recorded the run, it is of the architecture that this was given.
             output: The function from what the network returns to its outputs, needed if the run was recorded with one.
 
         Raises:
@@ -404,13 +418,19 @@ class UncertainClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
             if not (is_finite and scores.ndim == 1 and len(scores) and (scores.diff() >= 0).all()):
                 raise TypeError("a state or score is not finite, or the scores are not ascending")
             probes = {**data, "inputs": data["probe_inputs"]}
+            if description.has_units and not isinstance(net, gp_data.InUnits):
+                net = gp_data.InUnits(net, data["constant.columns"], data["constant.outputs"])
         model = recorded_model(header, probes, net, output)
         with _damage_named(folder):
             of_settings = dict(description.settings)
             every = of_settings.pop("chords_every")
             settings = LabelSettings(**of_settings, path=chords(every))
-            nodes = _read_nodes(description, header, data, model, settings)
-            classifier = cls(nodes, classes=description.classes, **vars(settings))
+            count, length = settings.num_nodes(header["num_outputs"], is_one_state=True), description.step_size
+            nodes = gp_data.read_nodes(header, data, model, count, length, description.digest)
+            names = description.feature_names
+            classifier = cls(nodes, classes=description.classes, feature_names=names, **vars(settings))
+            if names is not None:
+                classifier.feature_names_in_ = np.asarray(names, dtype=object)
             classifier._fitted = _Fitted(nodes, settings, description.classes)
             classifier.process_ = _read_process(description.process, data, nodes, settings.seed)
             classifier.stacking_ = Stacking(**description.stacking)  # type: ignore[arg-type]  # numbers
@@ -452,6 +472,7 @@ class UncertainClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
     def _judged(self, X: object) -> _Judgement:
         """Evaluate network and process, once for the same points."""
         self._require_fitted()
+        gp_data.compare_columns(self, X)
         trajectory = self._fitted.trajectory
         points = gp_data.class_inputs(trajectory, X)
 
@@ -517,6 +538,8 @@ class _Description(Record):
     process: _Process
     stacking: dict[str, int | float]
     classes: list[Any] | None
+    has_units: bool = False  # whether the network is behind `InUnits`
+    feature_names: list[str] | None = None
     tensor_bytes: Count
     tensor_blake2b: str
 
@@ -557,35 +580,3 @@ def _read_files(folder: Path) -> tuple[_Description, dict[str, Tensor]]:
     size, suffix = description.tensor_bytes, files.checksum_json(entries)
     content = files.read_checked(tensors, size, description.tensor_blake2b, str(tensors), suffix)
     return description, files.load_tensors(content, str(tensors))
-
-
-def _read_nodes(
-    description: _Description,
-    header: Mapping[str, Any],
-    data: Mapping[str, Tensor],
-    model: FunctionalModel,
-    settings: LabelSettings,
-) -> Trajectory:
-    """Build the run of nodes; its training data are a few points, by which the network is recognised."""
-    states, length = tuple(data["states"]), description.step_size
-    statistics = tuple(data["statistics"]) if "statistics" in data else None
-    if len(states) == 1:  # which all nodes share
-        count = 1 + settings.num_nodes(header["num_outputs"], is_one_state=True)
-        states, statistics = states * count, None if statistics is None else statistics * count
-    coefficients = stack_coefficients([LinearStep(lr=length)] * len(model.sizes), model.sizes)
-    trajectory = gp_data.NodesWithoutData(
-        model=model,
-        inputs=data["probe_inputs"],
-        targets=data["targets"],
-        loss=recorded_loss(header, None),
-        update_rule=header["law"]["name"],
-        states=states,
-        updates=(coefficients,) * (len(states) - 1),
-        steps=tuple(Step(index=j, lr=length, batch=None) for j in range(len(states) - 1)),
-        num_outputs=header["num_outputs"],
-        digest=description.digest,
-        data_digest=fingerprint_data(data["probe_inputs"], data["targets"]),
-        statistics=statistics,
-    )
-    validate_forward_function(trajectory, data["probe"])
-    return trajectory

@@ -286,7 +286,9 @@ def _draw_shades(ax: Axes, x: np.ndarray, y: np.ndarray, fine: np.ndarray, limit
 
 
 def _frame(ax: Axes, x: np.ndarray, y: np.ndarray) -> None:
-    ax.set(xlim=(x[0], x[-1]), ylim=(y[0], y[-1]), xlabel="$x_1$", ylabel="$x_2$", aspect="equal")
+    is_square = np.isclose(x[1] - x[0], y[1] - y[0])  # else the axes have a unit each
+    limits: dict[str, Any] = {"xlim": (x[0], x[-1]), "ylim": (y[0], y[-1])}
+    ax.set(**limits, xlabel="$x_1$", ylabel="$x_2$", aspect="equal" if is_square else "auto")
     ax.grid(visible=False)
     for side in ax.spines.values():
         side.set_visible(True)

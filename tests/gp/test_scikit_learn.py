@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+from scipy.sparse import csr_array
 from sklearn.base import clone, is_classifier
 from sklearn.exceptions import NotFittedError
 from sklearn.frozen import FrozenEstimator
@@ -163,6 +164,9 @@ def test_names_and_labels_that_are_no_classes_are_refused(run, named, unchecked)
         (lambda: recorded.uncertain_classifier(X[:, :2], NAMES[y]), ValueError, "expecting 3 features"),
         (lambda: recorded.uncertain_classifier(X, y), ValueError, "y must hold classes of the network"),
         (lambda: recorded.uncertain_classifier(X, NAMES[y], width=3), TypeError, "width"),
+        (lambda: EPKClassifier().fit(X[:3], ["ant", None, "bee"]), ValueError, "or for none: got None beside text"),
+        (lambda: EPKClassifier().fit(X[:3], ["ant", np.nan, "bee"]), ValueError, "or for none: got nan beside text"),
+        (lambda: named.predict(csr_array(X)), TypeError, r"X must be dense: got csr_array. Pass X.toarray\(\)"),
     ):
         with pytest.raises(error, match=message):
             call()
