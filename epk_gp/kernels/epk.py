@@ -54,8 +54,8 @@ class EPKKernel(gpytorch.kernels.Kernel):  # type: ignore[misc]  # gpytorch ship
     `torch.func` a TypeError); the copy column gets the gradient 0. A state dict holds the run's digest: it loads only
     into a kernel of the same run.
 
-    In a sum or product the other kernel must not see the copy column, or the two copies of one input are a distance of
-    1 apart for it: `kernel * RBFKernel(active_dims=kernel.input_dims)`.
+    In a sum or product the other kernel should not see the copy column, for which the two copies of one input are a
+    distance of 6e-6 apart: `kernel * RBFKernel(active_dims=kernel.input_dims)`.
 
     Threads may share a kernel. Its cache keeps no block of a computation that failed, and none of points that were
     edited while it was computed.
