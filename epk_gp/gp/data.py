@@ -82,7 +82,9 @@ def make_targets(
     if targets != "dirichlet":
         raise ValueError(f"targets must be 'network', 'dirichlet' or 'labels': got {targets!r}.")
     labels = _class_labels(trajectory, "targets='dirichlet'", " Use targets='network'.")
-    return *dirichlet_targets(labels[train_indices], trajectory.num_outputs), zero
+    labels = labels[train_indices]
+    validate_known((labels >= 0) & (labels < trajectory.num_outputs), train_indices)
+    return *dirichlet_targets(labels, trajectory.num_outputs), zero
 
 
 def label_values(
@@ -99,11 +101,12 @@ def label_values(
         over the N points. Float64.
 
     Raises:
-        ValueError: The targets are neither class labels nor a number for every output, or a label is out of range.
+        ValueError: The targets are neither class labels nor a number for every output, a label is out of range, or a
+            number is missing.
     """
     targets, C = trajectory.targets[train_indices], trajectory.num_outputs
     if targets.ndim == 1 and C > 1 and not targets.is_floating_point():
-        validate_labels(targets, len(targets), C)
+        validate_known((targets >= 0) & (targets < C), train_indices)
         values = torch.nn.functional.one_hot(targets.long(), C).to(torch.float64)
         return values, values.new_full((C,), 1 / C)
     if targets[0].numel() != C or (C > 1 and not targets.is_floating_point()):
@@ -112,7 +115,27 @@ def label_values(
             f"has {targets.dtype} targets of shape {tuple(trajectory.targets.shape)}. Use targets='network'."
         )
     values = targets.reshape(len(targets), C).to(torch.float64)
+    validate_known(values.isfinite(), train_indices)
     return values, values.mean(0)
+
+
+def validate_known(is_known: Bool[Tensor, "N ..."], points: Int[Tensor, " N"]) -> None:
+    """Raise if what a process regresses on is missing at one of N training points.
+
+    Args:
+        is_known: Which of each point's numbers there are.
+        points: The points' indices in the run.
+
+    Raises:
+        ValueError: One is missing.
+    """
+    is_missing = ~is_known.reshape(len(points), -1).all(1)
+    if is_missing.any():
+        row = int(points[is_missing.to(points.device)][0])
+        raise ValueError(
+            f"each point must have a target and a prior mean: row {row} of the run's data has NaN, infinity or a label "
+            "that is no class. Pass points= without it."
+        )
 
 
 def dirichlet_targets(labels: Int[Tensor, " n"], num_classes: int) -> tuple[Float[Tensor, "n C"], Float[Tensor, "n C"]]:

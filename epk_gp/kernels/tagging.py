@@ -12,8 +12,8 @@ from epk_gp.core.inputs import Inputs, Points, pack_inputs
 from epk_gp.core.trajectory import Trajectory
 
 # The copy column's entries: of floating-point rows, and of integers. No column of a table holds such numbers by chance,
-# as a label or a task of 0 and 1 would. float16 and bfloat16 hold the fractions exactly, float32 both; the copies of one
-# point lie 6e-6 apart.
+# as a label or a task of 0 and 1 would. float16 and bfloat16 hold the fractions exactly, float32 both; the copies of
+# one point lie 6e-6 apart.
 _TEST_MARKS, _TRAIN_MARKS = ((m * 2.0**-20, -m * 2**20) for m in (151, 157))
 
 
@@ -106,7 +106,8 @@ def tag_points(trajectory: Trajectory, x: Shaped[Tensor, "*n columns"]) -> Shape
             network takes floating-point numbers, or it is inside a transformation of `torch.func`, or has a
             forward-mode tangent.
         ValueError: The rows have another width than the run's inputs with or without the copy column, there are none,
-            the last column is no copy column, a value is not finite, or a gradient with respect to integers is asked for.
+            the last column is no copy column, a value is not finite, or a gradient with respect to integers is asked
+            for.
     """
     if not isinstance(x, Tensor):
         raise TypeError(
@@ -141,7 +142,7 @@ def tag_points(trajectory: Trajectory, x: Shaped[Tensor, "*n columns"]) -> Shape
             raise ValueError(
                 f"points must have {D} columns, or {D + 1} as train_copy and test_copy make them: the last of {D + 1} "
                 f"holds {x[(*row, -1)].item()} in row {row[0] if len(row) == 1 else row}, which marks no copy. Leave a "
-                f"column out that is no input (a label, a task), x[..., :{D}], or keep the copies' last column as it is."
+                f"column out that is no input (a label, a task), or keep the last column of the copies as it is."
             )
     if is_floating and x.dtype not in (torch.float32, torch.float64):
         raise TypeError(f"points must be float32 or float64: got {x.dtype}. Convert them first.")
