@@ -6,7 +6,7 @@ from torch import nn
 from epk_gp.core.inputs import Points
 from epk_gp.core.losses import CrossEntropy
 from epk_gp.gram.path_kernel import gram_block
-from epk_gp.kernels.tagging import has_train_mark, test_copy, train_copy
+from epk_gp.kernels.tagging import has_mark, test_copy, train_copy
 from epk_gp.recording.train import train
 
 D, C = 2, 3
@@ -38,7 +38,7 @@ def with_copies(x, column=-1):
 
 def path_kernel_block(trajectory, x, y, **options):
     """The block (n, C, m, C) without GPyTorch and without the cache."""
-    return gram_block(trajectory, *(Points(z[..., :-1], has_train_mark(z)) for z in (x, y)), **options)
+    return gram_block(trajectory, *(Points(z[..., :-1], has_mark(z)) for z in (x, y)), **options)
 
 
 def reduced(K, outputs):

@@ -81,8 +81,7 @@ def make_targets(
         return values - mean, None, mean
     if targets != "dirichlet":
         raise ValueError(f"targets must be 'network', 'dirichlet' or 'labels': got {targets!r}.")
-    labels = _class_labels(trajectory, "targets='dirichlet'", " Use targets='network'.")
-    labels = labels[train_indices]
+    labels = _class_labels(trajectory, "targets='dirichlet'", " Use targets='network'.")[train_indices]
     validate_known((labels >= 0) & (labels < trajectory.num_outputs), train_indices)
     return *dirichlet_targets(labels, trajectory.num_outputs), zero
 
@@ -131,11 +130,8 @@ def validate_known(is_known: Bool[Tensor, "N ..."], points: Int[Tensor, " N"]) -
     """
     is_missing = ~is_known.reshape(len(points), -1).all(1)
     if is_missing.any():
-        row = int(points[is_missing.to(points.device)][0])
-        raise ValueError(
-            f"each point must have a target and a prior mean: row {row} of the run's data has NaN, infinity or a label "
-            "that is no class. Pass points= without it."
-        )
+        row = int(points[is_missing][0])
+        raise ValueError(f"each point must have a target: row {row} of the data has none. Leave it out of points=.")
 
 
 def dirichlet_targets(labels: Int[Tensor, " n"], num_classes: int) -> tuple[Float[Tensor, "n C"], Float[Tensor, "n C"]]:
@@ -179,8 +175,8 @@ def training_labels(trajectory: Trajectory, caller: str) -> Int64[Tensor, " M"]:
     loss = trajectory.loss
     if not isinstance(loss, CrossEntropy | NegativeLogLikelihood):
         raise ValueError(
-            f"{caller} needs the run of a classifier, with cross entropy as its loss: this one was trained on "
-            f"{loss}. For regression see LogitGP(trajectory, targets='labels')."
+            f"{caller} needs the run of a classifier, with cross entropy as its loss: this one was trained on {loss}. "
+            "For one logit of two classes see UncertainClassifier.of, for regression LogitGP(run, targets='labels')."
         )
     labels = _class_labels(trajectory, caller)
     given = labels[labels != ignored_class(loss)]

@@ -20,7 +20,7 @@ from epk_gp.core.show import tracked
 from epk_gp.core.trajectory import Trajectory, parse_inputs, validate_trajectory
 from epk_gp.gp.data import TargetKind, make_targets, parse_train_indices, validate_known
 from epk_gp.gp.output_coupling import NOISE_FLOOR, Coupling, OutputCoupling, PriorMean, make_mean
-from epk_gp.gp.posterior import LogitPosterior
+from epk_gp.gp.posterior import LogitPosterior, link_of
 from epk_gp.gram.sketch import nodes_trajectory
 from epk_gp.kernels.blocks import BlockCache, block
 from epk_gp.kernels.epk import CACHE_BYTES, NORMALIZATION_POINTS, UNSUPPORTED_OPTIONS, EPKKernel, mean_diagonal
@@ -318,7 +318,7 @@ class LogitGP(gpytorch.models.ExactGP):  # type: ignore[misc]  # gpytorch ships 
                 covariances.append(prior - covariance_update)
                 bar.update(len(rows))
         tolerance = factor.shape[-1] * torch.finfo(factor.dtype).eps * largest_variance
-        return LogitPosterior(torch.cat(means), torch.cat(covariances), tolerance)
+        return LogitPosterior(torch.cat(means), torch.cat(covariances), tolerance, link_of(self.trajectory))
 
     def _updates(self, cross: Tensor, factor: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
         """Compute what the observations add to the mean, (n, C), and take from the covariance, (n, C, C).
@@ -377,9 +377,8 @@ class LogitGP(gpytorch.models.ExactGP):  # type: ignore[misc]  # gpytorch ships 
 
     def _residual(self) -> Tensor:
         """Subtract the prior mean from the targets, (B, rows)."""
-        residual = self.train_targets - self.mean_module(self.train_inputs[0])
-        validate_known((residual.mT if self.coupling.is_batch else residual).isfinite(), self.points)
-        return self._rows(residual)
+        validate_known(self.coupling.from_rows(self.target_rows()).isfinite(), self.points)
+        return self._rows(self.train_targets - self.mean_module(self.train_inputs[0]))
 
     def _gram(self) -> Tensor:
         """Evaluate the kernel matrix over the training copies, without outputscale: (K, rows, rows)."""

@@ -190,8 +190,8 @@ class EPKKernel(gpytorch.kernels.Kernel):  # type: ignore[misc]  # gpytorch ship
         if x2 is not None and x1.shape[-1] != x2.shape[-1]:  # GPyTorch compares them
             x1, x2 = tagged
         if diag:  # GPyTorch takes (C, n) for a matrix where n = C and the points have no batch of their own
-            batch = self._matrices.ndim + 2
-            x1, x2 = (z if z is None else z.reshape((1,) * (batch - z.ndim) + z.shape) for z in (x1, x2))
+            x1 = x1[(None,) * (self._matrices.ndim + 2 - x1.ndim)]
+            x2 = x2 if x2 is None else x2[(None,) * (self._matrices.ndim + 2 - x2.ndim)]
         return super().__call__(x1, x2, diag=diag, last_dim_is_batch=last_dim_is_batch, **params)
 
     def forward(

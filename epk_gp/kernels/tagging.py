@@ -66,17 +66,13 @@ def _with_copy_column(inputs: Inputs, marks: tuple[float, int]) -> Tensor:
 
 def _append(rows: Tensor, marks: tuple[float, int]) -> Tensor:
     """Return rows with a copy column of one mark."""
-    is_floating = rows.is_floating_point()
-    rows = rows if is_floating or rows.dtype in (torch.int32, torch.int64) else rows.long()
-    return torch.cat([rows, rows.new_full((*rows.shape[:-1], 1), marks[not is_floating])], dim=-1)
+    rows = rows if rows.is_floating_point() or rows.dtype in (torch.int32, torch.int64) else rows.long()
+    column = rows.new_full((*rows.shape[:-1], 1), marks[not rows.is_floating_point()])
+    return torch.cat([rows, column], dim=-1)
 
 
-def has_train_mark(x: Shaped[Tensor, "*n columns"]) -> Bool[Tensor, "*n"]:
-    """Return which rows with a copy column are training copies."""
-    return _holds(x, _TRAIN_MARKS)
-
-
-def _holds(x: Tensor, marks: tuple[float, int]) -> Tensor:
+def has_mark(x: Shaped[Tensor, "*n columns"], marks: tuple[float, int] = _TRAIN_MARKS) -> Bool[Tensor, "*n"]:
+    """Return which rows with a copy column are training copies, or have other marks."""
     column = x[..., -1].double()  # in a narrow dtype a comparison would round the mark
     return (column == marks[0]) | (column == marks[1])
 
@@ -136,13 +132,13 @@ def tag_points(trajectory: Trajectory, x: Shaped[Tensor, "*n columns"]) -> Shape
     has_copy_column = x.shape[-1] == D + 1
     _validate_entries(x[..., :D])
     if has_copy_column:
-        unmarked = ~(has_train_mark(x) | _holds(x, _TEST_MARKS))
+        unmarked = ~(has_mark(x) | has_mark(x, _TEST_MARKS))
         if unmarked.any():
             row = tuple(unmarked.nonzero()[0].tolist())
             raise ValueError(
-                f"points must have {D} columns, or {D + 1} as train_copy and test_copy make them: the last of {D + 1} "
-                f"holds {x[(*row, -1)].item()} in row {row[0] if len(row) == 1 else row}, which marks no copy. Leave a "
-                f"column out that is no input (a label, a task), or keep the last column of the copies as it is."
+                f"points must have {D} columns, or {D + 1} as train_copy and test_copy make them: row "
+                f"{row[0] if len(row) == 1 else row} ends in {x[(*row, -1)].item()}, which marks no copy. Leave out a "
+                "column that is no input (a label, a task), or keep the last column of the copies as it is."
             )
     if is_floating and x.dtype not in (torch.float32, torch.float64):
         raise TypeError(f"points must be float32 or float64: got {x.dtype}. Convert them first.")
@@ -186,7 +182,7 @@ def as_points(trajectory: Trajectory, x: Shaped[Tensor, "n columns"]) -> Points:
         if not torch.equal(integers.to(X.dtype), X):
             raise ValueError(f"inputs must be whole numbers of {kind}, as those of the run: got others. Round them.")
         X = integers
-    return Points(X, has_train_mark(x))
+    return Points(X, has_mark(x))
 
 
 def requires_graph(x: Shaped[Tensor, "*n"]) -> bool:

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from epk_gp.kernels.epk import EPKKernel
-from epk_gp.kernels.tagging import as_points, has_train_mark, tag_points, test_copy, train_copy
+from epk_gp.kernels.tagging import as_points, has_mark, tag_points, test_copy, train_copy
 from kernel_cases import assert_close
 
 COPIES = ((train_copy, True), (test_copy, False))
@@ -34,7 +34,7 @@ def test_points_know_their_copies_in_every_dtype_that_holds_them(trajectory, mad
         x = joint.to(kind)
         assert tag_points(trajectory, x) is x
         assert as_points(trajectory, x).is_train.tolist() == expected
-        assert has_train_mark(torch.stack([x, x])).tolist() == [expected] * 2
+        assert has_mark(torch.stack([x, x])).tolist() == [expected] * 2
         assert as_points(trajectory, x.flip(0).index_select(0, torch.tensor([5, 0]))).is_train.tolist() == [True, False]
     for kind in (torch.float16, torch.bfloat16):
         if made_in.is_floating_point and (made_in == kind or made_in.itemsize > 2):
@@ -71,7 +71,7 @@ def test_a_table_with_one_column_too_many_is_refused(trajectory, column, kind):
     extra = torch.tensor(COLUMNS[column], dtype=torch.float64)
     X = torch.randn(4, 2, dtype=torch.float64).mul(3).round()
     table = torch.cat([X, extra[:, None]], 1).to(kind)
-    message = r"must have 2 columns, or 3 as train_copy and test_copy make .* in row 0, which marks no copy\. Leave"
+    message = r"must have 2 columns, or 3 as train_copy and test_copy make them: row 0 ends in .*, which marks no copy"
     for ask in (lambda z: tag_points(trajectory, z), lambda z: EPKKernel(trajectory)(z)):
         with pytest.raises(ValueError, match=message):
             ask(table)
@@ -84,7 +84,7 @@ def test_a_table_with_one_column_too_many_is_refused(trajectory, column, kind):
 def test_a_copy_column_that_was_changed_is_refused_with_its_row(trajectory, value):
     x = train_copy(torch.randn(4, 2, dtype=torch.float64))
     x[2, -1] = x[2, -1] * (1 + 1e-15) if value == "other" else value
-    with pytest.raises(ValueError, match=r"the last of 3 holds .* in row 2, which marks no copy\. Leave"):
+    with pytest.raises(ValueError, match=r"row 2 ends in .*, which marks no copy\. Leave"):
         tag_points(trajectory, x)
-    with pytest.raises(ValueError, match=r"in row \(1, 2\), which"):
+    with pytest.raises(ValueError, match=r"row \(1, 2\) ends in"):
         tag_points(trajectory, torch.stack([train_copy(torch.zeros(4, 2, dtype=torch.float64)), x]))
