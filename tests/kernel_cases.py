@@ -6,6 +6,7 @@ from torch import nn
 from epk_gp.core.inputs import Points
 from epk_gp.core.losses import CrossEntropy
 from epk_gp.gram.path_kernel import gram_block
+from epk_gp.kernels.tagging import has_mark, test_copy, train_copy
 from epk_gp.recording.train import train
 
 D, C = 2, 3
@@ -25,14 +26,19 @@ def make_run(num_inputs=D, num_outputs=C, dtype=torch.float64, points=7):
 
 def mixed(*shape, dtype=torch.float64):
     """Random points of which about half are training copies."""
-    x = torch.randn(*shape, D + 1, dtype=dtype)
-    x[..., -1] = (x[..., -1] > 0).to(dtype)
+    return with_copies(torch.randn(*shape, D + 1, dtype=dtype))
+
+
+def with_copies(x, column=-1):
+    """Points whose column says by its sign which copies they are."""
+    train, test = (copy(x.new_zeros(1, 1))[0, -1] for copy in (train_copy, test_copy))
+    x[..., column] = torch.where(x[..., column] > 0, train, test)
     return x
 
 
 def path_kernel_block(trajectory, x, y, **options):
     """The block (n, C, m, C) without GPyTorch and without the cache."""
-    return gram_block(trajectory, *(Points(z[..., :-1], z[..., -1] == 1) for z in (x, y)), **options)
+    return gram_block(trajectory, *(Points(z[..., :-1], has_mark(z)) for z in (x, y)), **options)
 
 
 def reduced(K, outputs):

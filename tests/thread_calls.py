@@ -233,6 +233,7 @@ CALLS: dict[str, Callable[[Shared], object]] = {
     "EPKKernel, gradient": _gradient(lambda s, x: s.kernels["trace"](x, epk.train_copy(s.run.inputs)).to_dense()),
     "EPKKernel, gradient of the diagonal": _gradient(lambda s, x: s.kernels["full"](x, diag=True)),
     "LogitGP.logit_posterior": lambda s: s.gp.logit_posterior(s.test),
+    "LogitGP, called": lambda s: [(p.mean, p.variance) for p in [s.gp(s.test.flatten(1).double())]],
     "LogitGP.fit": _own_gp("full"),
     "LogitGP.fit, independent": _own_gp("independent", mean="zero", targets="dirichlet"),
     "leave_one_out": lambda s: leave_one_out(s.gp),

@@ -162,8 +162,9 @@ def make_targets(
         return values - mean, None, mean
     if targets != "dirichlet":
         raise ValueError(f"targets must be 'network', 'dirichlet' or 'labels': got {targets!r}.")
-    labels = _class_labels(trajectory, "targets='dirichlet'", " Use targets='network'.")
-    return *dirichlet_targets(labels[train_indices], trajectory.num_outputs), zero
+    labels = _class_labels(trajectory, "targets='dirichlet'", " Use targets='network'.")[train_indices]
+    validate_known((labels >= 0) & (labels < trajectory.num_outputs), train_indices)
+    return *dirichlet_targets(labels, trajectory.num_outputs), zero
 
 
 def label_values(
@@ -180,11 +181,12 @@ def label_values(
         over the N points. Float64.
 
     Raises:
-        ValueError: The targets are neither class labels nor a number for every output, or a label is out of range.
+        ValueError: The targets are neither class labels nor a number for every output, a label is out of range, or a
+            number is missing.
     """
     targets, C = trajectory.targets[train_indices], trajectory.num_outputs
     if targets.ndim == 1 and C > 1 and not targets.is_floating_point():
-        validate_labels(targets, len(targets), C)
+        validate_known((targets >= 0) & (targets < C), train_indices)
         values = torch.nn.functional.one_hot(targets.long(), C).to(torch.float64)
         return values, values.new_full((C,), 1 / C)
     if targets[0].numel() != C or (C > 1 and not targets.is_floating_point()):
@@ -193,7 +195,24 @@ def label_values(
             f"has {targets.dtype} targets of shape {tuple(trajectory.targets.shape)}. Use targets='network'."
         )
     values = targets.reshape(len(targets), C).to(torch.float64)
+    validate_known(values.isfinite(), train_indices)
     return values, values.mean(0)
+
+
+def validate_known(is_known: Bool[Tensor, "N ..."], points: Int[Tensor, " N"]) -> None:
+    """Raise if what a process regresses on is missing at one of N training points.
+
+    Args:
+        is_known: Which of each point's numbers there are.
+        points: The points' indices in the run.
+
+    Raises:
+        ValueError: One is missing.
+    """
+    is_missing = ~is_known.reshape(len(points), -1).all(1)
+    if is_missing.any():
+        row = int(points[is_missing][0])
+        raise ValueError(f"each point must have a target: row {row} of the data has none. Leave it out of points=.")
 
 
 def dirichlet_targets(labels: Int[Tensor, " n"], num_classes: int) -> tuple[Float[Tensor, "n C"], Float[Tensor, "n C"]]:
@@ -237,8 +256,8 @@ def training_labels(trajectory: Trajectory, caller: str) -> Int64[Tensor, " M"]:
     loss = trajectory.loss
     if not isinstance(loss, CrossEntropy | NegativeLogLikelihood):
         raise ValueError(
-            f"{caller} needs the run of a classifier, with cross entropy as its loss: this one was trained on "
-            f"{loss}. For regression see LogitGP(trajectory, targets='labels')."
+            f"{caller} needs the run of a classifier, with cross entropy as its loss: this one was trained on {loss}. "
+            "For one logit of two classes see UncertainClassifier.of, for regression LogitGP(run, targets='labels')."
         )
     labels = _class_labels(trajectory, caller)
     given = labels[labels != ignored_class(loss)]

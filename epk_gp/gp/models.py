@@ -1,15 +1,15 @@
 """GP regression on logits with the exact path kernel as prior covariance: section 4.2, Bell et al. (2023)."""
 
-import threading
 from collections.abc import Sequence
 from dataclasses import replace
 from math import log, pi
-from typing import Any, Literal, Unpack, final
+from typing import Literal, NoReturn, Unpack, final
 
 import gpytorch
 import torch
 from gpytorch.distributions import MultivariateNormal
 from jaxtyping import Float, Int, Shaped
+from linear_operator import to_linear_operator
 from torch import Tensor
 
 from epk_gp.core.checks import ComputeSettings, door, parse_options, validate_count, validate_number, validate_positive
@@ -18,9 +18,9 @@ from epk_gp.core.losses import Head, resolve_head
 from epk_gp.core.plans import posterior_points
 from epk_gp.core.show import tracked
 from epk_gp.core.trajectory import Trajectory, parse_inputs, validate_trajectory
-from epk_gp.gp.data import TargetKind, make_targets, parse_train_indices
+from epk_gp.gp.data import TargetKind, make_targets, parse_train_indices, validate_known
 from epk_gp.gp.output_coupling import NOISE_FLOOR, Coupling, OutputCoupling, PriorMean, make_mean
-from epk_gp.gp.posterior import LogitPosterior
+from epk_gp.gp.posterior import LogitPosterior, link_of
 from epk_gp.gram.sketch import nodes_trajectory
 from epk_gp.kernels.blocks import BlockCache, block
 from epk_gp.kernels.epk import CACHE_BYTES, NORMALIZATION_POINTS, UNSUPPORTED_OPTIONS, EPKKernel, mean_diagonal
@@ -28,9 +28,6 @@ from epk_gp.kernels.tagging import tag_points, test_copy, train_copy, validate_b
 from epk_gp.kernels.values import normalized_block, point_blocks
 from epk_gp.quadrature.rules import QuadratureRule, WeightPath, gauss_legendre, left_endpoint, straight
 from epk_gp.work.run import progress_bar
-
-# GPyTorch's predictions fill caches, and its settings are the process's: which way they take depends on both.
-_GPYTORCH = threading.RLock()
 
 
 @door
@@ -40,7 +37,9 @@ class LogitGP(gpytorch.models.ExactGP):  # type: ignore[misc]  # gpytorch ships 
 
     The prior is mean + outputscale * EPK, the kernel normalised to (mean) diagonal 1 (its raw scale is arbitrary). All
     computation is in float64. Call `fit`, then `logit_posterior`; `gp(X)`, X flattened, in evaluation mode is the same
-    posterior in GPyTorch's terms and under GPyTorch's settings (conjugate gradients from 800 rows on).
+    posterior in GPyTorch's terms, which joins the points. Both are conditioned anew in each call, by Cholesky for any
+    number of rows, with hyperparameters and targets as they are. In training mode `gp(X)` is the prior, for GPyTorch's
+    own marginal likelihood, which from 800 rows on estimates; `fit` does not.
 
     The posterior mean of a GP is not the network. With mean="network" and targets="network" it is: the residual is
     zero, and the covariance is that of the exact path kernel around the network as it stands. Nothing can be learned
@@ -74,8 +73,7 @@ class LogitGP(gpytorch.models.ExactGP):  # type: ignore[misc]  # gpytorch ships 
             targets="dirichlet", whose variances are known.
         options: `memory_budget`, for kernel blocks and posteriors beside the factorisation; see `ComputeOptions`.
 
-    Threads may share a process that none of them changes (`fit`); GPyTorch's own predictions, `gp(x)`, are made by one
-    thread at a time.
+    Threads may share a process that none of them changes (`fit`).
 
     Attributes:
         coupling: How the process over C outputs is put together.
@@ -157,18 +155,17 @@ class LogitGP(gpytorch.models.ExactGP):  # type: ignore[misc]  # gpytorch ships 
         kernel: EPKKernel = self.covar_module.base_kernel
         return kernel
 
-    def __call__(self, *args: Shaped[Tensor, "*b n columns"], **kwargs: Any) -> MultivariateNormal:
-        """Evaluate as GPyTorch does, for one thread at a time: the prior in training mode, else the posterior.
+    def __call__(self, *args: Shaped[Tensor, "*b n columns"]) -> MultivariateNormal:
+        """Evaluate as GPyTorch does: the prior in training mode, else the posterior.
 
         Args:
             args: One tensor of points, (*b, n, D + 1), or (*b, n, D) for test copies.
-            kwargs: Handed on to GPyTorch.
 
         Raises:
             TypeError: The points are not a tensor, or of a kind that the network cannot take.
             ValueError: There is more or less than one argument, the points are neither flattened inputs nor made with
                 `train_copy` or `test_copy`, their batch does not fit the processes, or in training mode they are not
-                the training points.
+                the training points; or the process cannot be conditioned (`factorize`).
         """
         if len(args) != 1:
             raise ValueError(f"a LogitGP must be called with one tensor of points: got {len(args)} arguments.")
@@ -177,8 +174,15 @@ class LogitGP(gpytorch.models.ExactGP):  # type: ignore[misc]  # gpytorch ships 
         (own,) = self.train_inputs
         if self.training and not (x.shape == own.shape and bool((x.to(own) == own).all())):
             raise ValueError("in training mode call a LogitGP with gp.train_inputs[0]; to predict, gp.eval() first.")
-        with _GPYTORCH:
-            return super().__call__(x, **kwargs)
+        if self.training or gpytorch.settings.prior_mode.on():
+            return super().__call__(x)
+        # GPyTorch would keep what it found for earlier hyperparameters, and approximate from 800 rows on
+        covariances, mean = self.covar_module.forward, self.mean_module(x)
+        (L, weights), cross = self.factorize(), covariances(own, x)
+        V = torch.linalg.solve_triangular(L.reshape(self.kernel.batch_shape + L.shape[1:]), cross, upper=False)
+        update = cross.mT @ weights.reshape(*self.coupling.batch_shape, -1, 1)
+        covariance = to_linear_operator(covariances(x, x) - V.mT @ V)
+        return self.coupling.distribution(mean + update.reshape(mean.shape), covariance)
 
     def set_train_data(
         self,
@@ -201,6 +205,10 @@ class LogitGP(gpytorch.models.ExactGP):  # type: ignore[misc]  # gpytorch ships 
             raise ValueError("a LogitGP keeps its points: got inputs. Make another, LogitGP(trajectory, points=...).")
         super().set_train_data(targets=targets, strict=strict)
         self._residual_is_zero = self._residual_is_zero and targets is None
+
+    def get_fantasy_model(self, *args: object, **kwargs: object) -> NoReturn:
+        """Raise a ValueError: a `LogitGP` keeps its points."""
+        raise ValueError("a LogitGP keeps its points: make another, LogitGP(trajectory, points=...).")
 
     def forward(self, x: Shaped[Tensor, "*b n columns"]) -> MultivariateNormal:
         """Return the prior.
@@ -247,7 +255,6 @@ class LogitGP(gpytorch.models.ExactGP):  # type: ignore[misc]  # gpytorch ships 
             )
         validate_count(steps, "steps")
         validate_positive(lr, "lr")
-        self.train()  # drops GPyTorch's predictions for the old hyperparameters
         self.eval()
         spectrum = self._spectrum()
         optimizer = torch.optim.Adam(self.parameters(), lr=lr)
@@ -313,7 +320,7 @@ class LogitGP(gpytorch.models.ExactGP):  # type: ignore[misc]  # gpytorch ships 
                 covariances.append(prior - covariance_update)
                 bar.update(len(rows))
         tolerance = factor.shape[-1] * torch.finfo(factor.dtype).eps * largest_variance
-        return LogitPosterior(torch.cat(means), torch.cat(covariances), tolerance)
+        return LogitPosterior(torch.cat(means), torch.cat(covariances), tolerance, link_of(self.trajectory))
 
     def _updates(self, cross: Tensor, factor: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
         """Compute what the observations add to the mean, (n, C), and take from the covariance, (n, C, C).
@@ -347,7 +354,7 @@ class LogitGP(gpytorch.models.ExactGP):  # type: ignore[misc]  # gpytorch ships 
             (scale * K + noise)^-1 (targets - mean), arranged as `OutputCoupling` says.
 
         Raises:
-            ValueError: The covariance is not positive definite; no jitter is added.
+            ValueError: The covariance is not positive definite, as no jitter is added; or a target is not finite.
         """
         gram, scale = self._gram(), self.covar_module.outputscale.reshape(-1)[:, None, None]
         covariance = gram * scale if torch.is_grad_enabled() else gram.mul_(scale)
@@ -372,6 +379,7 @@ class LogitGP(gpytorch.models.ExactGP):  # type: ignore[misc]  # gpytorch ships 
 
     def _residual(self) -> Tensor:
         """Subtract the prior mean from the targets, (B, rows)."""
+        validate_known(self.coupling.from_rows(self.target_rows()).isfinite(), self.points)
         return self._rows(self.train_targets - self.mean_module(self.train_inputs[0]))
 
     def _gram(self) -> Tensor:

@@ -4,12 +4,23 @@ from dataclasses import dataclass
 
 import torch
 from jaxtyping import Float
-from torch import Tensor
+from torch import Tensor, nn
 
 from epk_gp.core.checks import validate_number, validate_tensor
+from epk_gp.core.losses import ClassLoss
 from epk_gp.core.show import SHOWN_POINTS, Displayed, Entry, Summary, Table, columns_note, count, kind_of, number
+from epk_gp.core.trajectory import Trajectory
 
 _SHOWN_OUTPUTS = 10  # rows of a table
+
+_LOGISTIC = nn.BCEWithLogitsLoss, nn.MultiLabelSoftMarginLoss, nn.SoftMarginLoss
+
+
+def link_of(run: Trajectory) -> str | None:
+    """Return what makes probabilities of a run's outputs, "softmax" or "sigmoid", where its loss says so."""
+    function = getattr(run.loss, "function", None)
+    is_logistic = isinstance(function, _LOGISTIC) or function is nn.functional.binary_cross_entropy_with_logits
+    return "softmax" if isinstance(run.loss, ClassLoss) else "sigmoid" if is_logistic else None
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -22,11 +33,13 @@ class LogitPosterior(Displayed):
         eigenvalue_tolerance: Eigenvalues of a covariance between minus this number and 0 are rounding errors of a
             semi-definite matrix. The covariance is a difference of larger numbers, so the tolerance is relative to the
             prior variance; 0 if it is not known.
+        link: What makes probabilities of the outputs, "softmax" or "sigmoid", where the run's loss says so; else None.
     """
 
     mean: Float[Tensor, "n C"]
     covariance: Float[Tensor, "n C C"]
     eigenvalue_tolerance: float = 0.0
+    link: str | None = None
 
     def __len__(self) -> int:
         return self.mean.shape[0]

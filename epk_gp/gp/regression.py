@@ -10,7 +10,7 @@ from torch import Tensor
 from epk_gp.core.checks import validate_number
 from epk_gp.core.inputs import Inputs
 from epk_gp.gp.models import LogitGP, validate_gp
-from epk_gp.gp.posterior import LogitPosterior
+from epk_gp.gp.posterior import LogitPosterior, link_of
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,7 +62,8 @@ def leave_one_out(gp: LogitGP) -> LeaveOneOut:
         log_density = -0.5 * ((residual * projected).sum(-1) - torch.linalg.slogdet(A).logabsdet + C * log(2 * pi))
         largest_variance = float(noisy.diagonal(dim1=-2, dim2=-1).max())
         tolerance = inverse.shape[-1] * torch.finfo(A.dtype).eps * largest_variance
-        posterior = LogitPosterior(targets - residual, noisy - torch.diag_embed(noise), tolerance)
+        covariance = noisy - torch.diag_embed(noise)
+        posterior = LogitPosterior(targets - residual, covariance, tolerance, link_of(gp.trajectory))
         return LeaveOneOut(posterior, residual, log_density)
 
 

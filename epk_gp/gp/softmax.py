@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from jaxtyping import Float
 from torch import Tensor
+from torch.nn.functional import pad
 
 from epk_gp.core.checks import validate_count, validate_generator, validate_number
 from epk_gp.core.show import SHOWN_POINTS, Displayed, Entry, Summary, Table, columns_note, count, kind_of, number
@@ -68,34 +69,47 @@ def softmax_uncertainty(
     generator: torch.Generator | None = None,
     *,
     quantiles: Sequence[float] = (),
+    link: str | None = None,
 ) -> SoftmaxUncertainty:
-    """Push a Gaussian over logits through the softmax.
+    """Push a Gaussian over logits through the softmax, or of one logit through the sigmoid.
 
     Section 4.2, Bell et al. (2023): p = softmax(mean + covariance^(1/2) eps) with eps ~ N(0, I_C). All points use
     the same eps: the result at a point does not depend on the other points, maps are smooth, and the Monte Carlo errors
     of different points are correlated. The outputs must be logits: those of a network that was trained on another
-    loss than cross entropy, as of `MeanSquaredError`, are not, and their softmax is no class probability.
+    loss than cross entropy, as of `MeanSquaredError`, are not, and their softmax is no class probability. One logit
+    z, as of `BCEWithLogitsLoss`, is that of class 1 beside 0 for class 0: the result has these two classes.
 
     Args:
         posterior: Mean (n, C) and covariance (n, C, C), positive semi-definite to rounding.
         num_samples: Samples per point.
         generator: Source of the samples, on the posterior's device; torch's global one by default.
         quantiles: Levels in [0, 1] at which quantiles of the probability are returned.
+        link: "softmax" of C >= 2 logits, or "sigmoid" of one. None takes the posterior's own, which the run's loss
+            says, and of C >= 2 outputs without one the softmax.
 
     Returns:
         Moments and entropies with the standard error of the mean.
 
     Raises:
         TypeError: `posterior`, `generator`, `num_samples` or `quantiles` is of the wrong kind.
-        ValueError: There are fewer than 2 samples, a level lies outside [0, 1], values are not finite, or a covariance
-            is not symmetric or has a negative eigenvalue beyond rounding.
+        ValueError: There are fewer than 2 samples, a level lies outside [0, 1], values are not finite, a covariance
+            is not symmetric or has a negative eigenvalue beyond rounding, or nothing says what makes probabilities of
+            the outputs.
     """
     validate_posterior(posterior)
+    C, link = posterior.mean.shape[1], link or posterior.link or "softmax"
+    if link != ("sigmoid" if C == 1 else "softmax"):
+        raise ValueError(
+            "link must be 'softmax' for two logits or more, or 'sigmoid' for one, if it is the logit of class 1: got "
+            f"{link!r} for {C}. Take one of several labels at a time; values and probabilities are no logits."
+        )
     _validate_sampling(num_samples, generator)
     levels = _parse_levels(quantiles)
-    root, max_clipped = symmetric_root(posterior)
+    mean, (root, max_clipped) = posterior.mean, symmetric_root(posterior)
+    if C == 1:  # beside the logit 0 of class 0
+        mean, root = pad(mean, (1, 0)), pad(root, (1, 0, 1, 0))
     eps = torch.randn(num_samples, root.shape[1], generator=generator, dtype=root.dtype, device=root.device)
-    return _uncertainty(posterior.mean, root, eps, levels, max_clipped)
+    return _uncertainty(mean, root, eps, levels, max_clipped)
 
 
 def isotropic_softmax_uncertainty(

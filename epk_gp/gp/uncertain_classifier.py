@@ -3,7 +3,7 @@
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, final
 
@@ -179,7 +179,8 @@ class UncertainClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
                 that require gradients: those of the last layer alone cost least.
             X: Its N training inputs, as `epk_gp.Recorder` takes them, data sets and loaders too; or a data frame.
             y: Their classes; None where X is a data set whose items hold them, as numbers of outputs.
-            output: Takes the logits (n, C) from what the network returns, where that is something else.
+            output: Takes the logits (n, C) from what the network returns, where that is something else: of one logit z
+                for two classes, `lambda z: torch.nn.functional.pad(z.reshape(-1, 1), (1, 0))`, which is [0, z].
             classes: Names of the classes, in the order of the outputs.
             settings: Other arguments of `UncertainClassifier`.
 
@@ -198,7 +199,10 @@ class UncertainClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
             y = gp_data.as_labels(y, names)
             validate_labels(y, len(y), name="y")
             y = y.to(None if weight is None else weight.device)
-        run = as_trajectory(model, X, y, loss=CrossEntropy(), output=output)
+        # a loss would be tried on what the network returns, and the logits are what output makes of it
+        run = replace(as_trajectory(model, X, y, output=output), loss=CrossEntropy())
+        _validate_logits(run)
+        gp_data.training_labels(run, "UncertainClassifier.of")
         return cls(tangent_trajectory(run), classes=classes, **settings)
 
     def fit(self, X: object, y: object = None) -> "UncertainClassifier":
@@ -489,6 +493,18 @@ class UncertainClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
 
     def _probability(self, judged: _Judgement) -> Tensor:
         return torch.softmax(_stacked(self.stacking_, judged), dim=1)
+
+
+def _validate_logits(run: Trajectory) -> None:
+    """Raise if a network that was not recorded returns one number per point, or probabilities, in place of logits."""
+    z = network_outputs(run, run.inputs[:64]).double()
+    if z.shape[1] == 1:
+        raise ValueError(
+            "there must be a logit for each class: got one number per point. If it is the logit z of class 1, pass "
+            "output=lambda z: torch.nn.functional.pad(z.reshape(-1, 1), (1, 0)); of its probability p, z is p.logit()."
+        )
+    if (z >= 0).all() and ((z.sum(1) - 1).abs() < 1e-3).all():
+        raise ValueError("outputs must be logits: got probabilities, which sum to 1. Pass output=lambda p: p.log().")
 
 
 def _stacked(stacking: Stacking, judged: _Judgement) -> Float[Tensor, "n C"]:

@@ -55,8 +55,8 @@ class EPKKernel(gpytorch.kernels.Kernel):  # type: ignore[misc]  # gpytorch ship
     `torch.func` a TypeError); the copy column gets the gradient 0. A state dict holds the run's digest: it loads only
     into a kernel of the same run.
 
-    In a sum or product the other kernel must not see the copy column, or the two copies of one input are a distance of
-    1 apart for it: `kernel * RBFKernel(active_dims=kernel.input_dims)`.
+    In a sum or product the other kernel should not see the copy column, for which the two copies of one input are a
+    distance of 6e-6 apart: `kernel * RBFKernel(active_dims=kernel.input_dims)`.
 
     Threads may share a kernel. Its cache keeps no block of a computation that failed, and none of points that were
     edited while it was computed.
@@ -190,6 +190,9 @@ class EPKKernel(gpytorch.kernels.Kernel):  # type: ignore[misc]  # gpytorch ship
         validate_batches(self._matrices.shape, *points)
         if x2 is not None and x1.shape[-1] != x2.shape[-1]:  # GPyTorch compares them
             x1, x2 = tagged
+        if diag:  # GPyTorch takes (C, n) for a matrix where n = C and the points have no batch of their own
+            x1 = x1[(None,) * (self._matrices.ndim + 2 - x1.ndim)]
+            x2 = x2 if x2 is None else x2[(None,) * (self._matrices.ndim + 2 - x2.ndim)]
         return super().__call__(x1, x2, diag=diag, last_dim_is_batch=last_dim_is_batch, **params)
 
     def forward(

@@ -4,12 +4,17 @@ from collections.abc import Sequence
 
 import torch
 import torch.autograd.forward_ad as fwAD
-from jaxtyping import Shaped
+from jaxtyping import Bool, Shaped
 from torch import Tensor
 
 from epk_gp.core.checks import validate_tensor
 from epk_gp.core.inputs import Inputs, Points, pack_inputs
 from epk_gp.core.trajectory import Trajectory
+
+# The copy column's entries: of floating-point rows, and of integers. No column of a table holds such numbers by chance,
+# as a label or a task of 0 and 1 would. float16 and bfloat16 hold the fractions exactly, float32 both; the copies of
+# one point lie 6e-6 apart.
+_TEST_MARKS, _TRAIN_MARKS = ((m * 2.0**-20, -m * 2**20) for m in (151, 157))
 
 
 def train_copy(X: Inputs) -> Shaped[Tensor, "n columns"]:
@@ -19,13 +24,14 @@ def train_copy(X: Inputs) -> Shaped[Tensor, "n columns"]:
         X: n inputs of any shape, a tensor or several (a tuple or dict); each is flattened to D numbers.
 
     Returns:
-        (n, D + 1): the flattened inputs, and a last column of ones.
+        (n, D + 1): the flattened inputs, and a last column of a number that stands for x_I = 1 and that no table has by
+        chance. The dtype is that of the inputs; integers of less than 32 bits become int64.
 
     Raises:
         TypeError: The inputs are not a tensor, or complex or Boolean.
         ValueError: The inputs have no dimension of points and one of values, or a value is not finite.
     """
-    return _with_copy_column(X, 1)
+    return _with_copy_column(X, _TRAIN_MARKS)
 
 
 def test_copy(X: Inputs) -> Shaped[Tensor, "n columns"]:
@@ -35,19 +41,19 @@ def test_copy(X: Inputs) -> Shaped[Tensor, "n columns"]:
         X: n inputs of any shape, a tensor or several (a tuple or dict); each is flattened to D numbers.
 
     Returns:
-        (n, D + 1): the flattened inputs, and a last column of zeros.
+        (n, D + 1): the flattened inputs, and a last column of a number that stands for x_I = 0, as of `train_copy`.
 
     Raises:
         TypeError: The inputs are not a tensor, or complex or Boolean.
         ValueError: The inputs have no dimension of points and one of values, or a value is not finite.
     """
-    return _with_copy_column(X, 0)
+    return _with_copy_column(X, _TEST_MARKS)
 
 
 test_copy.__test__ = False  # type: ignore[attr-defined]  # pytest: a function of this package, not a test
 
 
-def _with_copy_column(inputs: Inputs, value: int) -> Tensor:
+def _with_copy_column(inputs: Inputs, marks: tuple[float, int]) -> Tensor:
     X = inputs if isinstance(inputs, Tensor) else pack_inputs(inputs, "inputs")[0]
     if not isinstance(inputs, Tensor) and X.dtype == torch.bool:
         X = X.to(torch.uint8)
@@ -55,7 +61,20 @@ def _with_copy_column(inputs: Inputs, value: int) -> Tensor:
     if X.ndim < 2:
         shape = f"shape {tuple(X.shape)}" if X.ndim else "a scalar"
         raise ValueError(f"inputs must have shape (n, ...): got {shape}. One point is X[None], n numbers X[:, None].")
-    return torch.cat([X.reshape(X.shape[0], X.shape[1:].numel()), X.new_full((X.shape[0], 1), value)], dim=1)
+    return _append(X.reshape(X.shape[0], X.shape[1:].numel()), marks)
+
+
+def _append(rows: Tensor, marks: tuple[float, int]) -> Tensor:
+    """Return rows with a copy column of one mark."""
+    rows = rows if rows.is_floating_point() or rows.dtype in (torch.int32, torch.int64) else rows.long()
+    column = rows.new_full((*rows.shape[:-1], 1), marks[not rows.is_floating_point()])
+    return torch.cat([rows, column], dim=-1)
+
+
+def has_mark(x: Shaped[Tensor, "*n columns"], marks: tuple[float, int] = _TRAIN_MARKS) -> Bool[Tensor, "*n"]:
+    """Return which rows with a copy column are training copies, or have other marks."""
+    column = x[..., -1].double()  # in a narrow dtype a comparison would round the mark
+    return (column == marks[0]) | (column == marks[1])
 
 
 def _validate_entries(X: Tensor) -> None:
@@ -83,7 +102,8 @@ def tag_points(trajectory: Trajectory, x: Shaped[Tensor, "*n columns"]) -> Shape
             network takes floating-point numbers, or it is inside a transformation of `torch.func`, or has a
             forward-mode tangent.
         ValueError: The rows have another width than the run's inputs with or without the copy column, there are none,
-            the copy column is not 0 or 1, a value is not finite, or a gradient with respect to integers is asked for.
+            the last column is no copy column, a value is not finite, or a gradient with respect to integers is asked
+            for.
     """
     if not isinstance(x, Tensor):
         raise TypeError(
@@ -112,17 +132,17 @@ def tag_points(trajectory: Trajectory, x: Shaped[Tensor, "*n columns"]) -> Shape
     has_copy_column = x.shape[-1] == D + 1
     _validate_entries(x[..., :D])
     if has_copy_column:
-        column = x[..., -1]
-        invalid = (column != 0) & (column != 1)  # includes NaN
-        if invalid.any():
-            row = tuple(invalid.nonzero()[0].tolist())
+        unmarked = ~(has_mark(x) | has_mark(x, _TEST_MARKS))
+        if unmarked.any():
+            row = tuple(unmarked.nonzero()[0].tolist())
             raise ValueError(
-                f"the last column must be exactly 0 (test copy) or 1 (training copy): got {column[row].item()} in row "
-                f"{row[0] if len(row) == 1 else row}. Make points with train_copy or test_copy, and leave it as it is."
+                f"points must have {D} columns, or {D + 1} as train_copy and test_copy make them: row "
+                f"{row[0] if len(row) == 1 else row} ends in {x[(*row, -1)].item()}, which marks no copy. Leave out a "
+                "column that is no input (a label, a task), or keep the last column of the copies as it is."
             )
     if is_floating and x.dtype not in (torch.float32, torch.float64):
         raise TypeError(f"points must be float32 or float64: got {x.dtype}. Convert them first.")
-    return x if has_copy_column else torch.cat([x, x.new_zeros(*x.shape[:-1], 1)], dim=-1)
+    return x if has_copy_column else _append(x, _TEST_MARKS)
 
 
 def validate_batches(batch_shape: torch.Size, *points: Shaped[Tensor, "..."]) -> None:
@@ -154,16 +174,15 @@ def as_points(trajectory: Trajectory, x: Shaped[Tensor, "n columns"]) -> Points:
         x: (n, D + 1).
 
     Raises:
-        ValueError: An entry has a fractional part where the network takes integers.
+        ValueError: An entry is no integer of the kind that the network takes.
     """
-    X, is_train = x[..., :-1], x[..., -1] == 1
-    X = X.reshape(-1, *trajectory.input_shape)
-    if not trajectory.inputs.is_floating_point() and X.is_floating_point():
-        integers = X.to(trajectory.inputs.dtype)
+    X, kind = x[..., :-1].reshape(-1, *trajectory.input_shape), trajectory.inputs.dtype
+    if not kind.is_floating_point and X.dtype != kind:
+        integers = X.to(kind)
         if not torch.equal(integers.to(X.dtype), X):
-            raise ValueError("inputs must be whole numbers, as those of the run: got a fraction. Round them.")
+            raise ValueError(f"inputs must be whole numbers of {kind}, as those of the run: got others. Round them.")
         X = integers
-    return Points(X, is_train)
+    return Points(X, has_mark(x))
 
 
 def requires_graph(x: Shaped[Tensor, "*n"]) -> bool:

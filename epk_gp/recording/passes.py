@@ -332,7 +332,7 @@ def _as_stated(
         weights = c if labels is y else sample_weights(loss, labels).to(c) * (c / sample_weights(loss, y).to(c))
         derivative, by_row = loss_derivatives(loss, z, labels), (-1, *[1] * (z.ndim - 1))
         expected = weights.view(by_row) * derivative
-        factor, sizes = common_factor(delta, expected), 1 + derivative.flatten(1).abs().amax(dim=1)
+        factor, sizes = common_factor(delta, expected), 1 + derivative.reshape(len(z), -1).abs().amax(dim=1)
         bound = tolerance * max(1.0, abs(factor)) * weights.abs() * sizes
         if bool(((delta - factor * expected).abs() <= bound.view(by_row)).all()):
             return labels, weights, factor

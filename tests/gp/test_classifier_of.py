@@ -187,6 +187,122 @@ def test_targets_of_data_sets_are_numbers_of_outputs_whatever_the_names(names):
         UncertaintyScorer(epk.UncertainClassifier.of(net, data, classes=names)).fit(wrong)
 
 
+class Beside(nn.Module):
+    """A network of two classes that returns [0, z] itself."""
+
+    def __init__(self, net: nn.Module) -> None:
+        super().__init__()
+        self.net = net
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        z = self.net(x).reshape(-1, 1)
+        return torch.cat([torch.zeros_like(z), z], 1)
+
+
+def one_logit() -> tuple[nn.Module, *tuple[torch.Tensor, ...]]:
+    """Return a network with one logit, a little trained, its data and held-out points."""
+    torch.manual_seed(1)
+    X, V = torch.randn(60, 4, dtype=torch.float64), torch.randn(40, 4, dtype=torch.float64)
+    y, labels = ((part[:, 0] > 0).long() for part in (X, V))
+    net = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 1)).double()
+    optimizer = torch.optim.Adam(net.parameters(), lr=5e-2)
+    for _ in range(30):
+        optimizer.zero_grad()
+        nn.functional.binary_cross_entropy_with_logits(net(X)[:, 0], y.double()).backward()
+        optimizer.step()
+    return net, X, y, V, labels
+
+
+class Changed(nn.Module):
+    """A network whose outputs are changed by a function."""
+
+    def __init__(self, net: nn.Module, change) -> None:
+        super().__init__()
+        self.net, self.change = net, change
+
+    def forward(self, x: torch.Tensor) -> object:
+        return self.change(self.net(x))
+
+
+def pair(z: torch.Tensor) -> torch.Tensor:
+    return nn.functional.pad(z.reshape(-1, 1), (1, 0))
+
+
+ONE_LOGIT = {  # what the network makes of its logit, and the output that takes [0, z] from it
+    "(n, 1)": (lambda z: z, pair),
+    "(n,)": (lambda z: z[:, 0], pair),
+    "(n,), stacked": (lambda z: z[:, 0], lambda z: torch.stack([0 * z, z], 1)),
+    "(n, 1), joined": (lambda z: z, lambda z: torch.cat([torch.zeros_like(z), z], 1)),
+    "a dictionary": (lambda z: {"logits": z}, lambda found: pair(found["logits"])),
+    "a probability": (lambda z: z.sigmoid(), lambda p: pair(p.logit())),
+    "two logits": (lambda z: torch.cat([0 * z, z], 1), None),
+    "two log-probabilities": (lambda z: pair(z).log_softmax(1), lambda p: p - p[:, :1]),
+    "two probabilities": (lambda z: pair(z).softmax(1), lambda p: p.log() - p[:, :1].log()),
+}
+
+
+@pytest.mark.parametrize("name", ONE_LOGIT)
+def test_output_is_judged_by_the_logits_that_it_takes(tmp_path, name):
+    """Whatever the network itself returns: the classifier is that of a network that returns the logits."""
+    net, X, y, V, labels = one_logit()
+    change, output = ONE_LOGIT[name]
+    changed = Changed(net, change).double()
+    expected = epk.UncertainClassifier.of(Beside(net), X, y).fit(V, labels)
+    data = DataLoader(TensorDataset(X, y), batch_size=16)
+    for judged in (
+        epk.UncertainClassifier.of(changed, X, y, output=output),
+        epk.UncertainClassifier.of(changed, data, output=output),
+    ):
+        judged.fit(V, labels)
+        torch.testing.assert_close(judged.predict_proba(V), expected.predict_proba(V), rtol=0, atol=1e-9)
+        torch.testing.assert_close(judged.uncertainty(V).error, expected.uncertainty(V).error, rtol=0, atol=1e-9)
+    assert (
+        epk.label_errors(judged.trajectory).indices.tolist() == epk.label_errors(expected.trajectory).indices.tolist()
+    )
+    judged.save(tmp_path / "saved")
+    again = epk.UncertainClassifier.load(tmp_path / "saved", changed, output=output)
+    torch.testing.assert_close(again.predict_proba(V), judged.predict_proba(V), rtol=0, atol=1e-9)
+
+
+NO_LOGITS = {
+    "one logit": (lambda z: z[:, :1], "one number per point"),
+    "one logit, (n,)": (lambda z: z[:, 0], "one number per point"),
+    "one probability": (lambda z: z[:, :1].sigmoid(), "one number per point"),
+    "softmax": (lambda z: z.softmax(1), "probabilities"),
+    "softmax in another precision": (lambda z: z.float().softmax(1).double(), "probabilities"),
+    "sharp softmax": (lambda z: (100 * z).softmax(1), "probabilities"),
+    "a pair": (lambda z: torch.stack([1 - z[:, 0].sigmoid(), z[:, 0].sigmoid()], 1), "probabilities"),
+    "a clamped softmax": (lambda z: z.softmax(1).clamp(1e-6, 1), "probabilities"),
+}
+LOGITS = {
+    "log-softmax": lambda z: z.log_softmax(1),
+    "rows that sum to 1": lambda z: z - z.mean(1, keepdim=True) + 1 / 3,
+    "not negative": lambda z: z.exp(),
+    "several probabilities": lambda z: z.sigmoid(),
+    "small": lambda z: 1e-6 * z,
+}
+
+
+@pytest.mark.parametrize("by_output", [False, True])
+def test_probabilities_are_named_and_not_taken_for_logits(by_output):
+    torch.manual_seed(1)
+    X, y = torch.randn(30, 4, dtype=torch.float64), torch.arange(30) % 2
+    net = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3)).double()
+
+    def of(change):
+        returned = (net, change) if by_output else (Changed(net, change).double(), None)
+        return epk.UncertainClassifier.of(returned[0], X, y, output=returned[1])
+
+    for name, (change, got) in NO_LOGITS.items():
+        with pytest.raises(ValueError, match=f"got {got}.* [Pp]ass output=lambda") as error:
+            of(change)
+        assert "must be" in str(error.value), name
+    for change in LOGITS.values():
+        assert of(change).trajectory.num_outputs == 3
+    with pytest.raises(ValueError, match=r"the run's labels must lie in 0\.\.2: got 0\.\.3"):
+        epk.UncertainClassifier.of(net, X, torch.arange(30) % 4)
+
+
 def test_loaders_are_predicted_as_their_points():
     net, X, y = trained_net()
     V, labels = held_out()

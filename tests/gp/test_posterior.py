@@ -1,5 +1,6 @@
 """The posterior against GPyTorch's own prediction, the textbook's equations, and the wrong models."""
 
+import copy
 import itertools
 
 import gpytorch
@@ -11,10 +12,12 @@ from epk_gp.core.inputs import Points
 from epk_gp.core.trajectory import network_outputs
 from epk_gp.gp.data import dirichlet_targets
 from epk_gp.gp.models import LogitGP
+from epk_gp.gp.regression import leave_one_out
 from epk_gp.gp.softmax import softmax_uncertainty
 from epk_gp.gram.path_kernel import gram_block
 from epk_gp.kernels.tagging import test_copy
 from epk_gp.quadrature.rules import gauss_legendre, left_endpoint
+from epk_gp.recording.recorder import Recorder
 from gp_cases import MEANS, N_TEST, OUTPUTS, TARGETS, C, D, M, make_net, make_run, per_point, with_hyperparameters
 
 BRUTE_FORCE = [("full", "initial", "network"), ("independent", "zero", "dirichlet")]  # by loops over `autograd.grad`
@@ -29,16 +32,20 @@ CASES = [
 @pytest.mark.parametrize("normalize", ["mean_diagonal", "cosine"])
 @pytest.mark.parametrize(("outputs", "mean", "targets"), CASES)
 def test_the_posterior_is_gpytorchs_own(trajectory, X_test, outputs, mean, targets, normalize, monkeypatch):
-    """Noise learned, and that of Dirichlet targets. Sums in another order round."""
+    """Noise learned, and that of Dirichlet targets; of a call too. Sums in another order round."""
     gp = with_hyperparameters(LogitGP(trajectory, outputs, mean, targets, noise=0.03, normalize=normalize))
     monkeypatch.setattr("epk_gp.gp.models.posterior_points", lambda *_: 4)
     posterior = gp.logit_posterior(X_test)
     if outputs == "trace":
         assert gp.covar_module.outputscale.numel() == gp.likelihood.noise.numel() == 1
     with torch.no_grad():
-        expected_mean, expected_covariance = per_point(gp(test_copy(X_test)), outputs)
+        peer, called = gpytorch.models.ExactGP.__call__(gp, test_copy(X_test)), gp(X_test)
+        expected_mean, expected_covariance = per_point(peer, outputs)
+    assert type(called) is type(peer)
     torch.testing.assert_close(posterior.mean, expected_mean, rtol=0, atol=1e-12)
     torch.testing.assert_close(posterior.covariance, expected_covariance, rtol=0, atol=1e-12)
+    torch.testing.assert_close(called.mean, peer.mean, rtol=0, atol=1e-12)
+    torch.testing.assert_close(called.covariance_matrix, peer.covariance_matrix, rtol=0, atol=1e-12)
 
 
 def prior_at(gp, trajectory, X, mean):
@@ -55,29 +62,181 @@ def test_the_posterior_is_the_textbooks(trajectory, X_test, outputs, mean, targe
     """Equations (2.25) and (2.26) of Rasmussen & Williams (2006) with an explicit inverse."""
     gp = with_hyperparameters(LogitGP(trajectory, outputs, mean, targets, noise=0.03))
     posterior = gp.logit_posterior(X_test)
-
-    A, B = Points(trajectory.inputs, True), Points(X_test, False)
     block = reference.gram_block if (outputs, mean, targets) in BRUTE_FORCE else gram_block
-    raw = [block(trajectory, *pair, head="logits", rule=gauss_legendre(4)) for pair in ((A, A), (B, A), (B, B))]
-    mean_diagonal = torch.einsum("ncnc->nc", raw[0]).mean()
-    scale = gp.covar_module.outputscale.detach().expand(C)
-    weight = (scale[:, None] * scale[None, :]).sqrt() / mean_diagonal
-    if outputs == "independent":
-        weight = torch.diag(weight.diagonal())
-    own, cross, new = (value * weight[:, None, :] for value in raw)
     if targets == "network":
         y = network_outputs(trajectory, trajectory.inputs, state=-1)
         noise = gp.likelihood.noise.detach().reshape(-1).expand(M, C)
     else:
         y, noise = dirichlet_targets(trajectory.targets, C)
-    inverse = torch.linalg.inv(own.reshape(M * C, M * C) + torch.diag(noise.reshape(-1)))
-    cross = cross.reshape(N_TEST * C, M * C)
-    residual = (y - prior_at(gp, trajectory, trajectory.inputs, mean)).reshape(-1)
-    expected_mean = prior_at(gp, trajectory, X_test, mean) + (cross @ inverse @ residual).reshape(N_TEST, C)
-    joint = (new.reshape(N_TEST * C, -1) - cross @ inverse @ cross.mT).reshape(N_TEST, C, N_TEST, C)
+    expected_mean, joint = textbook(gp, X_test, mean, y, noise, block)
     i = torch.arange(N_TEST)
     torch.testing.assert_close(posterior.mean, expected_mean, rtol=0, atol=1e-9)
     torch.testing.assert_close(posterior.covariance, joint[i, :, i, :], rtol=0, atol=1e-9)
+
+
+def textbook(gp, X, mean, y, noise, block=gram_block):
+    """Mean (n, C) and joint covariance (n, C, n, C) of a process with the hyperparameters that it has now."""
+    run, (n, N) = gp.trajectory, (len(X), len(y))
+    A, B = Points(run.inputs, True), Points(X, False)
+    raw = [block(run, *pair, head="logits", rule=gauss_legendre(4)) for pair in ((A, A), (B, A), (B, B))]
+    scale = gp.covar_module.outputscale.detach().expand(C)
+    if gp.coupling.kind == "trace":
+        shared = [torch.einsum("ncmc->nm", value) for value in raw]
+        raw = [value[:, None, :, None] * torch.eye(C, dtype=torch.float64)[:, None, :] for value in shared]
+    weight = (scale[:, None] * scale[None, :]).sqrt() / torch.einsum("ncnc->nc", raw[0]).mean()
+    weight = torch.diag(weight.diagonal()) if gp.coupling.kind == "independent" else weight
+    own, cross, new = (value * weight[:, None, :] for value in raw)
+    inverse = torch.linalg.inv(own.reshape(N * C, N * C) + torch.diag(noise.reshape(-1)))
+    cross = cross.reshape(n * C, N * C)
+    residual = (y - prior_at(gp, run, run.inputs, mean)).reshape(-1)
+    expected_mean = prior_at(gp, run, X, mean) + (cross @ inverse @ residual).reshape(n, C)
+    return expected_mean, (new.reshape(n * C, -1) - cross @ inverse @ cross.mT).reshape(n, C, n, C)
+
+
+def joint_prediction(gp, X):
+    """What `gp(X)` says, as `textbook` has it."""
+    with torch.no_grad():
+        found, n, i = gp(X), len(X), torch.arange(C)
+        if gp.coupling.kind == "full":
+            return found.mean, found.covariance_matrix.reshape(n, C, n, C)
+        joint = torch.zeros(n, C, n, C, dtype=torch.float64)
+        joint[:, i, :, i] = found.covariance_matrix.expand(C, n, n)
+        return found.mean.mT, joint
+
+
+def _learn(gp):
+    optimizer = torch.optim.Adam(gp.parameters(), lr=0.3)
+    gp(gp.trajectory.inputs[:2]).mean.square().sum().backward()
+    optimizer.step()
+
+
+def _load(gp):
+    other = copy.deepcopy(gp)
+    for parameter in other.parameters():
+        parameter.data += 0.7
+    gp.load_state_dict(other.state_dict())
+
+
+CHANGES = {
+    "nothing": lambda gp: None,
+    "a scale that is set": lambda gp: setattr(gp.covar_module, "outputscale", 3.0 * gp.covar_module.outputscale),
+    "a noise that is set": lambda gp: setattr(gp.likelihood, "noise", 5.0 * gp.likelihood.noise),
+    "the numbers of a parameter": lambda gp: gp.covar_module.raw_outputscale.data.add_(1.0),
+    "initialize": lambda gp: gp.initialize(**{"likelihood.noise": 0.2}),
+    "a state that is loaded": _load,
+    "the docstring's order": lambda gp: gp.covar_module.load_state_dict({"raw_outputscale": torch.full_like(
+        gp.covar_module.raw_outputscale, 2.0)}, strict=False),
+    "an optimizer's step": _learn,
+    "another constraint": lambda gp: gp.covar_module.register_constraint(
+        "raw_outputscale", gpytorch.constraints.GreaterThan(0.3)),
+    "fit": lambda gp: gp.fit(steps=3),
+    "a fit by GPyTorch": lambda gp: (gp.train(), gp(*gp.train_inputs), gp.eval()),
+    "targets": lambda gp: gp.set_train_data(targets=gp.train_targets + 1),
+    "targets that are edited": lambda gp: gp.train_targets.mul_(2),
+    "targets that are assigned": lambda gp: setattr(gp, "train_targets", gp.train_targets - 2),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("outputs", [*OUTPUTS, "trace"])
+def test_a_call_is_conditioned_with_what_there_is_now(trajectory, X_test, outputs, change):
+    """Whatever changed since the last call, in whatever way."""
+    gp = LogitGP(trajectory, outputs, "constant", "labels", noise=0.03)
+    before = joint_prediction(gp, X_test)
+    CHANGES[change](gp)
+    found = joint_prediction(gp, X_test)
+    y = gp.train_targets if outputs == "full" else gp.train_targets.mT
+    expected = textbook(gp, X_test, "constant", y, gp.likelihood.noise.detach().reshape(-1).expand(M, C))
+    for a, b in zip(found, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-10)
+    moved = max(float((a - b).abs().max()) for a, b in zip(found, before, strict=True))
+    assert (moved == 0) if change in ("nothing", "a fit by GPyTorch") else (moved > 1e-6)
+
+
+@pytest.mark.parametrize(
+    "outputs", ["full", *(pytest.param(name, marks=pytest.mark.slow) for name in ("independent", "trace"))]
+)
+def test_a_call_is_exact_for_any_number_of_rows_and_leaves_gpytorchs_settings_alone(X_test, outputs):
+    """GPyTorch would take conjugate gradients from 800 rows on; here also where its settings ask for them."""
+    X = torch.randn(267 if outputs == "full" else 801, D, dtype=torch.float64)
+    run = make_run(make_net(), X, torch.arange(len(X)) % C, steps=1)
+    gp = LogitGP(run, outputs, "zero", "labels", noise=1e-5)
+    assert gp.kernel(gp.train_inputs[0]).shape[-1] >= gpytorch.settings.max_cholesky_size.value()
+    y = gp.train_targets if outputs == "full" else gp.train_targets.mT
+    found = joint_prediction(gp, X_test)
+    with gpytorch.settings.max_cholesky_size(1), gpytorch.settings.fast_pred_var(), gpytorch.settings.cg_tolerance(9):
+        under_settings = joint_prediction(gp, X_test)
+        assert gpytorch.settings.max_cholesky_size.value() == 1
+    assert gpytorch.settings.max_cholesky_size.value() == 800
+    expected = textbook(gp, X_test, "zero", y, gp.likelihood.noise.detach().reshape(-1)[:1].expand(len(X), C))
+    for a, b, c in zip(found, under_settings, expected, strict=True):
+        assert torch.equal(a, b)
+        torch.testing.assert_close(a, c, rtol=0, atol=1e-7)
+
+
+def test_hyperparameters_and_points_have_the_gradients_of_the_exact_posterior(trajectory, X_test):
+    for outputs in OUTPUTS:
+        gp = LogitGP(trajectory, outputs, "constant", "labels", noise=0.03)
+        raw = gp.covar_module.raw_outputscale
+
+        def total(gp=gp):
+            found = gp(X_test)
+            return found.mean.square().sum() + found.variance.sum()
+
+        (gradient,) = torch.autograd.grad(total(), raw)
+        ends = []
+        for step in (1e-5, -1e-5):
+            raw.data += step
+            ends.append(total().item())
+            raw.data -= step
+        assert float(gradient.sum()) == pytest.approx((ends[0] - ends[1]) / 2e-5, rel=1e-5)
+
+
+MISSING = {
+    "NaN": lambda y: y.index_put((torch.tensor(4), torch.tensor(0)), torch.tensor(float("nan")).double()),
+    "infinity": lambda y: y.index_put((torch.tensor(4), torch.tensor(1)), torch.tensor(float("inf")).double()),
+}
+
+
+@pytest.mark.parametrize("missing", MISSING)
+@pytest.mark.parametrize("outputs", [*OUTPUTS, "trace"])
+def test_a_missing_target_is_refused_with_its_row(trajectory, X_test, outputs, missing):
+    """Also where GPyTorch is told to leave it out of its own predictions."""
+    gp = LogitGP(trajectory, outputs, "zero", "labels", points=[8, 2, 3, 5, 7, 1])
+    y = MISSING[missing](gp.train_targets if outputs == "full" else gp.train_targets.mT)
+    gp.set_train_data(targets=y if outputs == "full" else y.mT)
+    message = r"each point must have a target: row 7 of the data has none\. Leave it out of points="
+    for ask in (gp, gp.logit_posterior, lambda X: gp.fit(steps=1), lambda X: leave_one_out(gp)):
+        with pytest.raises(ValueError, match=message), gpytorch.settings.observation_nan_policy("mask"):
+            ask(X_test)
+
+
+def test_missing_targets_of_a_run_are_left_out_by_points():
+    X = torch.randn(9, D, dtype=torch.float64)
+    y = X.sum(1, keepdim=True).repeat(1, C)
+    y[6, 1] = float("nan")
+    net = make_net()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    with Recorder(net, optimizer, X, y, loss=None) as recorder:
+        for _ in range(2):
+            optimizer.zero_grad()
+            (net(X) - y)[~y.isnan()].square().mean().backward()
+            recorder.batch(torch.arange(9))
+            optimizer.step()
+    run = recorder.trajectory
+    for mean in ("zero", "constant"):
+        with pytest.raises(ValueError, match=r"row 6 of the data has none\. Leave it out of points="):
+            LogitGP(run, mean=mean, targets="labels")
+    rest = [i for i in range(9) if i != 6]
+    gp = LogitGP(run, mean="zero", targets="labels", points=rest)
+    torch.testing.assert_close(gp.target_mean, y[rest].mean(0))
+    assert gp.logit_posterior(X).mean.isfinite().all()
+    labels = torch.arange(9) % C
+    labels[5] = -100
+    left_out = make_run(make_net(), X, labels)
+    for targets in ("labels", "dirichlet"):
+        with pytest.raises(ValueError, match="row 5 of the data has none"):
+            LogitGP(left_out, targets=targets)
 
 
 @pytest.mark.parametrize("noise", [1e-2, 1.1e-6])

@@ -1,12 +1,20 @@
 """Monte Carlo through the softmax against longer runs, an integral, and exact cases."""
 
+from dataclasses import replace
+from types import SimpleNamespace
+
 import pytest
 import torch
 from scipy import integrate, special, stats
+from torch import nn
 
+from epk_gp.core.losses import CrossEntropy, PerSampleLoss, as_loss
 from epk_gp.gp import softmax
-from epk_gp.gp.posterior import LogitPosterior
+from epk_gp.gp.models import LogitGP
+from epk_gp.gp.posterior import LogitPosterior, link_of
+from epk_gp.gp.regression import leave_one_out
 from epk_gp.gp.softmax import isotropic_softmax_uncertainty, softmax_uncertainty
+from gp_cases import C, D, make_net, make_run
 
 
 def make_posterior(n=6, C=4, scale=1.0):
@@ -47,6 +55,77 @@ def test_quantiles_are_those_of_the_logistic_normal(generator):
     for level, quantile in zip(levels, u.quantiles, strict=True):
         expected = torch.sigmoid(mu + sigma * float(stats.norm.ppf(level)))
         torch.testing.assert_close(quantile[:, 0], expected, rtol=0, atol=6e-3)
+
+
+def test_one_logit_goes_through_the_sigmoid(generator):
+    """Against plain samples of the sigmoid, and the same numbers as of the logits [0, z] of two classes."""
+    posterior = make_posterior(n=5, C=1, scale=3.0)
+    mean, variance = posterior.mean[:, 0], posterior.covariance[:, 0, 0]
+    with pytest.raises(ValueError, match=r"'sigmoid' for one, if it is the logit of class 1: got 'softmax' for 1\."):
+        softmax_uncertainty(posterior)
+    levels = [0.1, 0.9]
+    u = softmax_uncertainty(posterior, 100_000, generator, quantiles=levels, link="sigmoid")
+    assert u.mean.shape == u.std.shape == (5, 2)
+    p = torch.sigmoid(mean + variance.sqrt() * torch.randn(100_000, 5, dtype=torch.float64))
+    assert ((u.mean[:, 1] - p.mean(0)).abs() < 6 * u.standard_error[:, 1]).all()
+    torch.testing.assert_close(u.std, p.std(0)[:, None].expand(5, 2), rtol=0.02, atol=1e-3)
+    torch.testing.assert_close(u.mean.sum(1), torch.ones(5, dtype=torch.float64))
+    entropy = (torch.special.entr(p) + torch.special.entr(1 - p)).mean(0)
+    torch.testing.assert_close(u.expected_entropy, entropy, rtol=0, atol=5e-3)
+    z = [float(stats.norm.ppf(level)) for level in levels]
+    exact = torch.stack([torch.sigmoid(mean + variance.sqrt() * value) for value in z])
+    torch.testing.assert_close(u.quantiles[:, :, 1], exact, rtol=0, atol=0.02)
+    zero = torch.zeros(5, 2, 2, dtype=torch.float64)
+    zero[:, 1, 1] = variance
+    two = LogitPosterior(torch.stack([torch.zeros_like(mean), mean], 1), zero)
+    seeded = [torch.Generator().manual_seed(3) for _ in range(2)]
+    found, expected = (
+        softmax_uncertainty(replace(posterior, link="sigmoid"), 64, seeded[0]),
+        softmax_uncertainty(two, 64, seeded[1]),
+    )
+    for name in ("mean", "std", "entropy", "mutual_information"):
+        torch.testing.assert_close(getattr(found, name), getattr(expected, name), rtol=1e-12, atol=1e-14)
+
+
+LOSSES = {
+    "cross entropy": (CrossEntropy(), "softmax"),
+    "weighted": (nn.CrossEntropyLoss(torch.tensor([1.0, 2.0])), "softmax"),
+    "likelihood": (nn.NLLLoss(), "softmax"),
+    "binary": (nn.BCEWithLogitsLoss(), "sigmoid"),
+    "binary, weighted": (nn.BCEWithLogitsLoss(pos_weight=torch.tensor(2.0)), "sigmoid"),
+    "binary, a function": (PerSampleLoss(nn.functional.binary_cross_entropy_with_logits), "sigmoid"),
+    "signs": (nn.SoftMarginLoss(), "sigmoid"),
+    "probabilities": (nn.BCELoss(), None),
+    "values": (nn.MSELoss(), None),
+    "own": (PerSampleLoss(lambda z, y: (z[:, 0] - y).abs()), None),
+    "not stated": (None, None),
+}
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_the_runs_loss_says_what_makes_probabilities(name):
+    loss, link = LOSSES[name]
+    assert link_of(SimpleNamespace(loss=as_loss(loss))) == link
+
+
+def test_a_process_of_a_network_with_one_logit_has_probabilities_of_two_classes(generator):
+    X = torch.randn(12, D, dtype=torch.float64)
+    y = (X[:, :1] > 0).double()
+    net = nn.Sequential(nn.Linear(D, 5), nn.Tanh(), nn.Linear(5, 1)).double()
+    gp = LogitGP(make_run(net, X, y, loss=nn.BCEWithLogitsLoss(), steps=30))
+    for posterior in (gp.logit_posterior(3 * X), leave_one_out(gp).posterior):
+        u = softmax_uncertainty(posterior, 20_000, generator)
+        z = posterior.mean[:, 0] + posterior.covariance[:, 0, 0].sqrt() * torch.randn(20_000, 12, dtype=torch.float64)
+        assert ((u.mean[:, 1] - z.sigmoid().mean(0)).abs() < 1e-12 + 7 * u.standard_error[:, 1]).all()
+        assert u.std.min() > 0
+    values = LogitGP(make_run(net, X, y, loss=nn.MSELoss())).logit_posterior(X)
+    labels = LogitGP(make_run(make_net(), X, torch.rand(12, C).round().double(), loss=nn.BCEWithLogitsLoss()))
+    of_labels = labels.logit_posterior(X)
+    for posterior, got in ((values, "'softmax' for 1"), (of_labels, "'sigmoid' for 3"), (values, "'probit' for 1")):
+        with pytest.raises(ValueError, match=f"link must be 'softmax' for .* got {got}\\. Take one of several labels"):
+            softmax_uncertainty(posterior, link="probit" if "probit" in got else None)
+    one = replace(of_labels, mean=of_labels.mean[:, [1]], covariance=of_labels.covariance[:, [1]][:, :, [1]])
+    assert softmax_uncertainty(one).mean.shape == (12, 2)  # the cure of several labels
 
 
 def test_no_variance_gives_the_softmax_exactly():

@@ -58,9 +58,8 @@ def kernel_of(trajectory, outputs="independent", **options):
 
 
 def random_test_copies(*shape):
-    x = torch.randn(*shape, D + 1, dtype=torch.float64)
-    x[..., -1] = 0
-    return x
+    shape = torch.Size(shape)
+    return test_copy(torch.randn(shape.numel(), D, dtype=torch.float64)).reshape(*shape, D + 1)
 
 
 class SparseGP(gpytorch.models.ApproximateGP):

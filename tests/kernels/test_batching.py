@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from gpytorch.kernels import RBFKernel
 
 from epk_gp.kernels.epk import EPKKernel
 from kernel_cases import MODES, C, D, assert_close, mixed, path_kernel_block, reduced
@@ -41,6 +42,26 @@ def test_the_diagonal_of_a_batch_is_the_batch_of_diagonals(trajectory, outputs):
     kernel = EPKKernel(trajectory, outputs)
     expected = kernel(x).to_dense().diagonal(dim1=-2, dim2=-1)
     assert_close(kernel(x, diag=True), expected)
+
+
+@pytest.mark.parametrize("n", [1, 2, C, C + 1])  # with C points GPyTorch would take (C, n) for a matrix
+@pytest.mark.parametrize("normalize", [None, "cosine"])
+def test_a_diagonal_has_a_row_for_each_class_for_any_number_of_points(trajectory, n, normalize):
+    kernel = EPKKernel(trajectory, "independent", normalize=normalize)
+    for own, shape in ((kernel, (n,)), (kernel, (C, n)), (kernel.expand_batch(torch.Size([n, C])), (1, n))):
+        x, y = mixed(*shape), mixed(*shape)
+        K, others = own(x).to_dense(), own(x, y).to_dense()
+        assert K.shape[-3] == C
+        product = own * RBFKernel(active_dims=kernel.input_dims).double()
+        calls = {
+            "of a call": (own(x, diag=True), K),
+            "of two sets": (own(x, y, diag=True), others),
+            "lazy": (own(x).diagonal(dim1=-1, dim2=-2), K),
+            "lazy, of a product": (product(x).diagonal(dim1=-1, dim2=-2), K),
+        }
+        for name, (actual, expected) in calls.items():
+            assert actual.shape == expected.shape[:-1], name
+            assert_close(actual, expected.diagonal(dim1=-2, dim2=-1))
 
 
 def test_repeated_points_in_a_batch_are_computed_once(trajectory, counter):

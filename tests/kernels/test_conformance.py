@@ -6,11 +6,11 @@ import torch
 from gpytorch.test.base_kernel_test_case import BaseKernelTestCase
 
 from epk_gp.kernels.epk import EPKKernel
-from kernel_cases import make_run
+from kernel_cases import make_run, with_copies
 
 
 class Peer(BaseKernelTestCase):
-    """GPyTorch's 13 tests, on points whose copy column is 0 or 1 wherever a test may cut it off."""
+    """GPyTorch's 13 tests, on points that have a copy column wherever a test may cut it off."""
 
     seed = 0
     outputs: str | int
@@ -47,7 +47,7 @@ class Peer(BaseKernelTestCase):
     @staticmethod
     def with_copies(x):
         for column in {x.shape[-1] - 1, *((6, 8) if x.shape[-1] == 10 else ())}:
-            x[..., column] = (x[..., column] > 0).to(x.dtype)
+            with_copies(x, column)
         return x
 
 

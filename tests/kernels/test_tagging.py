@@ -3,33 +3,88 @@
 import pytest
 import torch
 
-from epk_gp.kernels.tagging import as_points, tag_points, test_copy, train_copy
+from epk_gp.kernels.epk import EPKKernel
+from epk_gp.kernels.tagging import as_points, has_mark, tag_points, test_copy, train_copy
+from kernel_cases import assert_close
+
+COPIES = ((train_copy, True), (test_copy, False))
+FLOATS = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
+INTEGERS = [torch.uint8, torch.int8, torch.uint16, torch.int16, torch.int32, torch.int64]
 
 
 @pytest.mark.parametrize("shape", [(5, 3), (5, 1, 2, 3), (0, 3)])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.int64])
+@pytest.mark.parametrize("dtype", [*FLOATS, *INTEGERS])
 def test_a_copy_is_the_flattened_input_and_one_column(shape, dtype):
-    X = torch.randn(shape).mul(10).to(dtype)
-    for tag, value in ((train_copy, 1), (test_copy, 0)):
+    X = torch.randn(shape).mul(10).abs().to(dtype)
+    for tag, _ in COPIES:
         x = tag(X)
-        assert x.dtype == dtype
-        assert torch.equal(x[:, :-1].reshape(shape), X)
-        assert torch.equal(x[:, -1], torch.full((shape[0],), value, dtype=dtype))
+        assert x.dtype == (dtype if dtype in (*FLOATS, torch.int32, torch.int64) else torch.int64)
+        assert x.shape == (shape[0], X[:1].numel() + 1 if len(X) else 4)
+        assert torch.equal(x[:, :-1].reshape(shape), X.to(x.dtype))
+        assert len(x[:, -1].unique()) <= 1
 
 
-def test_points_know_their_copies(trajectory):
-    X = torch.randn(3, 2, dtype=torch.float64)
-    for tag, is_train in ((train_copy, True), (test_copy, False)):
-        assert as_points(trajectory, tag(X)).is_train.tolist() == [is_train] * 3
-    mixed = as_points(trajectory, torch.cat([train_copy(X), test_copy(X)]))
-    assert mixed.is_train.tolist() == [True] * 3 + [False] * 3
+@pytest.mark.parametrize("made_in", [*FLOATS, torch.int32, torch.int64])
+def test_points_know_their_copies_in_every_dtype_that_holds_them(trajectory, made_in):
+    """Joined, stacked, moved to a wider dtype and back: as GPyTorch and BoTorch hand points over."""
+    X = torch.randn(3, 2).mul(10).to(made_in)
+    joint = torch.cat([train_copy(X), test_copy(X)])
+    expected = [True] * 3 + [False] * 3
+    for kind in (torch.float64, torch.float32):
+        x = joint.to(kind)
+        assert tag_points(trajectory, x) is x
+        assert as_points(trajectory, x).is_train.tolist() == expected
+        assert has_mark(torch.stack([x, x])).tolist() == [expected] * 2
+        assert as_points(trajectory, x.flip(0).index_select(0, torch.tensor([5, 0]))).is_train.tolist() == [True, False]
+    for kind in (torch.float16, torch.bfloat16):
+        if made_in.is_floating_point and (made_in == kind or made_in.itemsize > 2):
+            assert as_points(trajectory, joint.to(kind).double()).is_train.tolist() == expected
+    plain = tag_points(trajectory, X.double())
+    assert as_points(trajectory, plain).is_train.tolist() == [False] * 3
+    with pytest.raises(ValueError, match="marks no copy"):  # a table whose first column is its label
+        tag_points(trajectory, torch.cat([torch.ones(3, 1), X.double()], 1))
 
 
-@pytest.mark.parametrize("value", [-1.0, 1 + 1e-6, float("nan")])
-def test_a_copy_column_that_is_not_0_or_1_is_refused_with_its_row(trajectory, value):
+COLUMNS = {
+    "a label": [0.0, 1, 1, 0],
+    "a task": [1.0, 1, 1, 1],
+    "no task": [0.0, 0, 0, 0],
+    "signs": [-1.0, 1, 1, -1],
+    "classes": [0.0, 1, 2, 3],
+    "a measured number": [0.3, -2.2, 1e-4, 1e4],
+    "missing": [0.0, 1, float("nan"), 1],
+    "left out": [-100.0, 0, 1, -100],
+}
+
+
+@pytest.mark.parametrize(
+    ("column", "kind"),
+    [
+        (name, kind)
+        for name, column in COLUMNS.items()
+        for kind in (torch.float32, torch.float64, torch.int64)
+        if kind.is_floating_point or all(float(value).is_integer() for value in column)
+    ],
+)
+def test_a_table_with_one_column_too_many_is_refused(trajectory, column, kind):
+    """One column that is no input is not taken for the copy column, whatever it holds."""
+    extra = torch.tensor(COLUMNS[column], dtype=torch.float64)
+    X = torch.randn(4, 2, dtype=torch.float64).mul(3).round()
+    table = torch.cat([X, extra[:, None]], 1).to(kind)
+    message = r"must have 2 columns, or 3 as train_copy and test_copy make them: row 0 ends in .*, which marks no copy"
+    for ask in (lambda z: tag_points(trajectory, z), lambda z: EPKKernel(trajectory)(z)):
+        with pytest.raises(ValueError, match=message):
+            ask(table)
+    if kind.is_floating_point:
+        found, expected = (EPKKernel(trajectory)(z).to_dense() for z in (table[:, :2], test_copy(X)))  # the cure
+        assert_close(found.to(kind), expected.to(kind))
+
+
+@pytest.mark.parametrize("value", [-1.0, 1 + 1e-6, 0.0, 1.0, float("nan"), float("inf"), "other"])
+def test_a_copy_column_that_was_changed_is_refused_with_its_row(trajectory, value):
     x = train_copy(torch.randn(4, 2, dtype=torch.float64))
-    x[2, -1] = value
-    with pytest.raises(ValueError, match=r"exactly 0 \(test copy\) or 1 \(training copy\): got .* in row 2\. Make"):
+    x[2, -1] = x[2, -1] * (1 + 1e-15) if value == "other" else value
+    with pytest.raises(ValueError, match=r"row 2 ends in .*, which marks no copy\. Leave"):
         tag_points(trajectory, x)
-    with pytest.raises(ValueError, match=r"in row \(1, 2\)"):
+    with pytest.raises(ValueError, match=r"row \(1, 2\) ends in"):
         tag_points(trajectory, torch.stack([train_copy(torch.zeros(4, 2, dtype=torch.float64)), x]))

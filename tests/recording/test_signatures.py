@@ -210,6 +210,40 @@ def test_losses_of_what_the_network_returns_are_recorded_and_attributed(loss, in
     assert_close(sum(gradients), batch_gradient(run.model, w, rows, y, run.loss, c), rounding=100)
 
 
+class OneNumber(nn.Module):
+    """Returns one number per point, (n,)."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 1))
+
+    def forward(self, x):
+        return self.net(x).squeeze(1)
+
+
+@pytest.mark.mostly_slow
+@pytest.mark.parametrize("shape", [(12,), (12, 1)], ids=["targets (n,)", "targets (n, 1)"])
+@pytest.mark.parametrize("output", [None, lambda z: z, lambda z: z[:, None], lambda z: F.pad(z[:, None], (1, 0))])
+def test_one_number_per_point_is_recorded_and_attributed_with_any_output(output, shape):
+    torch.manual_seed(2)
+    X, y = torch.randn(12, 3, dtype=torch.float64), torch.rand(shape, dtype=torch.float64).round()
+    for loss in (nn.BCEWithLogitsLoss(), nn.HuberLoss(), epk.MeanSquaredError(), None):
+        net = OneNumber().double()
+        in_torch = loss if isinstance(loss, nn.Module) else nn.MSELoss()
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.2)
+        with epk.Recorder(net, optimizer, X, y, loss=loss, output=output) as recorder:
+            for batch in torch.arange(12).split(4):
+                optimizer.zero_grad()
+                in_torch(net(X[batch]), y[batch].reshape(-1)).backward()
+                recorder.batch(batch)
+                optimizer.step()
+        parts = epk.attribute(recorder.trajectory, X[:2], head="logits")
+        assert parts.certified
+        assert_close(parts.total, parts.network)
+        expected = net(X[:2]).reshape(-1, 1).detach()
+        assert_close(parts.network, expected if parts.network.shape[1] == 1 else F.pad(expected, (1, 0)))
+
+
 def test_a_machine_of_loss_derivatives_in_the_outputs_refuses_a_loss_of_something_else():
     run = record(Tagger().double(), tagger_inputs(), TOKENS, loss=nn.CrossEntropyLoss(), output=mean_logits)
     with pytest.raises(ValueError, match=r"needs a loss of the outputs \(n, C\) alone: CrossEntropy"):
