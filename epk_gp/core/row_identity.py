@@ -5,7 +5,7 @@ indices that it announces could be any. Each row is compared with X at its own i
 several ways, each blind to something that loops do to rows (`_likenesses`). It wins a comparison where it is more alike
 to the announced point: under a right index nearly all of them in one of the ways, under a wrong one half, whatever the
 data. The shares that rows win are judged together and for each position in a step, and their distribution shows a
-mixture of right and wrong indices, which their mean hides. Rows that could be compared with nothing are not confirmed.
+mixture of right and wrong indices, which a mean hides. Rows that could be compared with nothing are not confirmed.
 """
 
 import math
@@ -19,13 +19,13 @@ from torch.nn import functional as F
 
 from epk_gp.core.checks import blocks_of
 from epk_gp.core.losses import CrossEntropy, Loss, MeanSquaredError, NegativeLogLikelihood, soft_targets
-from epk_gp.core.step import ForwardPass, Step, tensor_bytes
+from epk_gp.core.step import NOT_OF_DATA, ForwardPass, Step, tensor_bytes
 
 _GROUP, _ROWS = 16, 32  # rows that are compared with one another, and of a pass
 _FEWEST_INDICES = 4  # of a pass whose rows are compared among themselves
 _FEWEST_PROFILES = 8  # points whose likeness to one another says which is which
 _BATCHES, _MIXED_BATCHES = 8, 32  # of one judgement; more where the loop mixes rows, some of which are rather others
-_MOST_ROWS, _STEPS = 4096, 64  # the latest rows that are judged together; steps of a recorded run that are looked at
+_JUDGED, _STEPS = 16, 64  # judgements whose rows are taken together; steps of a recorded run that are looked at
 _ENOUGH_ROWS, _FEWEST_ROWS = 64, 12  # of a judgement within a recording, and of one at its end
 _CLEAR, _CHANCE, _SURE = 0.65, 0.62, 0.9  # shares that right indices win at least, wrong ones at most, few rows need
 _LEAST_MEAN, _SPREAD = 0.77, 0.3  # lowest mean of the shares under right indices that was measured, and their deviation
@@ -42,7 +42,7 @@ _POSITIONS = (
     "passes of {} rows",
 )  # fmt: skip
 
-_Rows = tuple[Tensor, Tensor, Tensor]  # as the network saw them, (k, ...), announced samples (k,), positions (k, 5)
+_Rows = tuple[Tensor, ...]  # as the network saw them, (k, ...), announced samples (k,), positions (k, 5)
 
 
 @dataclass(eq=False)
@@ -70,8 +70,8 @@ class RowIdentity:
     _is_mixed: bool = False
     _passes: list[_Rows] = field(default_factory=list)
     _targets: list[tuple[Tensor, Tensor, Tensor]] = field(default_factory=list)  # samples, as used, as recorded
-    _judged: _Rows | None = None  # of all judgements, with the shares of comparisons that the rows win in their place
-    _keys: tuple[Tensor, Tensor] | None = None  # sorted checksums of the rows of X, and whose they are
+    _judged: list[_Rows] = field(default_factory=list)  # shares of comparisons that rows win, samples, positions
+    _numbers: dict[int, int] = field(default_factory=dict)  # of the rows of X, by their keys
 
     @torch.no_grad()
     def look_at(self, step: Step) -> str | None:
@@ -111,23 +111,20 @@ class RowIdentity:
         """Name the first row that was announced as no training point and is one, bit for bit; None after it."""
         if self.outside is not None or step.batch is None or not bool((step.batch < 0).any()):
             return None
+        if not self._numbers:
+            keys = (key for (rows,) in blocks_of(self.X) for key in _keys(rows))
+            self._numbers = {key: number for number, key in enumerate(keys)}
         for number, (forward, samples) in enumerate(self._split(step)):
-            seen = forward.inputs
-            if seen is None or (seen.values.shape[1:], seen.values.dtype) != (self.X.shape[1:], self.X.dtype):
-                continue
-            outside = (samples[seen.index.cpu()] < 0).nonzero().squeeze(1)
-            if self._keys is None:
-                self._keys = torch.sort(torch.cat([_checksums(rows) for (rows,) in blocks_of(self.X)]))
-            (known, places), keys = self._keys, _checksums(seen.values[outside.to(seen.values.device)])
-            at = torch.searchsorted(known, keys).clamp(max=len(known) - 1)
-            is_point = known[at] == keys
-            if bool(is_point.any()):
-                row = int(is_point.long().argmax())
-                self.outside = (
-                    f"row {int(seen.index[outside[row]])} of pass {number} of step {step.index} was announced as no "
-                    f"training point (-1), and is X[{int(places[at[row]])}] bit for bit"
-                )
-                return self.outside
+            seen = (
+                () if forward.inputs is None else zip(forward.inputs.index, _keys(forward.inputs.values), strict=True)
+            )
+            for row, key in seen:
+                if samples[row] < 0 and key in self._numbers:
+                    self.outside = (
+                        f"row {int(row)} of pass {number} of step {step.index} was announced as no training point "
+                        f"(-1), and is X[{self._numbers[key]}] bit for bit: its share stands under {NOT_OF_DATA!r}"
+                    )
+                    return self.outside
         return None
 
     def _split(self, step: Step) -> list[tuple[ForwardPass, Int64[Tensor, " n"]]]:
@@ -149,9 +146,8 @@ class RowIdentity:
         chosen = known[(spread + 7 * self._num_batches) % len(known)]  # others of each batch, which may be all of X
         chosen = chosen[self._take_targets(forward, samples, places[chosen])]
         if inputs is not None and len(chosen):
-            rows = places[chosen]
-            halves = (2 * rows // forward.num_rows)[:, None]
-            positions = torch.cat([halves, torch.tensor([position]).expand(len(rows), -1)], dim=1)
+            rows, positions = places[chosen], torch.tensor([[0, *position]]).repeat(len(chosen), 1)
+            positions[:, 0] = 2 * rows // forward.num_rows
             self._passes.append((inputs.values[chosen.to(inputs.values.device)], samples[rows], positions))
 
     def _take_targets(self, forward: ForwardPass, samples: Tensor, rows: Tensor) -> Bool[Tensor, " k"]:
@@ -215,29 +211,27 @@ class RowIdentity:
 
     def _wrong_rows(self, groups: list[_Rows], batches: int) -> str | None:
         """Say what contradicts the indices of some batches, or, with all rows judged before, of one position."""
-        _, samples, positions = (list(values) for values in zip(*groups, strict=True))
-        judged = self._shares_won(groups), torch.cat(samples), torch.cat(positions)
+        judged = self._shares_won(groups), *map(torch.cat, list(zip(*groups, strict=True))[1:])
         is_searched = self.num_judged < 2 and not float(judged[0].nanmean()) >= 0.97
         clear, of, name = self._clearly_others(groups, _SEARCHED if is_searched else 0)
         if not self._is_mixed and clear > _OUTLIERS * of + math.sqrt(of):
             return f"{name}, in at least {clear} of {of} rows"
-        error, _ = self._verdict(*judged[:2], f" in {batches} batches")
+        error, _ = self._verdict(judged[0], judged[1], f" in {batches} batches")
         if error is not None and (batches >= _BATCHES or not self._is_mixed):
             return error + self._named(groups)
-        earlier = [judged] if self._judged is None else [self._judged, judged]
-        shares, numbers, places = (torch.cat(values)[-_MOST_ROWS:] for values in zip(*earlier, strict=True))
-        self._judged = shares, numbers, places
-        _, doubt = self._verdict(shares, numbers, "")
+        self._judged = [*self._judged, judged][-_JUDGED:]
+        shares, samples, positions = (torch.cat(values) for values in zip(*self._judged, strict=True))
+        _, self.doubt = self._verdict(shares, samples, "")
         for column, words in enumerate(_POSITIONS):
-            for value in places[:, column].unique():
-                chosen = places[:, column] == value
+            for value in positions[:, column].unique():
+                chosen = positions[:, column] == value
                 if _POSITION_ROWS <= int(chosen.sum()) < len(chosen):
                     where = f" in {words.format(int(value))}"
-                    error, other = self._verdict(shares[chosen], numbers[chosen], where, is_position=True)
+                    error, doubt = self._verdict(shares[chosen], samples[chosen], where, is_position=True)
                     if error is not None:
                         return error + self._named(groups)
-                    doubt = doubt or other
-        self.doubt = doubt or _mixture(shares, is_mixed=self._is_mixed)
+                    self.doubt = self.doubt or doubt
+        self.doubt = self.doubt or _mixture(shares, is_mixed=self._is_mixed)
         self.note = self.note or (None if self.doubt else self._common_map(groups))
         return None
 
@@ -246,19 +240,18 @@ class RowIdentity:
     ) -> tuple[str | None, str | None]:
         """Say whether rows win no more comparisons than by chance, and else why they may do so."""
         compared = ~shares.isnan()
-        if float(compared.double().mean()) < 1 - _UNCOMPARED:
+        mean, n, rows = float(shares.nanmean()), int(compared.sum()), len(samples[compared].unique())
+        if n < (1 - _UNCOMPARED) * len(shares):
             lone = "could be compared with no other point: too few different indices were announced together"
-            return None, f"{int((~compared).sum())} of {len(shares)} rows{where} {lone}"
-        mean, n, rows = float(shares[compared].mean()), int(compared.sum()), len(samples[compared].unique())
+            return None, f"{len(shares) - n} of {len(shares)} rows{where} {lone}"
         words = (
             f"the rows that the network saw{where} are more like X at their announced indices than like other rows of "
             f"X in {mean:.0%} of the comparisons only, where 50 % are chance ({n} rows, {rows} different indices)"
         )
+        deviation = 0.289 / math.sqrt(n if rows == len(self.X) else rows)  # of the mean under wrong indices
+        limit, least = min(_CHANCE, 0.5 + 5 * deviation), max(_CLEAR, min(_SURE, 0.5 + 4 * deviation))
         if is_position:  # one of many, so that a right one must be far from the limit
             limit = least = min(_CHANCE, _LEAST_MEAN - 4.5 * _SPREAD / math.sqrt(n)) - 0.04 * self._is_mixed
-        else:
-            deviation = 0.289 / math.sqrt(n if rows == len(self.X) else rows)  # of the mean under wrong indices
-            limit, least = min(_CHANCE, 0.5 + 5 * deviation), max(_CLEAR, min(_SURE, 0.5 + 4 * deviation))
         return words if mean <= limit and rows >= _FEWEST_ROWS else None, words if mean < least else None
 
     def _own(self, samples: Int64[Tensor, " k"]) -> Shaped[Tensor, "k ..."]:
@@ -286,7 +279,7 @@ class RowIdentity:
         groups = [group for group in groups if group[0].shape[1:] == self.X.shape[1:]]
         if not groups or len(self.X) < _FEWEST_ROWS:
             return 0, 1, ""
-        seen, samples = (torch.cat(values) for values in list(zip(*groups, strict=True))[:2])
+        seen, samples, _ = map(torch.cat, zip(*groups, strict=True))
         M, count = len(self.X), max(_OTHERS, searched // max(1, self.X[0].numel()))
         others = torch.linspace(0, M - 1, min(M, count), dtype=torch.float64).long()
         places = torch.cat([samples, (samples - 1) % M, (samples + 1) % M, others]).unique()
@@ -310,7 +303,8 @@ class RowIdentity:
 
     def _common_map(self, groups: list[_Rows]) -> str | None:
         """Say how all rows are scaled and shifted, if the loop does nothing else to them."""
-        if len(groups) < 2 or any(seen.shape[1:] != self.X.shape[1:] for seen, *_ in groups):
+        count = sum(len(samples) for _, samples, _ in groups)
+        if count <= _GROUP or any(seen.shape[1:] != self.X.shape[1:] for seen, *_ in groups):
             return None
         seen = torch.cat([seen for seen, *_ in groups]).double()
         own = self._own(torch.cat([samples for _, samples, _ in groups])).to(seen)
@@ -325,19 +319,14 @@ class RowIdentity:
 
 def _groups_of(passes: list[_Rows]) -> list[_Rows]:
     """Return rows in groups to compare: those of one pass, or of several where a pass has few different indices."""
-    whole = [rows for rows in passes if len(rows[1].unique()) >= _FEWEST_INDICES]
-    shapes: dict[torch.Size, list[_Rows]] = {}
-    for rows in passes:
-        if len(rows[1].unique()) < _FEWEST_INDICES:
-            shapes.setdefault(rows[0].shape[1:], []).append(rows)
-    for alike in shapes.values():
-        seen, samples, positions = (torch.cat(values) for values in zip(*alike, strict=True))
-        whole.append((seen, samples, positions))
-    counts = [math.ceil(len(rows[1]) / _GROUP) for rows in whole]
+    together: dict[object, list[_Rows]] = {}
+    for number, rows in enumerate(passes):
+        key = number if len(rows[1].unique()) >= _FEWEST_INDICES else rows[0].shape[1:]
+        together.setdefault(key, []).append(rows)
+    wholes = [tuple(map(torch.cat, zip(*alike, strict=True))) for alike in together.values()]
+    counts = [math.ceil(len(whole[1]) / _GROUP) for whole in wholes]
     return [
-        (seen[k::count], samples[k::count], positions[k::count])
-        for (seen, samples, positions), count in zip(whole, counts, strict=True)
-        for k in range(count)
+        tuple(v[k::count] for v in whole) for whole, count in zip(wholes, counts, strict=True) for k in range(count)
     ]
 
 
@@ -357,15 +346,14 @@ def _mixture(shares: Float64[Tensor, " n"], *, is_mixed: bool) -> str | None:
     shares = shares[~shares.isnan()]
     lost, rest = float((shares < 0.5).double().mean()), shares[shares < 1]
     is_chance = lost > _LOST and float(rest.mean()) < min(_REST, 0.6 - 3 * _SPREAD / math.sqrt(len(rest)))
-    if lost > _MIXED_LOST if is_mixed else is_chance:
-        return f"{lost:.0%} of {len(shares)} rows are less like X at their announced indices than like most other rows"
-    return None
+    words = f"{lost:.0%} of {len(shares)} rows are less like X at their announced indices than like most other rows"
+    return words if (lost > _MIXED_LOST if is_mixed else is_chance) else None
 
 
-def _checksums(rows: Shaped[Tensor, "n ..."]) -> Int64[Tensor, " n"]:
-    """Return a hash of the bytes of each row."""
-    content, size = bytes(tensor_bytes(rows)), rows[0].nbytes if len(rows) else 1
-    return torch.tensor([hash(content[at : at + size]) for at in range(0, len(content), size)], dtype=torch.int64)
+def _keys(rows: Shaped[Tensor, "n ..."]) -> list[int]:
+    """Return a hash of each row: of its shape, dtype and bytes."""
+    content, size, kind = bytes(tensor_bytes(rows)), rows[:1].nbytes, (rows.shape[1:], rows.dtype)
+    return [hash((kind, content[at : at + size])) for at in range(0, len(content), size or 1)]
 
 
 def _likenesses(seen: Tensor, own: Tensor, differs: Bool[Tensor, "k k"]) -> Float[Tensor, "4 k k"]:

@@ -20,7 +20,7 @@ from epk_gp.core.model import functionalize_like, uncompiled
 from epk_gp.core.moves import LiveNetwork, Move
 from epk_gp.core.row_identity import RowIdentity
 from epk_gp.core.show import warn_caller, warn_uncertified
-from epk_gp.core.step import NOT_OF_DATA, Step, fingerprint_data, fingerprint_start
+from epk_gp.core.step import Step, fingerprint_data, fingerprint_start
 from epk_gp.core.trajectory import Trajectory
 from epk_gp.optimizers.library_rules import NoOptimizer
 from epk_gp.optimizers.torch_rules import Optimizers, Rules, as_optimizers, given_rules, groups_of, learning_rate
@@ -496,12 +496,8 @@ class Recorder:
             # until something is known, every step says something; rows of a stream are numbered by what they are
             if setup.stream is None and (is_exact or not self._identity.num_judged):
                 self._require_identity(self._identity.look_at(step))
-            outside = None if setup.stream is not None else self._identity.look_outside(step)
-            if outside is not None:
-                warn_uncertified(
-                    f"{outside}: its share stands under {NOT_OF_DATA!r}. Announce the index of each row that is a "
-                    "training point."
-                )
+            if setup.stream is None and (outside := self._identity.look_outside(step)) is not None:
+                warn_uncertified(f"{outside}.")
         if is_exact:
             self._schedule.add(index)
         if index >= self._probe.next:
