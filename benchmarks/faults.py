@@ -69,6 +69,7 @@ def main() -> int:
     kinds: dict[str, Callable[[], tuple[int, int, int, int]]] = {
         **{f"odd programs: {row}": partial(odd_programs, row) for row in odd_rows() if row != SOUND_ROW},
         f"odd programs: {SOUND_ROW} (the control: nothing may be found)": partial(odd_programs, SOUND_ROW),
+        "loops that change rows: wrong indices by 19 patterns, in a quarter right ones": changed_rows,
         "public calls in 8 threads at once on one run": lambda: thread_faults(arguments.thread_rounds),
         "kills (SIGKILL) of a recording, at random and after each file operation": kills,
         "flipped bits and cut files of stored runs": flips,
@@ -126,6 +127,15 @@ def tables() -> tuple[int, int, int, int]:
         print(f"       {case}")
     tried = sum(counts.values())
     return tried, counts["refused"], counts["right"], tried - counts["refused"] - counts["right"]
+
+
+def changed_rows() -> tuple[int, int, int, int]:
+    """Announce right indices of changed rows, which count as without effect, and wrong ones; an alarm counts as silent."""
+    counts, wrong = _tests_module("wrong_indices").count_outcomes(ODD)
+    for case in wrong:
+        print(f"       {case}")
+    found = counts["refused"] + counts["uncertified"]
+    return ODD, found, counts["right"], len(wrong)
 
 
 def thread_faults(rounds: int) -> tuple[int, int, int, int]:

@@ -19,7 +19,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from epk_gp.core.losses import CrossEntropy
-from epk_gp.core.step import ForwardPass, RowIdentity, SeenRows, Step
+from epk_gp.core.row_identity import RowIdentity
+from epk_gp.core.step import ForwardPass, SeenRows, Step
 from epk_gp.datasets import mnist_folder
 
 B, CLASSES = 16, 10
@@ -254,16 +255,17 @@ def main() -> None:
         for label, recipe in recipes.items():
             cells = []
             for wrong, loads in loops(y).items():
-                identity, errors = RowIdentity(X, y, CrossEntropy()), []
+                identity, errors, doubts = RowIdentity(X, y, CrossEntropy()), list[int](), 0
                 count = arguments.batches if wrong == "right" else min(256, arguments.batches)
                 for step in steps_of(X, y, recipe, loads, count):
+                    judged = identity.num_judged
                     if identity.look_at(step) is not None:
                         errors.append(step.index + 1)
                         if wrong != "right":
                             break
+                    doubts += identity.num_judged > judged and identity.doubt is not None
                 if wrong == "right":
-                    told = identity.num_confirmed, len(identity.doubts), len(errors)
-                    cells.append("{} confirmed, {} doubts, {} errors".format(*told))
+                    cells.append(f"{identity.num_judged} judged, {doubts} doubts, {len(errors)} errors")
                 else:
                     cells.append(f"{errors[0]}" if errors else "doubted" if identity.doubt else "not found")
             print(f"| {name} | {label} | {' | '.join(cells)} |", flush=True)

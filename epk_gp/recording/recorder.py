@@ -18,8 +18,9 @@ from epk_gp.core.inputs import Inputs
 from epk_gp.core.losses import CrossEntropy, Loss, as_loss
 from epk_gp.core.model import functionalize_like, uncompiled
 from epk_gp.core.moves import LiveNetwork, Move
+from epk_gp.core.row_identity import RowIdentity
 from epk_gp.core.show import warn_caller, warn_uncertified
-from epk_gp.core.step import RowIdentity, Step, fingerprint_data, fingerprint_start
+from epk_gp.core.step import Step, fingerprint_data, fingerprint_start
 from epk_gp.core.trajectory import Trajectory
 from epk_gp.optimizers.library_rules import NoOptimizer
 from epk_gp.optimizers.torch_rules import Optimizers, Rules, as_optimizers, given_rules, groups_of, learning_rate
@@ -497,6 +498,8 @@ class Recorder:
             # until something is known, every step says something; rows of a stream are numbered by what they are
             if setup.stream is None and (is_exact or not self._identity.num_judged):
                 self._require_identity(self._identity.look_at(step))
+            if setup.stream is None and (outside := self._identity.look_outside(step)) is not None:
+                warn_uncertified(f"{outside}.")
         if is_exact:
             self._schedule.add(index)
         if index >= self._probe.next:

@@ -10,13 +10,15 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Subset, TensorDataset, random_split
+from wrong_indices import CHANGES, PATTERNS, SUBTLE, count_outcomes, draw_case, outcome, scaled
+from wrong_indices import record as record_changed
 
 import epk_gp as epk
 import page_code
 from epk_gp.callbacks import IndexedDataset
-from epk_gp.core import step as row_identity
+from epk_gp.core import row_identity
 from epk_gp.core.losses import CrossEntropy
-from epk_gp.core.step import RowIdentity
+from epk_gp.core.row_identity import RowIdentity
 from epk_gp.datasets import digits
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -169,7 +171,7 @@ def test_rows_of_the_same_class_are_another_ones():
     order = torch.empty(600, dtype=torch.long)
     for c in range(10):
         order[(y == c).nonzero()[:, 0]] = (y == c).nonzero()[:, 0].roll(1)
-    with pytest.raises(epk.StepMismatchError, match=r"saw something like X.* in at least \d+ of 128 rows"):
+    with pytest.raises(epk.StepMismatchError, match=r"saw something like X.* in at least \d+ of 256 rows"):
         record(announced(order, X, y), X, y)
 
 
@@ -236,7 +238,7 @@ def test_ten_recipes_of_images_are_told_from_wrong_ones(name):
     y, recipe = torch.arange(200) % 10, benchmark().IMAGES[name]
     count = 8 if name in TEN else 32
     identity, errors = judged(recipe, "right", X, y, count)
-    assert (identity.num_confirmed, identity.doubts, errors) == (1, [], [])
+    assert (identity.num_judged, identity.doubt, errors) == (1, None, [])
     assert judged(recipe, "another row and its label", X, y, count)[1]
     assert judged(recipe, "another row, the label of the announced one", X, y, count)[1]
 
@@ -246,7 +248,7 @@ def test_recipes_of_sentences_and_tables_are_told_from_wrong_ones(kind):
     X, y = getattr(benchmark(), kind)(400), torch.arange(400) % 10
     for recipe in (benchmark().TEXT if kind == "sentences" else benchmark().of_columns(X)).values():
         identity, errors = judged(recipe, "right", X, y, 32)
-        assert identity.num_confirmed
+        assert identity.num_judged
         assert (identity.doubt, errors) == (None, [])
         assert judged(recipe, "another row, the label of the announced one", X, y, 32)[1]
 
@@ -258,7 +260,7 @@ def test_a_fixed_map_of_all_rows_is_no_other_data_set(change):
     seen = change(X)
     recipe = benchmark().rows_only(lambda x: seen[(x[:, None] == X[None]).all(dim=2).int().argmax(dim=1)])
     identity, errors = judged(recipe, "right", X, torch.arange(300) % 10, 16)
-    assert (identity.num_confirmed, errors) == (2, [])
+    assert (identity.num_judged, identity.doubt, errors) == (2, None, [])
     assert judged(recipe, "another row, the label of the announced one", X, torch.arange(300) % 10, 16)[1]
 
 
@@ -275,3 +277,116 @@ def test_rows_of_a_subset_have_the_numbers_of_the_whole_data_set():
     assert record(loader, X, y, augmented).num_steps == 10
     with pytest.raises(ValueError, match="IndexedDataset of a Subset gives the numbers of the whole data set"):
         record(loader, X[first.indices], y[first.indices])
+
+
+def announce(rows, indices, change=lambda x, X: x + 0.2 * torch.randn_like(x), X=None):
+    """Record a loop over the first training points; returns the recorded run."""
+    X, y = data()[0] if X is None else X, data()[1]
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(64, 10)).double()
+    return record_changed(net, X, y[: len(X)], rows[:, None], indices[:, None], change)
+
+
+def test_indices_that_are_all_one_are_an_error():
+    """There is nothing to compare in a batch of them; all of X says whose the rows are."""
+    rows = torch.randperm(600)[:320].reshape(20, 16)
+    with pytest.raises(epk.StepMismatchError, match=r"saw something like X.*the batch says X\[0\]"):
+        announce(rows, 0 * rows, scaled)
+
+
+@pytest.mark.parametrize("k", [1, 2, 3])
+def test_few_different_indices_of_noisy_rows_are_not_confirmed(k):
+    rows = torch.randperm(600)[:320].reshape(20, 16)
+    with pytest.warns(epk.CertificateWarning, match="could be compared with no other|of the comparisons only"):
+        assert announce(rows, rows % k).identity_finding is not None
+
+
+def test_rows_that_were_compared_with_nothing_are_not_certified():
+    """All rows are of one training point, at the right index: no other index shows how alike they are by chance."""
+    rows = torch.full((5, 8), 7)
+    with pytest.warns(epk.CertificateWarning, match="40 of 40 rows could be compared with no other point"):
+        trajectory = announce(rows, rows)
+    with pytest.warns(epk.CertificateWarning, match="could be compared with no other point"):
+        assert not epk.attribute(trajectory, data()[0][:1], classes=torch.tensor([0])).certified
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_training_sets_of_few_points_are_confirmed_and_their_permutations_are_not(size):
+    X, rows = data()[0][:size], torch.randint(size, (12, 6), generator=torch.Generator().manual_seed(0))
+    assert announce(rows, rows, X=X).identity_finding is None
+    if size > 1:
+        with pytest.warns(epk.CertificateWarning, match="rows could not be matched"):
+            assert announce(rows, (rows + 1) % size, X=X).identity_finding is not None
+
+
+@pytest.mark.parametrize("points", [1, 3])
+def test_batches_of_few_points_augmented_several_times_are_confirmed(points):
+    """No batch has enough points to compare; those of several batches are compared."""
+    rows = torch.arange(points * 24).reshape(24, points).repeat_interleave(12 // points, dim=1)
+    assert announce(rows, rows).identity_finding is None
+    with pytest.raises(
+        (epk.StepMismatchError, epk.CertificateWarning), match="in .* of the comparisons only|something"
+    ):
+        announce(rows, rows + 40)
+
+
+WRONG_HALVES = {
+    "second pass with the first one's": "pass 1 of each step",
+    "every other step late": "steps s with s % 2 = 1",
+    "half of a batch shifted": "half 1 of each pass",
+}
+
+
+@pytest.mark.parametrize("name", WRONG_HALVES)
+def test_an_error_names_the_places_of_wrong_indices(name):
+    """The mean of all comparisons is 75 %, which heavily augmented rows have too."""
+    X, y = data()
+    torch.manual_seed(0)
+    rows, net = torch.randint(600, (24, 2, 16)), nn.Linear(64, 10).double()
+    with pytest.raises(epk.StepMismatchError, match=re.escape(WRONG_HALVES[name])):
+        record_changed(net, X, y, rows, PATTERNS[name](rows, y), lambda x, _: augmented(x))
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_drawn_right_indices_pass_and_drawn_wrong_ones_do_not(seed):
+    assert outcome(seed, right=True)[0] == "right", draw_case(seed, right=True)
+    assert outcome(seed, right=False)[0] in ("refused", "uncertified"), draw_case(seed, right=False)
+
+
+@pytest.mark.slow
+def test_more_drawn_indices():
+    assert count_outcomes(60, first=100)[1] == []
+
+
+def test_every_pattern_and_every_change_is_drawn():
+    drawn = [draw_case(seed) for seed in range(1000)]
+    assert {pattern for _, _, pattern, _ in drawn} == {None, *PATTERNS, *SUBTLE}
+    assert {case[:2] for case in drawn} == {(kind, change) for kind in CHANGES for change in CHANGES[kind]}
+
+
+def record_unstated(said, steps=6):
+    """Record a loss that is not stated, of raw rows of which one gets another index in step 4."""
+    X, torch_net = data()[0], nn.Linear(64, 3).double()
+    optimizer = torch.optim.SGD(torch_net.parameters(), lr=0.01)
+    with epk.Recorder(torch_net, optimizer, X, None, loss=None) as recorder:
+        for step in range(steps):
+            rows = torch.arange(8) + 8 * step
+            optimizer.zero_grad()
+            torch_net(torch.cat([X[rows], torch.rand(2, 64, dtype=X.dtype)])).square().mean().backward()
+            indices = torch.cat([rows, torch.tensor([-1, -1])])
+            indices[2] = said if step == 4 else indices[2]
+            recorder.batch(indices)
+            optimizer.step()
+    return recorder.trajectory
+
+
+def test_a_training_row_under_the_index_of_none_is_named():
+    words = r"row 2 of pass 0 of step 4 was announced as no training point \(-1\), and is X\[34\] bit for bit"
+    with pytest.warns(epk.CertificateWarning, match=words):
+        trajectory = record_unstated(-1)
+    with pytest.warns(epk.CertificateWarning, match=words):
+        assert not epk.attribute(trajectory, data()[0][:1], head="logits").certified
+    assert words.replace("\\", "") in " ".join(str(trajectory).split())
+    trajectory = record_unstated(34)
+    assert trajectory.identity_finding is None
+    assert epk.attribute(trajectory, data()[0][:1], head="logits").certified
