@@ -339,8 +339,10 @@ def parse_batch(indices: Any, num_points: int, index: int, least: int) -> Int64[
         batch = as_tensor(indices)
     except (TypeError, ValueError, RuntimeError) as error:
         raise TypeError(f"step {index}: a batch must hold integer indices into X: got {indices!r}.") from error
-    if batch.ndim != 1 or batch.numel() == 0:
-        raise ValueError(f"step {index}: a batch must be a list of at least one index: got shape {tuple(batch.shape)}.")
+    if batch.ndim != 1:
+        raise ValueError(f"step {index}: a batch must be a list of indices: got shape {tuple(batch.shape)}.")
+    if not len(batch):
+        return torch.zeros(0, dtype=torch.int64)
     if batch.is_floating_point() or batch.dtype == torch.bool:
         raise TypeError(f"step {index}: a batch must hold integer indices into X: got {batch.dtype}.")
     low, high = int(batch.min()), int(batch.max())

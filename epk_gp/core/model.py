@@ -16,6 +16,7 @@ from epk_gp.core.checks import allclose, validate_texts
 from epk_gp.core.inputs import ONE_TENSOR, Signature
 from epk_gp.core.plans import ModelCache, TensorSpec
 from epk_gp.core.torch_overrides import (
+    CopyingResults,
     KeptActivations,
     WrittenOutNormalisation,
     disable_fused_attention,
@@ -181,7 +182,10 @@ class FunctionalModel:
         has_statistics = flat.shape[-1] > self.num_weights
         names, shapes = self.names + self.statistics * has_statistics, self.shapes + self.statistic_shapes
         pieces = flat.split([shape.numel() for shape in shapes[: len(names)]], dim=-1)
-        return {n: piece.view(flat.shape[:-1] + shape) for n, piece, shape in zip(names, pieces, shapes, strict=False)}
+        views = [piece.view(flat.shape[:-1] + shape) for piece, shape in zip(pieces, shapes, strict=False)]
+        # pairs, which may be viewed as complex numbers, must not begin at an odd place
+        own = (v.clone(memory_format=torch.contiguous_format) if v.shape[-1:] == (2,) else v for v in views)
+        return dict(zip(names, own, strict=True))
 
     def flatten_statistics(self, buffers: Mapping[str, Tensor]) -> Float[Tensor, " Q"]:
         """Concatenate the moving statistics in the model's order."""
@@ -236,7 +240,8 @@ class FunctionalModel:
 def copied_module(module: nn.Module, *, has_own_buffers: bool = False) -> nn.Module:
     """Return a copy of a module that shares its parameters, and its buffers unless it has its own."""
     shared = (*module.parameters(), *(() if has_own_buffers else module.buffers()))
-    return copy.deepcopy(module, {id(tensor): tensor for tensor in shared})
+    with CopyingResults():
+        return copy.deepcopy(module, {id(tensor): tensor for tensor in shared})
 
 
 def _output_example(returned: object) -> str:
@@ -348,7 +353,7 @@ def functionalize(
     if len(kinds) > 1 or not next(iter(kinds))[0].is_floating_point:
         raise ValueError(f"the weights must share one floating dtype and one device: got {sorted(map(str, kinds))}.")
     try:
-        with as_written(net):
+        with as_written(net), CopyingResults():
             module = copy.deepcopy(net)
     except (RuntimeError, TypeError, AttributeError) as error:
         raise TypeError(f"the network must be copyable by copy.deepcopy: {error}") from error

@@ -40,8 +40,9 @@ from epk_gp.core.plans import TensorSpec
 from epk_gp.core.step import ForwardPass, Step
 from epk_gp.core.torch_overrides import disable_fused_attention, kernels_of_the_loop, with_tensors
 from epk_gp.optimizers.update_rules import WeightPenalty, predict_step, relative_rounding, rounded_bound, step_tolerance
+from epk_gp.recording.captured import CapturedForward
 from epk_gp.recording.causes import changed_setting
-from epk_gp.recording.observer import CapturedForward, MadeStep
+from epk_gp.recording.observer import MadeStep
 from epk_gp.recording.passes import KnownLoss, common_factor, of_nodes, read_targets, rounding_of, row_factors
 from epk_gp.recording.setup import TrainingSetup
 
@@ -253,11 +254,15 @@ def _kernel_cause(setup: TrainingSetup, check: StepCheck, seen: Sequence[SeenPas
         gradient = sum((replay.gradient(check.state, p.data).gradient for p in seen), torch.zeros_like(check.used))
     again = gradient * check.clip_factor
     missed, left = ((check.used - g).abs().max() for g in (check.expected, again))
-    if not (seen and left < missed / 8 and allclose(check.used, again)):
+    # where a pass had no backward pass, its absence is the difference
+    is_whole = all(f.output_gradient is not None for b in check.observed.made.announced for f in b.forwards)
+    if not (seen and is_whole and left < missed / 8 and allclose(check.used, again)):
         return None
     if any(_replayed(replay, check.state, p)[1] for p in seen):
         advice = "Train inside of torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH)"
         return f"fused attention draws its dropout otherwise than a replay. {advice}"
+    if check.used.dtype != torch.float32 or not check.used.is_cuda:
+        return None
     return (
         "the loop computes in less than its dtype. Set torch.backends.cudnn.allow_tf32 = False and "
         "torch.set_float32_matmul_precision('highest'), or say what may be left of a step, unexplained=0.05"
@@ -324,13 +329,20 @@ def _loss_cause(setup: TrainingSetup, made: MadeStep, seen: Sequence[SeenPass], 
     first, expected = seen[0], [p.expected(stated, p.data.y) for p in seen]
     deltas, gradients = (torch.cat([v.flatten() for v in values]) for values in ([p.delta for p in seen], expected))
     ratio = common_factor(deltas, gradients)
-    is_scaled = abs(ratio - 1) > _ROOM and _are_like(seen, [ratio * e for e in expected])
+    is_scaled = abs(ratio - 1) > _ROOM and bool(gradients.any()) and _are_like(seen, [ratio * e for e in expected])
     is_scaled = is_scaled and check is not None and _is_same(check.used, ratio * check.expected)
+    ratios = [common_factor(p.delta, e) for p, e in zip(seen, expected, strict=True)]
+    if max(ratios) - min(ratios) > _ROOM and _are_like(seen, [r * e for r, e in zip(ratios, expected, strict=True)]):
+        times = ", ".join(f"{ratio:.6g}" for ratio in ratios)
+        return (
+            f"the losses of the step's passes are {times} times the stated one: state these factors, "
+            "recorder.batch(indices, weight=...), or let weight=None read them"
+        )
     if not is_scaled and not made.is_doubtful:
         return None
-    factor, times = f"is {ratio:.6g} times that of the stated loss", first.captured.num_backwards
-    if is_scaled and times > 1:
-        return f"the gradient {factor}: backward() went through the pass {times} times"
+    factor, count = f"is {ratio:.6g} times that of the stated loss", first.captured.num_backwards
+    if is_scaled and count > 1 and abs(ratio - count) < _ROOM * count:
+        return f"the gradient {factor}: backward() went through the pass {count} times"
     for clause, loss, targets in _other_losses(stated, first):
         with suppress(IndexError, RuntimeError, TypeError, ValueError):  # a loss that cannot take outputs or targets
             if _are_like(seen, [p.expected(loss, targets(p)) for p in seen]):
@@ -438,6 +450,15 @@ def _gradient_cause(setup: TrainingSetup, check: StepCheck, *, is_shown: bool) -
         return f"the gradient is {ratio:.6g} times {through}, clipped or scaled after backward(): state {stated}{hint}"
     if _is_same(used, whole.clamp(-bound, bound)):
         return f"the gradient was clipped to +-{bound:.6g} entry by entry: tell the recorder, clip=ClipValue(...)"
+    pairs = {n: (u, model.unflatten(whole)[n]) for n, u in model.unflatten(used).items() if u.numel()}
+    off = {n: (u, g) for n, (u, g) in pairs.items() if not _is_same(u, g)} or pairs
+    names, shares = _named([*off]), [common_factor(u, g) for u, g in off.values()]
+    if is_shown and len(off) < len(pairs) and not any(bool(g.any()) for _, g in off.values()):
+        return (
+            f"no gradient comes to {names} through the network's outputs: the loop's loss alone uses it. Let forward() "
+            "return what it makes of it, such as logits times a scale, or give it an optimizer of its own, that the "
+            "recorder does not get"
+        )
     if made.has_left_over:
         return (
             "a gradient was left over when backward() through the network began, of a step before or of a term of the "
@@ -445,9 +466,6 @@ def _gradient_cause(setup: TrainingSetup, check: StepCheck, *, is_shown: bool) -
         )
     if (doubt := made.doubt or made.unseen) is not None:  # of other processes
         return doubt
-    pairs = {n: (u, model.unflatten(whole)[n]) for n, u in model.unflatten(used).items() if u.numel()}
-    off = {n: (u, g) for n, (u, g) in pairs.items() if not _is_same(u, g)} or pairs
-    names, shares = _named([*off]), [common_factor(u, g) for u, g in off.values()]
     if all(not bool(u.any()) for u, _ in off.values()):
         return f"no gradient came to {names}: freeze by requires_grad_(False), and leave .grad as it is"
     hooked = [n for n, p in net.named_parameters() if p._backward_hooks or p._post_accumulate_grad_hooks]

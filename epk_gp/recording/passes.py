@@ -39,8 +39,9 @@ from epk_gp.core.losses import (
 from epk_gp.core.model import copied_module, perturbed_initial, random_state_kept
 from epk_gp.core.step import ForwardPass, SeenRows, Step, tensor_bytes
 from epk_gp.core.torch_overrides import disable_fused_attention, quiet_checkpoints, with_tensors
+from epk_gp.recording.captured import CapturedForward
 from epk_gp.recording.causes import StepMismatchError
-from epk_gp.recording.observer import CapturedForward, MadeStep
+from epk_gp.recording.observer import MadeStep
 from epk_gp.recording.setup import TrainingSetup
 
 # torch notes in a global variable that a mode is entered, and puts it back as it was: one thread at a time.
@@ -140,6 +141,11 @@ class PassRecords:
         is_stated = len(announced) == 1 and not isinstance(announced[0].weight, Tensor) and announced[0].weight == 1
         for batch in announced:
             samples, forwards = batch.samples, batch.forwards
+            if other := next((f.other_module for f in forwards if f.other_module is not None), None):
+                raise StepMismatchError(
+                    f"the network must keep its modules while it is recorded: {other!r} was added, removed or "
+                    "replaced. Do that before the recorder is made, or end the recording, and begin another."
+                )
             weight, is_read = (1.0, True) if batch.weight is None else (batch.weight, False)
             stated = weight * sample_weights(self._setup.loss, y[samples.to(y.device)]).cpu()
             if self._setup.model.signature.graph is not None:

@@ -312,7 +312,8 @@ class Recorder:
                     return
                 yield self.num_steps
                 self._observer.complete()
-                self._follow_present()
+                with _errors_of_step(self.num_steps):
+                    self._follow_present()
         finally:
             self._in_until = False
 
@@ -358,6 +359,8 @@ class Recorder:
                 if not self._setup.is_at(last):
                     self._follow_move(*self._observer.first_state(), is_end=False)
                     last = self._history.last.end
+                if not self._setup.is_at(last) and self._observer.other_optimizer:
+                    raise StepMismatchError(self._observer.other_optimizer)
                 if not self._setup.is_at(last) and not self._observer.has_moved_between_passes:
                     is_on_disk = 0 < index == self.num_committed
                     hint = " The last step is on disk: read recorder.trajectory after such a move." * is_on_disk
@@ -536,7 +539,7 @@ class Recorder:
         if self._observer.num_announced:
             raise StepMismatchError(
                 "every recorder.batch() must be followed by optimizer.step(): "
-                f"the one of step {self.num_steps} was not."
+                f"the one of step {self.num_steps} was not. {self._observer.other_optimizer}".rstrip()
             )
         if not self._has_refused:
             last = self._history.last

@@ -122,8 +122,17 @@ class TrainingSetup:
         return LiveWeights(self.net, self.model, is_certain=self.unexplained is not None)
 
     def weights(self) -> Float[Tensor, " P"]:
-        """Return a copy of the network's present weights."""
+        """Return a copy of the network's present weights; errors as of `is_at`."""
+        self._require_all_weights()
         return self.live.copy()
+
+    def _require_all_weights(self) -> None:
+        named = self.live.named()
+        if gone := [name for name in self.model.names if name not in named]:
+            raise StepMismatchError(
+                f"the network must keep the parameters that are recorded: {gone[0]!r} is no parameter any more. Prune, "
+                "parametrise or replace layers before the recorder is made, or end the recording, and begin another."
+            )
 
     def number(self, X: Shaped[Tensor, "n ..."], y: Tensor | None, stream: Rows) -> Int64[Tensor, " n"]:
         """Return the numbers of rows of a stream; X and y of the setup hold those that are new from then on."""
@@ -137,7 +146,12 @@ class TrainingSetup:
         return {*self.model.names} <= {name for name, _ in self.net.named_parameters()}
 
     def is_at(self, w: Float[Tensor, " P"]) -> bool:
-        """Return whether training goes on from weights: a schedule-free optimizer in eval mode shows others."""
+        """Return whether training goes on from weights: a schedule-free optimizer in eval mode shows others.
+
+        Raises:
+            StepMismatchError: The network has not all recorded parameters any more.
+        """
+        self._require_all_weights()
         if self.live.are(w):
             return True
         values = in_training_mode(self.optimizers, {id(p): p.detach() for p in self.live.named().values()})
@@ -202,9 +216,13 @@ class TrainingSetup:
         with torch.no_grad():
             before, after = self.model(params, rows), self.model({**params, **changed}, rows)
         if not torch.allclose(before, after, rtol=0, atol=0, equal_nan=True):
+            name, value = next(iter(changed.items()))
+            cure = "put the network into training mode before the recorder is made"
+            if not value.is_floating_point():
+                cure = f"make it a floating-point buffer, {name}.double(): those are recorded, {value.dtype} is not"
             raise StepMismatchError(
-                f"buffers and frozen parameters must stay as they were when recording began: {next(iter(changed))!r} "
-                "changed. If training moves it, put the network into training mode before the recorder is made."
+                f"buffers and frozen parameters must stay as they were when recording began: {name!r} changed. If a "
+                f"forward pass in training moves it, {cure}."
             )
 
     def validate_end(self, end: Float[Tensor, " P"], statistics: Float[Tensor, " Q"] | None, num_steps: int) -> None:
@@ -437,7 +455,7 @@ def _validated_fingerprint(model: FunctionalModel, state: Tensor, moved: Tensor,
             raise ValueError(f"{name} must be on the network's device {start.device}: got {x.device}.")
     rows = X[:NUM_FINGERPRINT_POINTS].clone() if graph is None else graph.nodes
     before = {} if graph is None else {key: value.clone() for key, value in graph.tensors.items()}
-    perturbed = model.unflatten(moved)
+    perturbed = {name: value.clone() for name, value in model.unflatten(moved).items()}
     with torch.no_grad():
         try:
             returned = model.returned(perturbed, rows)
@@ -448,6 +466,11 @@ def _validated_fingerprint(model: FunctionalModel, state: Tensor, moved: Tensor,
                 "tuple or dict of tensors; a network that takes all rows together, as of a graph, takes epk.Graph(X). "
                 "Bytes that the loop converts must be converted in X too (a Dataset), or in forward()."
             ) from error
+        if written := [name for name in model.names if perturbed[name]._version]:
+            raise ValueError(
+                f"forward() must leave the weights as they are: it writes to {written[0]!r} in place, as an Embedding "
+                "with max_norm does. Leave that out, or compute with a changed copy, which gradients go through."
+            )
         change = graph.difference(before) if graph is not None else None
         if change is not None or (graph is None and not torch.equal(rows, X[:NUM_FINGERPRINT_POINTS])):
             raise ValueError(
