@@ -1,17 +1,18 @@
 """The observer of a training loop: its forward passes, the batches it announces, and the steps of its optimizers."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from jaxtyping import Float, Int64
+from jaxtyping import Bool, Float, Int64, Shaped
 from torch import Tensor, nn
-from torch.autograd.graph import get_gradient_edge
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from epk_gp.core.checks import is_finite, parse_batch, parse_weight
+from epk_gp.core.graphs import has_rows, map_tensors, rows_of, tensors_of
 from epk_gp.core.inputs import arguments_of_call, memory_order
 from epk_gp.core.losses import UnstatedLoss, loss_input, targets_like
 from epk_gp.core.model import as_written, device_random_state
@@ -27,12 +28,102 @@ from epk_gp.optimizers.update_rules import (
     UpdateCoefficients,
     stack_coefficients,
 )
-from epk_gp.recording.captured import CapturedForward
 from epk_gp.recording.causes import StepMismatchError
 from epk_gp.recording.setup import TrainingSetup
 
 # Forward passes that are kept until a batch is announced: those of an attack on the inputs are dropped for later ones.
 _MAX_WAITING = 16
+
+
+@dataclass(eq=False)
+class CapturedForward:
+    """One forward pass of the user's network, as the hooks saw it.
+
+    Attributes:
+        inputs: The rows that the network was called with, packed.
+        modes: Which modules were in training mode.
+        statistics: The moving statistics before the pass.
+        statistics_after: Those after it.
+        record: Its precision, random numbers, memory order, weights and settings.
+        difference: In words, how the call differs from one with the recorded graph; None if it does not.
+        random_states_after: The random numbers on the CPU and of the accelerator after it.
+        position: Number of the pass since the recording began.
+        outputs: What the loss takes, (n, C), detached; None if it is not a tensor that the network returned. Where no
+            loss is stated it is all that the network returned for each row.
+        output_gradient: The gradient of the loop's loss in the outputs; None before the backward pass.
+        num_backwards: Number of backward passes that brought a gradient to the outputs.
+        num_arguments: Number of arguments of the call.
+        stray: Shape of a returned tensor without rows that got a gradient; None if there is none.
+    """
+
+    inputs: Shaped[Tensor, "n ..."]
+    modes: Bool[Tensor, " modules"]
+    statistics: Float[Tensor, " Q"]
+    statistics_after: Float[Tensor, " Q"]
+    record: ForwardPass
+    difference: str | None = None
+    position: int = 0
+    random_states_after: tuple[Tensor | None, Tensor | None] = None, None
+    outputs: Tensor | None = None
+    output_gradient: Tensor | None = None
+    num_backwards: int = 0
+    num_arguments: int = 1
+    stray: tuple[int, ...] | None = None
+
+    def watch(self, returned: Any, num_rows: int, counts: Callable[[], bool]) -> Any:
+        """Return what the network returned, with each tensor that a gradient can come into as an alias.
+
+        The gradient of an alias is what the loop itself sends into this tensor; that of the tensor would hold what
+        comes through others of those that it returned too. `counts` returns whether what comes is part of the step.
+        """
+        columns, own = [0], [z for z in tensors_of(returned) if has_rows(z, num_rows)]
+        # through one tensor alone everything goes that the network computed of it too, such as the loss itself
+        is_only = sum(z.requires_grad for z in own) == 1
+        if own:
+            self.outputs = rows_of(returned, num_rows).detach()
+
+        def watched(z: Tensor) -> Tensor:
+            first = columns[-1]
+            if is_row := has_rows(z, num_rows):
+                columns.append(first + z.shape[1:].numel())
+            if not z.requires_grad:
+                return z
+
+            def add(gradient: Tensor) -> None:
+                if not counts():
+                    return
+                if not is_row:
+                    self.stray = tuple(z.shape) if bool(gradient.any()) and not is_only else self.stray
+                elif self.outputs is not None:
+                    if self.output_gradient is None:
+                        self.output_gradient = torch.zeros_like(self.outputs)
+                    size = z.shape[1:].numel()
+                    self.output_gradient[:, first : first + size] += gradient.detach().reshape(num_rows, size)
+
+            # no view: hooks of a view are lost where the loop changes it in place
+            alias = z if is_only else z.clone()
+            alias.register_hook(add)
+            return alias
+
+        return map_tensors(returned, watched)
+
+    def add_gradient(self, gradient: Tensor) -> None:
+        """Keep the gradient that a backward pass brought to the outputs; several passes add up."""
+        self.num_backwards += 1
+        gradient = gradient.detach()
+        gradient = gradient if self.outputs is None else gradient.reshape(self.outputs.shape)
+        self.output_gradient = gradient.clone() if self.output_gradient is None else self.output_gradient + gradient
+
+    def watch_original(self, node: Any, counts: Callable[[], bool]) -> None:
+        """Keep the original's gradient where outputs are a copy in another precision that gets none (Accelerate)."""
+
+        def add(gradients: tuple[Tensor | None, ...]) -> None:
+            if counts() and self.output_gradient is None and self.outputs is not None and gradients[0] is not None:
+                self.outputs = self.outputs.to(gradients[0].dtype)
+                self.add_gradient(gradients[0])
+
+        if node is not None and node.name().startswith("ToCopyBackward"):
+            node.next_functions[0][0].register_prehook(add)
 
 
 @dataclass(eq=False)
@@ -95,8 +186,8 @@ class MadeStep:
 class StepObserver:
     """Watches a loop through hooks, and reports each step once all optimizers have made theirs.
 
-    Several optimizers make one step together: the gradients of all are taken before the first of them moves. The step
-    is complete when all have stepped, or when the loop begins something new.
+    Several optimizers make one step together: gradients are taken before the first of them moves. The step is complete
+    when all have stepped, or when the loop begins something new.
     """
 
     def __init__(
@@ -119,6 +210,7 @@ class StepObserver:
             called: What the loop calls: the network, or what `torch.compile` made of it.
         """
         self.setup, self.num_passes, self._called = setup, 0, called
+        setup.validate_modules()  # from here on
         self._weights, self._report, self._last_groups = weights, report, groups
         self._rules, self._optimizers = {id(own): rule for rule, own in rules}, [own for _, own in rules]
         self._names = {id(p): name for name, p in setup.net.named_parameters()}
@@ -136,9 +228,8 @@ class StepObserver:
         self._begun: list[CapturedForward | None] = []  # passes inside of which the loop is
         self._waiting: list[CapturedForward] = []  # that no announced batch has taken
         self._calls: list[str] = []  # shapes of what the network was called with
-        self._last_backward = -1  # torch's number of the last one that was looked at
-        self._modules = dict(setup.net.named_modules())
-        self.other_optimizer = ""  # that another one than these has stepped since they have
+        self._has_added, self._last_backward = False, -1  # to gradients of weights; torch's number of the last that did
+        self.other_optimizer = ""  # in words, which one stepped that is none of these
         self._statistics = setup.model.statistics_of(setup.net)  # after the last pass; they may move in no other way
         with as_written(setup.net) as self._autocast:  # which begins inside of a pass
             pass
@@ -212,13 +303,11 @@ class StepObserver:
         if setup.stream is not None:
             num_points = self._num_waiting_rows() if targets is None else len(targets)
         samples = torch.arange(num_points) if batch is None else batch.cpu()
-        if not len(samples) and (may_be_outside or setup.stream is not None):
-            raise ValueError(
-                f"step {index}: without rows there is nothing to announce: leave out recorder.batch(), and "
-                "optimizer.step() too where no other batch of the step has rows."
-            )
         factor = None if weight is None else parse_weight(weight, len(samples), index)
         self._announced.append(AnnouncedBatch(batch, samples, factor, self.num_passes, targets=targets))
+        if not len(samples):  # as a Poisson sampler may draw: a row without weight and pass stands for them
+            row = torch.zeros(1, dtype=torch.int64)
+            self._announced[-1] = AnnouncedBatch(row, row, 0.0, -1)
         if isinstance(self._optimizers[0], NoOptimizer):
             self._before = self._optimizers[0].keep(dict(setup.net.named_parameters()))
 
@@ -229,39 +318,29 @@ class StepObserver:
             ValueError: There are none, or the loss needs their targets.
         """
         self._assign_forwards()
-        count = sum(len(f.inputs) for f in self._reached())
+        count = sum(len(f.inputs) for f in self._waiting if f.output_gradient is not None)
         if not isinstance(self.setup.loss, UnstatedLoss) or not count:
             raise ValueError(
                 "recorder.batch(targets=y) of a Stream must get the targets of the rows, after backward(): got none."
             )
         return count
 
-    def _reached(self) -> list[CapturedForward]:
-        """Return the waiting passes that a backward pass went through, of those that add to gradients if any does."""
-        adds = any(forward.num_backwards for forward in self._passes)
-        return [f for f in self._waiting if (f.num_backwards if adds else f.output_gradient is not None)]
-
     def complete(self) -> None:
         """Report the step that the optimizers have made together, if they have made one."""
         first = self._optimizers[0]
         if self._announced and not self._stepped and isinstance(first, NoOptimizer) and first.has_moved():
             self._after_step(first, (), {})
+        if not self._announced and not self._gradients:  # no weight had a gradient: no step was made
+            self._stepped = []
         if not self._stepped:
             return
         self.other_optimizer = ""
-        if not self._announced and not self._gradients:  # no weight had a gradient: none was moved
-            self._stepped = []
-            return
         self._assign_forwards()
         for batch in self._announced:  # the gradient is that of a pass at other weights inside of step(closure)
             later = [f for f in self._waiting if f.record.weights is not None and f.position > batch.position]
             if later := self._last_with_rows(later, batch, sum(len(f.inputs) for f in batch.forwards)):
                 batch.forwards, batch.is_void = later, False
         self._announced = [batch for batch in self._announced if not batch.is_void]
-        if self._announced and not any(len(batch.samples) for batch in self._announced):
-            row = torch.zeros(1, dtype=torch.int64)
-            self._announced = [AnnouncedBatch(row, row, 0.0)]  # no rows: one without weight stands for them
-        self._announced = [batch for batch in self._announced if len(batch.samples)]
         model, stream, (unseen, is_enough) = self.setup.model, self.setup.stream, self._unseen_calls()
         if stream is not None and is_enough:
             for batch in self._announced:
@@ -282,11 +361,11 @@ class StepObserver:
             options=[group.options for group in present],
             unseen=unseen,
             is_seen_enough=is_enough,
-            others=self._reached(),
+            others=[forward for forward in self._waiting if forward.output_gradient is not None],
             has_left_over=self._has_left_over,
         )
         self._announced, self._stepped, self._waiting, self._calls = [], [], [], []
-        self._coefficients, self._gradients, self._has_left_over = {}, {}, False
+        self._coefficients, self._gradients, self._has_left_over, self._has_added = {}, {}, False, False
         self._report(made)
         self._spare, self._last_gradient = self._last_gradient, made.gradient
 
@@ -330,7 +409,7 @@ class StepObserver:
         many rows, or the last ones that saw as many together; where there are more passes than batches, of those that
         saw its own rows. One announced before takes the first that fits. A pass of a graph has a row for each node.
         """
-        for batch in reversed([batch for batch in self._announced if not batch.forwards]):
+        for batch in reversed([batch for batch in self._announced if not batch.forwards and batch.position >= 0]):
             rows = len(self.setup.X if self.setup.model.signature.graph is not None else batch.samples)
             earlier = [forward for forward in self._waiting if forward.position <= batch.position]
             later = self._last_with_rows(self._waiting[::-1], batch, rows)[::-1]
@@ -342,8 +421,7 @@ class StepObserver:
     ) -> list[CapturedForward]:
         """Return the last pass of a batch's rows, or the last passes that have as many together; empty if none do."""
         whole = [forward for forward in forwards if len(forward.inputs) == num_rows]
-        reached = [forward for forward in whole if forward.output_gradient is not None]
-        if whole := [forward for forward in reached if forward.num_backwards] or reached or whole:
+        if whole := [forward for forward in whole if forward.output_gradient is not None] or whole:
             own = sum(not b.forwards and len(b.samples) == len(batch.samples) for b in self._announced)
             if len(whole) > max(own, 1) and batch.targets is None:  # more passes than batches; no rows of a stream
                 X = self.setup.X[batch.samples.to(self.setup.X.device)]
@@ -361,24 +439,26 @@ class StepObserver:
         if not hasattr(self._called, "parameters"):
             return  # ranks hold parts of the gradients, which are gathered at the step
         has_gradient = any(bool(g.any()) for g in self._present_gradients())
-        self._has_left_over |= is_backward and has_gradient and not any(f.num_backwards for f in self._passes)
-        for batch in () if has_gradient else self._announced:
-            batch.is_void |= any(forward.has_sent for forward in batch.forwards)
-        for forward in () if has_gradient or not is_backward else self._passes:
-            if forward.num_backwards and forward.has_sent:  # backward() that looked only, as of ghost clipping
-                forward.output_gradient, forward.num_backwards = None, 0
+        self._has_left_over |= is_backward and has_gradient and not self._has_added
+        # what was sent has been cleared; where nothing was, the loss is 0
+        seen = ((f, f.outputs is None, f.output_gradient) for f in self._passes if not has_gradient)
+        cleared = [f for f, is_hidden, sent in seen if is_hidden or (sent is not None and bool(sent.any()))]
+        for batch in self._announced:
+            batch.is_void |= any(forward in cleared for forward in batch.forwards)
+        for forward in self._passes if is_backward else ():
+            if forward in cleared or not self._has_added:
+                forward.output_gradient, forward.num_backwards, forward.stray = None, 0, None
 
-    def _begin_backward(self) -> bool:
-        """Return whether the backward pass that the loop is in adds to gradients of weights; if so, look at them."""
-        weights = (p for o in self._optimizers for group in o.param_groups for p in group["params"] if p.requires_grad)
-        try:
-            adds = any(torch._C._will_engine_execute_node(get_gradient_edge(p).node) for p in weights)
-        except RuntimeError:  # `torch.autograd.grad` returns the gradients of weights
-            return False
+    def _counts(self) -> bool:
+        """Return whether a backward pass adds to gradients of weights, or none of the step does, as by hand."""
+        held = (p for o in self._optimizers for group in o.param_groups for p in group["params"] if p.requires_grad)
+        nodes, adds = (torch.autograd.graph.get_gradient_edge(p).node for p in held), False
+        with suppress(RuntimeError):  # of `torch.autograd.grad`, which returns the gradients of weights
+            adds = any(map(torch._C._will_engine_execute_node, nodes))
         if adds and (number := torch._C._current_graph_task_id()) > self._last_backward:
-            self._last_backward = number
             self._look_at_gradients()
-        return adds
+            self._has_added, self._last_backward = True, number
+        return adds or not self._has_added
 
     def _present_gradients(self) -> Iterator[Tensor]:
         held = (p for optimizer in self._optimizers for group in optimizer.param_groups for p in group["params"])
@@ -407,12 +487,7 @@ class StepObserver:
         if rows is None:
             self._begun.append(None)
             return
-        inputs, statistics, parts = rows.detach().clone(), model.statistics_of(setup.net), [*setup.net.modules()]
-        other_module = None
-        if parts != [*self._modules.values()]:
-            present = dict(setup.net.named_modules())
-            names = [*self._modules, *present]
-            other_module = next(name for name in names if present.get(name) is not self._modules.get(name))
+        inputs, statistics = rows.detach().clone(), model.statistics_of(setup.net)
         dtype = torch.get_autocast_dtype(device.type)
         record = ForwardPass(
             num_rows=len(inputs),
@@ -423,10 +498,9 @@ class StepObserver:
             weights=weights,
             settings=setup.changed_settings(),
         )
-        modes = torch.tensor([part.training for part in parts])
+        modes = torch.tensor([part.training for part in setup.net.modules()])
         own = inputs, modes, statistics, statistics, record, difference
-        given = len(args) + len(kwargs)
-        self._begun.append(CapturedForward(*own, num_arguments=given, other_module=other_module))
+        self._begun.append(CapturedForward(*own, num_arguments=len(args) + len(kwargs)))
 
     def _after_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], returned: Any) -> Any:
         """Take what a pass returned; of a loss that is not stated the loop goes on with aliases of it."""
@@ -443,7 +517,7 @@ class StepObserver:
         forward.record = replace(begun, random_state=cpu, device_random_state=device)
         self._waiting = [*self._waiting[-_MAX_WAITING + 1 :], forward]
         if isinstance(setup.loss, UnstatedLoss):
-            return forward.watch(returned, len(forward.inputs), self._begin_backward)
+            return forward.watch(returned, len(forward.inputs), self._counts)
         targets = setup.y.new_empty(len(forward.inputs), *setup.y.shape[1:])  # only their shape matters
         targets = targets_like(setup.model.signature, setup.loss, setup.X, forward.inputs, targets)[0]
         value = loss_input(setup.model.signature, setup.loss, returned, targets)
@@ -451,18 +525,16 @@ class StepObserver:
         source = returned if isinstance(returned, Tensor) and returned.ndim == 1 else value
         if isinstance(value, Tensor) and isinstance(source, Tensor) and source.requires_grad:
             forward.outputs = value.detach()
-            source.register_hook(lambda gradient: forward.add_gradient(gradient, adds=self._begin_backward()))
-            forward.watch_original(source.grad_fn, self._begin_backward)
+            source.register_hook(lambda gradient: forward.add_gradient(gradient) if self._counts() else None)
+            forward.watch_original(source.grad_fn, self._counts)
         return None
 
     def _after_other_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:  # torch's hook signature
-        """Note the step of an optimizer that nobody told of, if it holds weights that are recorded."""
+        """Note the step of an optimizer that the recorder did not get, if it holds weights that are recorded."""
         held = {self._names.get(id(p)) for group in optimizer.param_groups for p in group["params"]}
         if not self._stepped and id(optimizer) not in self._rules and not held.isdisjoint(self.setup.model.names):
-            self.other_optimizer = (
-                f"Another {type(optimizer).__name__} than the recorder's has stepped: pass the recorder all of them; "
-                "to go on with a new one, end the recording, and begin another."
-            )
+            kind = type(optimizer).__name__
+            self.other_optimizer = f"Another {kind} stepped: pass the recorder both, or end it and record the new one."
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:  # torch's hook signature
         """Read what an optimizer holds before its step, and again when its closure has made the gradient."""

@@ -39,9 +39,8 @@ from epk_gp.core.losses import (
 from epk_gp.core.model import copied_module, perturbed_initial, random_state_kept
 from epk_gp.core.step import ForwardPass, SeenRows, Step, tensor_bytes
 from epk_gp.core.torch_overrides import disable_fused_attention, quiet_checkpoints, with_tensors
-from epk_gp.recording.captured import CapturedForward
 from epk_gp.recording.causes import StepMismatchError
-from epk_gp.recording.observer import MadeStep
+from epk_gp.recording.observer import CapturedForward, MadeStep
 from epk_gp.recording.setup import TrainingSetup
 
 # torch notes in a global variable that a mode is entered, and puts it back as it was: one thread at a time.
@@ -141,11 +140,6 @@ class PassRecords:
         is_stated = len(announced) == 1 and not isinstance(announced[0].weight, Tensor) and announced[0].weight == 1
         for batch in announced:
             samples, forwards = batch.samples, batch.forwards
-            if other := next((f.other_module for f in forwards if f.other_module is not None), None):
-                raise StepMismatchError(
-                    f"the network must keep its modules while it is recorded: {other!r} was added, removed or "
-                    "replaced. Do that before the recorder is made, or end the recording, and begin another."
-                )
             weight, is_read = (1.0, True) if batch.weight is None else (batch.weight, False)
             stated = weight * sample_weights(self._setup.loss, y[samples.to(y.device)]).cpu()
             if self._setup.model.signature.graph is not None:
@@ -384,6 +378,8 @@ def _used_targets(
     if outputs is None or gradient is None or not is_finite(gradient) or not c.any():
         return None, c, is_read
     z, delta, c, tolerance = outputs.double(), gradient.double(), c.to(outputs.device), rounding_of(outputs)
+    if not delta.any() and cuts[0].shape == y.shape and loss_derivatives(loss, z, y).any():
+        return None, 0 * c, False  # the loop's loss of the pass is 0
     found = _as_stated(loss, z, delta, y, c, _possible_labels(loss, delta, cuts), tolerance)
     if found is not None:
         labels, weights, factor = found

@@ -117,22 +117,31 @@ class TrainingSetup:
         return None if torch.equal(present, recorded) or not present.isfinite().all() else present
 
     @cached_property
+    def _modules(self) -> dict[str, nn.Module]:
+        return dict(self.net.named_modules())
+
+    def validate_modules(self) -> None:
+        """Raise if the network has not the modules and parameters with which recording began.
+
+        Raises:
+            StepMismatchError: It has others; the message names the first.
+        """
+        present, named = dict(self.net.named_modules()), self.live.named()
+        changed = [name for name in self._modules | present if present.get(name) is not self._modules.get(name)]
+        if changed := changed or [name for name in self.model.names if name not in named]:
+            raise StepMismatchError(
+                f"the network must keep its modules and parameters: {changed[0]!r} was added, removed or replaced. Do "
+                "that before the recorder is made, or end the recording, and begin another."
+            )
+
+    @cached_property
     def live(self) -> LiveWeights:
         """The weights that the network has at present."""
         return LiveWeights(self.net, self.model, is_certain=self.unexplained is not None)
 
     def weights(self) -> Float[Tensor, " P"]:
-        """Return a copy of the network's present weights; errors as of `is_at`."""
-        self._require_all_weights()
+        """Return a copy of the network's present weights."""
         return self.live.copy()
-
-    def _require_all_weights(self) -> None:
-        named = self.live.named()
-        if gone := [name for name in self.model.names if name not in named]:
-            raise StepMismatchError(
-                f"the network must keep the parameters that are recorded: {gone[0]!r} is no parameter any more. Prune, "
-                "parametrise or replace layers before the recorder is made, or end the recording, and begin another."
-            )
 
     def number(self, X: Shaped[Tensor, "n ..."], y: Tensor | None, stream: Rows) -> Int64[Tensor, " n"]:
         """Return the numbers of rows of a stream; X and y of the setup hold those that are new from then on."""
@@ -146,12 +155,7 @@ class TrainingSetup:
         return {*self.model.names} <= {name for name, _ in self.net.named_parameters()}
 
     def is_at(self, w: Float[Tensor, " P"]) -> bool:
-        """Return whether training goes on from weights: a schedule-free optimizer in eval mode shows others.
-
-        Raises:
-            StepMismatchError: The network has not all recorded parameters any more.
-        """
-        self._require_all_weights()
+        """Return whether training goes on from weights: a schedule-free optimizer in eval mode shows others."""
         if self.live.are(w):
             return True
         values = in_training_mode(self.optimizers, {id(p): p.detach() for p in self.live.named().values()})
@@ -217,12 +221,12 @@ class TrainingSetup:
             before, after = self.model(params, rows), self.model({**params, **changed}, rows)
         if not torch.allclose(before, after, rtol=0, atol=0, equal_nan=True):
             name, value = next(iter(changed.items()))
-            cure = "put the network into training mode before the recorder is made"
-            if not value.is_floating_point():
-                cure = f"make it a floating-point buffer, {name}.double(): those are recorded, {value.dtype} is not"
+            kind = (
+                "" if value.is_floating_point() else f" make it a floating-point one ({value.dtype} cannot move), and"
+            )
             raise StepMismatchError(
-                f"buffers and frozen parameters must stay as they were when recording began: {name!r} changed. If a "
-                f"forward pass in training moves it, {cure}."
+                f"buffers and frozen parameters must stay as they were when recording began: {name!r} changed. If "
+                f"forward() moves it in training,{kind} put the network into training mode before the recorder is made."
             )
 
     def validate_end(self, end: Float[Tensor, " P"], statistics: Float[Tensor, " Q"] | None, num_steps: int) -> None:
@@ -466,16 +470,13 @@ def _validated_fingerprint(model: FunctionalModel, state: Tensor, moved: Tensor,
                 "tuple or dict of tensors; a network that takes all rows together, as of a graph, takes epk.Graph(X). "
                 "Bytes that the loop converts must be converted in X too (a Dataset), or in forward()."
             ) from error
-        if written := [name for name in model.names if perturbed[name]._version]:
-            raise ValueError(
-                f"forward() must leave the weights as they are: it writes to {written[0]!r} in place, as an Embedding "
-                "with max_norm does. Leave that out, or compute with a changed copy, which gradients go through."
-            )
         change = graph.difference(before) if graph is not None else None
+        change = next((repr(name) for name in model.names if perturbed[name]._version), change)
         if change is not None or (graph is None and not torch.equal(rows, X[:NUM_FINGERPRINT_POINTS])):
             raise ValueError(
-                f"the network must leave its inputs as they are: forward() changes them in place ({change or 'X'}). "
-                "Use operations that make a new tensor, such as ReLU(inplace=False), on the input."
+                "the network must leave its inputs and weights as they are: forward() changes them in place "
+                f"({change or 'X'}). Use operations that make a new tensor: on the input ReLU(inplace=False), for "
+                "Embedding(max_norm=...) a product with a factor of each row."
             )
         counts = [len(z) for z in tensors_of(returned) if z.ndim]
         if graph is not None and graph.num_nodes not in counts:
