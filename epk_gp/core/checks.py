@@ -367,11 +367,12 @@ def parse_batch(indices: Any, num_points: int, index: int, least: int) -> Int64[
         batch = as_tensor(indices)
     except (TypeError, ValueError, RuntimeError) as error:
         raise TypeError(f"step {index}: a batch must hold integer indices into X: got {indices!r}.") from error
-    if batch.ndim != 1 or batch.numel() == 0:
-        raise ValueError(f"step {index}: a batch must be a list of at least one index: got shape {tuple(batch.shape)}.")
-    if batch.is_floating_point() or batch.dtype == torch.bool:
+    if batch.ndim != 1 or (batch.numel() == 0 and least < 0):
+        advice = " With loss=None, leave out batch() and optimizer.step() where no rows were drawn." * (batch.ndim == 1)
+        raise ValueError(f"step {index}: a batch must be a list of indices: got shape {tuple(batch.shape)}.{advice}")
+    if batch.numel() and (batch.is_floating_point() or batch.dtype == torch.bool):
         raise TypeError(f"step {index}: a batch must hold integer indices into X: got {batch.dtype}.")
-    low, high = int(batch.min()), int(batch.max())
+    low, high = (int(index) for index in batch.aminmax()) if batch.numel() else (0, 0)
     if low < least or high >= num_points:
         advice = " -1, for a row that is no training point, needs Recorder(..., loss=None)." if low == -1 else ""
         raise ValueError(

@@ -17,6 +17,7 @@ from epk_gp.core.graphs import ROWS_FIRST
 from epk_gp.core.inputs import ONE_TENSOR, Signature
 from epk_gp.core.plans import ModelCache, TensorSpec
 from epk_gp.core.torch_overrides import (
+    CopyingResults,
     KeptActivations,
     WrittenOutNormalisation,
     disable_fused_attention,
@@ -144,11 +145,7 @@ class FunctionalModel:
         return outputs
 
     def evaluate(self, params: Mapping[str, Tensor], X: Shaped[Tensor, "..."]) -> Any:
-        """Evaluate the network without looking at its outputs, as under `torch.func.vmap`.
-
-        Raises:
-            RuntimeError: The moving statistics are not among the parameters.
-        """
+        """Evaluate the network without looking at its outputs, as under `torch.func.vmap`; errors as of `returned`."""
         return self.signature.outputs(self.returned(params, X))
 
     def returned(self, params: Mapping[str, Tensor], X: Shaped[Tensor, "..."]) -> Any:
@@ -178,11 +175,16 @@ class FunctionalModel:
         return torch.cat([params[name].detach().reshape(-1) for name in self.names], out=memory)
 
     def unflatten(self, flat: Float[Tensor, "*G n"]) -> dict[str, Tensor]:
-        """View flat vectors of P weights, or of P weights and Q moving statistics, as named tensors."""
+        """View flat vectors of P weights, or of P weights and Q moving statistics, as named tensors.
+
+        Pairs, (..., 2), are copies: torch views numbers as complex only where they begin at an even place in memory.
+        """
         has_statistics = flat.shape[-1] > self.num_weights
         names, shapes = self.names + self.statistics * has_statistics, self.shapes + self.statistic_shapes
         pieces = flat.split([shape.numel() for shape in shapes[: len(names)]], dim=-1)
-        return {n: piece.view(flat.shape[:-1] + shape) for n, piece, shape in zip(names, pieces, shapes, strict=False)}
+        views = (piece.view(flat.shape[:-1] + shape) for piece, shape in zip(pieces, shapes, strict=False))
+        own = (v.clone(memory_format=torch.contiguous_format) if v.shape[-1:] == (2,) else v for v in views)
+        return dict(zip(names, own, strict=True))
 
     def flatten_statistics(self, buffers: Mapping[str, Tensor]) -> Float[Tensor, " Q"]:
         """Concatenate the moving statistics in the model's order."""
@@ -236,8 +238,9 @@ class FunctionalModel:
 
 def copied_module(module: nn.Module, *, has_own_buffers: bool = False) -> nn.Module:
     """Return a copy of a module that shares its parameters, and its buffers unless it has its own."""
-    shared = (*module.parameters(), *(() if has_own_buffers else module.buffers()))
-    return copy.deepcopy(module, {id(tensor): tensor for tensor in shared})
+    with CopyingResults():
+        shared = (*module.parameters(), *(() if has_own_buffers else module.buffers()))
+        return copy.deepcopy(module, {id(tensor): tensor for tensor in shared})
 
 
 def _output_example(returned: object) -> str:
@@ -349,7 +352,7 @@ def functionalize(
     if len(kinds) > 1 or not next(iter(kinds))[0].is_floating_point:
         raise ValueError(f"the weights must share one floating dtype and one device: got {sorted(map(str, kinds))}.")
     try:
-        with as_written(net):
+        with as_written(net), CopyingResults():
             module = copy.deepcopy(net)
     except (RuntimeError, TypeError, AttributeError) as error:
         raise TypeError(f"the network must be copyable by copy.deepcopy: {error}") from error

@@ -380,6 +380,17 @@ class FlopCount(TorchDispatchMode):
         return result
 
 
+@final
+class CopyingResults(TorchFunctionMode):
+    """Let `copy.deepcopy` copy results of operations that modules keep: activations, weights that hooks compute."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # torch's protocol
+        """Make the call."""
+        if func is Tensor.__deepcopy__ and not args[0].is_leaf:
+            return args[0].detach().clone()
+        return func(*args, **(kwargs or {}))
+
+
 @contextmanager
 def watching_normalisations(module: nn.Module, look: Callable[[str, nn.Module, Tensor], None]) -> Iterator[None]:
     """Call a function with name, layer and input of each normalisation with moving statistics in a forward pass."""

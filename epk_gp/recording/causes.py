@@ -1,6 +1,7 @@
 """Targets that do not fit a loss, and settings of a network that change during a recording."""
 
 import math
+import reprlib
 
 import torch
 from jaxtyping import Float, Shaped
@@ -133,9 +134,10 @@ def changed_setting(net: nn.Module, model: FunctionalModel) -> str | None:
             return f"{name} draws from a torch.Generator of its own: let it draw from torch's default one"
         for key in before.keys() & now.keys():
             if before[key] != now[key]:
+                own, recorded = reprlib.repr(now[key]), reprlib.repr(before[key])
                 return (
-                    f"{name} has {key}={now[key]!r} and had {key}={before[key]!r} when recording began: such a setting "
-                    "must stay as it is; a number that moves must be a floating-point buffer"
+                    f"{name} has {key}={own} and had {key}={recorded} when recording began: such a setting must stay "
+                    "as it is; a number that moves must be a floating-point buffer"
                 )
     return None
 
@@ -143,5 +145,5 @@ def changed_setting(net: nn.Module, model: FunctionalModel) -> str | None:
 def _settings(module: nn.Module) -> dict[str, object]:
     """Return the numbers and texts of a module that are neither weights nor moving statistics."""
     settings = {key: value for key, value in vars(module).items() if type(value) in _SETTINGS and key != "training"}
-    buffers = {k: v for k, v in module.named_buffers(recurse=False) if v.numel() == 1 and not v.is_floating_point()}
-    return settings | {key: value.item() for key, value in buffers.items() if key != "num_batches_tracked"}
+    buffers = {k: v for k, v in module.named_buffers(recurse=False) if not v.is_floating_point()}
+    return settings | {key: value.tolist() for key, value in buffers.items() if key != "num_batches_tracked"}

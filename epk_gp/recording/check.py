@@ -381,9 +381,7 @@ def _with_penalty(
     """Return the check with the gradient of a penalty, and a clipping of the sum: the stated one if there is one."""
     expected = check.gradient
     if penalty is not None:
-        for name in check.observed.made.without_gradient:
-            setup.model.unflatten(penalty)[name].zero_()
-        expected = expected + penalty
+        expected = expected + _without_gradient_of(setup, check.observed.made, penalty)
     clip = setup.clip or clip
     factor = 1.0 if clip is None else clip.factor(expected)
     return replace(check, expected=expected * factor, clip_factor=factor)
@@ -416,10 +414,15 @@ def _gradient_of(
         with disable_fused_attention():
             wide = model if spec == model.spec else model.converted(spec)
             gradient = batch_gradient(wide, state, spec.cast(X), y, setup.loss, c)
-    parts = model.unflatten(gradient)
-    for name in observed.made.without_gradient:
-        parts[name].zero_()
-    return gradient, error
+    return _without_gradient_of(setup, observed.made, gradient), error
+
+
+def _without_gradient_of(setup: TrainingSetup, made: MadeStep, flat: Float[Tensor, " P"]) -> Float[Tensor, " P"]:
+    """Return a gradient that is zero for parameters that have none, in its place."""
+    for name, part in zip(setup.model.names, flat.split(setup.model.sizes), strict=True):
+        if name in made.without_gradient:
+            part.zero_()
+    return flat
 
 
 def _is_consistent(setup: TrainingSetup, check: StepCheck) -> bool:

@@ -86,7 +86,7 @@ class RecorderCallback(RunOfCallback, Callback):
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
         """Announce the batch of a `training_step` that calls `loss.backward()` instead of `manual_backward`."""
-        if not self._is_announced:
+        if not self._is_announced and not pl_module.automatic_optimization:  # where training_step may have no loss
             self.on_after_backward(trainer, pl_module)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:

@@ -218,6 +218,9 @@ def explain_mismatch(setup: TrainingSetup, check: StepCheck, *, follows_rule: bo
         return _move_cause(setup, observed)
     if made.unseen is not None and not all(batch.forwards for batch in made.announced):
         return made.unseen
+    reached = [f.output_gradient is not None for b in made.announced for f in b.forwards if f.outputs is not None]
+    if any(reached) and not all(reached):
+        return "recorder.batch() announced rows that no backward() went through: leave them out"
     seen = seen_passes(setup, made, observed.step)
     cause = _kernel_cause(setup, check, seen) or _network_cause(setup, check, seen)
     cause = cause or _loss_cause(setup, made, seen, check)
@@ -260,6 +263,8 @@ def _kernel_cause(setup: TrainingSetup, check: StepCheck, seen: Sequence[SeenPas
     if any(_replayed(replay, check.state, p)[1] for p in seen):
         advice = "Train inside of torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH)"
         return f"fused attention draws its dropout otherwise than a replay. {advice}"
+    if check.used.dtype != torch.float32 or not check.used.is_cuda:
+        return None
     return (
         "the loop computes in less than its dtype. Set torch.backends.cudnn.allow_tf32 = False and "
         "torch.set_float32_matmul_precision('highest'), or say what may be left of a step, unexplained=0.05"
@@ -326,12 +331,12 @@ def _loss_cause(setup: TrainingSetup, made: MadeStep, seen: Sequence[SeenPass], 
     first, expected = seen[0], [p.expected(stated, p.data.y) for p in seen]
     deltas, gradients = (torch.cat([v.flatten() for v in values]) for values in ([p.delta for p in seen], expected))
     ratio = common_factor(deltas, gradients)
-    is_scaled = abs(ratio - 1) > _ROOM and _are_like(seen, [ratio * e for e in expected])
+    is_scaled = abs(ratio - 1) > _ROOM and bool(gradients.any()) and _are_like(seen, [ratio * e for e in expected])
     is_scaled = is_scaled and check is not None and _is_same(check.used, ratio * check.expected)
     if not is_scaled and not made.is_doubtful:
         return None
     factor, times = f"is {ratio:.6g} times that of the stated loss", first.captured.num_backwards
-    if is_scaled and times > 1:
+    if is_scaled and times > 1 and abs(ratio / times - 1) < _ROOM:
         return f"the gradient {factor}: backward() went through the pass {times} times"
     for clause, loss, targets in _other_losses(stated, first):
         with suppress(IndexError, RuntimeError, TypeError, ValueError):  # a loss that cannot take outputs or targets
@@ -442,6 +447,14 @@ def _gradient_cause(setup: TrainingSetup, check: StepCheck, *, is_shown: bool) -
         return f"the gradient is {ratio:.6g} times {through}, clipped or scaled after backward(): state {stated}{hint}"
     if _is_same(used, whole.clamp(-bound, bound)):
         return f"the gradient was clipped to +-{bound:.6g} entry by entry: tell the recorder, clip=ClipValue(...)"
+    pairs = {n: (u, model.unflatten(whole)[n]) for n, u in model.unflatten(used).items() if u.numel()}
+    off = {n: (u, g) for n, (u, g) in pairs.items() if not _is_same(u, g)} or pairs
+    names, shares = _named([*off]), [common_factor(u, g) for u, g in off.values()]
+    if is_shown and len(off) < len(pairs) and not any(bool(g.any()) for _, g in off.values()):
+        return (
+            f"no gradient comes to {names} through the network's outputs: the loss alone uses it. Let forward() use "
+            "it, as in logits times a scale, or train it by an optimizer of its own that the recorder does not get"
+        )
     if made.has_left_over:
         return (
             "a gradient was left over when backward() through the network began, of a step before or of a term of the "
@@ -449,9 +462,6 @@ def _gradient_cause(setup: TrainingSetup, check: StepCheck, *, is_shown: bool) -
         )
     if (doubt := made.doubt or made.unseen) is not None:  # of other processes
         return doubt
-    pairs = {n: (u, model.unflatten(whole)[n]) for n, u in model.unflatten(used).items() if u.numel()}
-    off = {n: (u, g) for n, (u, g) in pairs.items() if not _is_same(u, g)} or pairs
-    names, shares = _named([*off]), [common_factor(u, g) for u, g in off.values()]
     hooked = [n for n, p in net.named_parameters() if p._backward_hooks or p._post_accumulate_grad_hooks]
     hooked += [n for n, part in net.named_modules() if part._backward_hooks or part._backward_pre_hooks]
     if hooked:

@@ -1,6 +1,7 @@
 """The observer of a training loop: its forward passes, the batches it announces, and the steps of its optimizers."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -8,6 +9,7 @@ import torch
 from jaxtyping import Bool, Float, Int64, Shaped
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from epk_gp.core.checks import is_finite, parse_batch, parse_weight
 from epk_gp.core.graphs import has_rows, map_tensors, rows_of, tensors_of
@@ -68,11 +70,11 @@ class CapturedForward:
     num_arguments: int = 1
     stray: tuple[int, ...] | None = None
 
-    def watch(self, returned: Any, num_rows: int, begin: Callable[[], None]) -> Any:
+    def watch(self, returned: Any, num_rows: int, counts: Callable[[], bool]) -> Any:
         """Return what the network returned, with each tensor that a gradient can come into as an alias.
 
         The gradient of an alias is what the loop itself sends into this tensor; that of the tensor would hold what
-        comes through others of those that it returned too. `begin` is called where the first gradient comes.
+        comes through others of those that it returned too. `counts` returns whether what comes is part of the step.
         """
         columns, own = [0], [z for z in tensors_of(returned) if has_rows(z, num_rows)]
         # through one tensor alone everything goes that the network computed of it too, such as the loss itself
@@ -88,15 +90,15 @@ class CapturedForward:
                 return z
 
             def add(gradient: Tensor) -> None:
-                if self.output_gradient is None:
-                    begin()
+                if not counts():
+                    return
                 if not is_row:
                     self.stray = tuple(z.shape) if bool(gradient.any()) and not is_only else self.stray
                 elif self.outputs is not None:
                     if self.output_gradient is None:
                         self.output_gradient = torch.zeros_like(self.outputs)
-                    own = gradient.detach().reshape(num_rows, -1)
-                    self.output_gradient[:, first : first + own.shape[1]] += own
+                    size = z.shape[1:].numel()
+                    self.output_gradient[:, first : first + size] += gradient.detach().reshape(num_rows, size)
 
             # no view: hooks of a view are lost where the loop changes it in place
             alias = z if is_only else z.clone()
@@ -112,14 +114,11 @@ class CapturedForward:
         gradient = gradient if self.outputs is None else gradient.reshape(self.outputs.shape)
         self.output_gradient = gradient.clone() if self.output_gradient is None else self.output_gradient + gradient
 
-    def watch_original(self, node: Any) -> None:
-        """Of outputs that are a copy in another precision, keep the gradient of the original if the copy gets none.
-
-        Accelerate returns such copies in mixed precision, after the network has computed its own loss.
-        """
+    def watch_original(self, node: Any, counts: Callable[[], bool]) -> None:
+        """Keep the original's gradient where outputs are a copy in another precision that gets none (Accelerate)."""
 
         def add(gradients: tuple[Tensor | None, ...]) -> None:
-            if self.output_gradient is None and self.outputs is not None and gradients[0] is not None:
+            if counts() and self.output_gradient is None and self.outputs is not None and gradients[0] is not None:
                 self.outputs = self.outputs.to(gradients[0].dtype)
                 self.add_gradient(gradients[0])
 
@@ -187,8 +186,8 @@ class MadeStep:
 class StepObserver:
     """Watches a loop through hooks, and reports each step once all optimizers have made theirs.
 
-    Several optimizers make one step together: the gradients of all are taken before the first of them moves. The step
-    is complete when all have stepped, or when the loop begins something new.
+    Several optimizers make one step together: gradients are taken before the first of them moves. The step is complete
+    when all have stepped, or when the loop begins something new.
     """
 
     def __init__(
@@ -211,6 +210,7 @@ class StepObserver:
             called: What the loop calls: the network, or what `torch.compile` made of it.
         """
         self.setup, self.num_passes, self._called = setup, 0, called
+        setup.validate_modules()  # from here on
         self._weights, self._report, self._last_groups = weights, report, groups
         self._rules, self._optimizers = {id(own): rule for rule, own in rules}, [own for _, own in rules]
         self._names = {id(p): name for name, p in setup.net.named_parameters()}
@@ -228,6 +228,8 @@ class StepObserver:
         self._begun: list[CapturedForward | None] = []  # passes inside of which the loop is
         self._waiting: list[CapturedForward] = []  # that no announced batch has taken
         self._calls: list[str] = []  # shapes of what the network was called with
+        self._has_added, self._last_backward = False, -1  # to gradients of weights; torch's number of the last that did
+        self.other_optimizer = ""  # in words, which one stepped that is none of these
         self._statistics = setup.model.statistics_of(setup.net)  # after the last pass; they may move in no other way
         with as_written(setup.net) as self._autocast:  # which begins inside of a pass
             pass
@@ -274,6 +276,7 @@ class StepObserver:
             self._hooks.append(optimizer.register_step_post_hook(hidden(self._after_step)))
         self._hooks.append(self._called.register_forward_pre_hook(hidden(self._before_forward), with_kwargs=True))
         self._hooks.append(self._called.register_forward_hook(hidden(self._after_forward), with_kwargs=True))
+        self._hooks.append(register_optimizer_step_post_hook(hidden(self._after_other_step)))
         self._statistics = self.setup.model.statistics_of(net)
 
     def stop(self) -> None:
@@ -302,6 +305,9 @@ class StepObserver:
         samples = torch.arange(num_points) if batch is None else batch.cpu()
         factor = None if weight is None else parse_weight(weight, len(samples), index)
         self._announced.append(AnnouncedBatch(batch, samples, factor, self.num_passes, targets=targets))
+        if not len(samples):  # as a Poisson sampler may draw: a row without weight and pass stands for them
+            row = torch.zeros(1, dtype=torch.int64)
+            self._announced[-1] = AnnouncedBatch(row, row, 0.0, -1)
         if isinstance(self._optimizers[0], NoOptimizer):
             self._before = self._optimizers[0].keep(dict(setup.net.named_parameters()))
 
@@ -324,8 +330,11 @@ class StepObserver:
         first = self._optimizers[0]
         if self._announced and not self._stepped and isinstance(first, NoOptimizer) and first.has_moved():
             self._after_step(first, (), {})
+        if not self._announced and not self._gradients:  # no weight had a gradient: no step was made
+            self._stepped = []
         if not self._stepped:
             return
+        self.other_optimizer = ""
         self._assign_forwards()
         for batch in self._announced:  # the gradient is that of a pass at other weights inside of step(closure)
             later = [f for f in self._waiting if f.record.weights is not None and f.position > batch.position]
@@ -356,7 +365,7 @@ class StepObserver:
             has_left_over=self._has_left_over,
         )
         self._announced, self._stepped, self._waiting, self._calls = [], [], [], []
-        self._coefficients, self._gradients, self._has_left_over = {}, {}, False
+        self._coefficients, self._gradients, self._has_left_over, self._has_added = {}, {}, False, False
         self._report(made)
         self._spare, self._last_gradient = self._last_gradient, made.gradient
 
@@ -400,7 +409,7 @@ class StepObserver:
         many rows, or the last ones that saw as many together; where there are more passes than batches, of those that
         saw its own rows. One announced before takes the first that fits. A pass of a graph has a row for each node.
         """
-        for batch in reversed([batch for batch in self._announced if not batch.forwards]):
+        for batch in reversed([batch for batch in self._announced if not batch.forwards and batch.position >= 0]):
             rows = len(self.setup.X if self.setup.model.signature.graph is not None else batch.samples)
             earlier = [forward for forward in self._waiting if forward.position <= batch.position]
             later = self._last_with_rows(self._waiting[::-1], batch, rows)[::-1]
@@ -430,11 +439,26 @@ class StepObserver:
         if not hasattr(self._called, "parameters"):
             return  # ranks hold parts of the gradients, which are gathered at the step
         has_gradient = any(bool(g.any()) for g in self._present_gradients())
+        self._has_left_over |= is_backward and has_gradient and not self._has_added
+        # what was sent has been cleared; where nothing was, the loss is 0
+        seen = ((f, f.outputs is None, f.output_gradient) for f in self._passes if not has_gradient)
+        cleared = [f for f, is_hidden, sent in seen if is_hidden or (sent is not None and bool(sent.any()))]
         for batch in self._announced:
-            is_done = all(f.outputs is None or f.output_gradient is not None for f in batch.forwards)
-            batch.is_void |= not has_gradient and bool(batch.forwards) and is_done
-        is_first = all(forward.output_gradient is None for forward in self._passes)
-        self._has_left_over |= is_backward and is_first and has_gradient
+            batch.is_void |= any(forward in cleared for forward in batch.forwards)
+        for forward in self._passes if is_backward else ():
+            if forward in cleared or not self._has_added:
+                forward.output_gradient, forward.num_backwards, forward.stray = None, 0, None
+
+    def _counts(self) -> bool:
+        """Return whether a backward pass adds to gradients of weights, or none of the step does, as by hand."""
+        held = (p for o in self._optimizers for group in o.param_groups for p in group["params"] if p.requires_grad)
+        nodes, adds = (torch.autograd.graph.get_gradient_edge(p).node for p in held), False
+        with suppress(RuntimeError):  # of `torch.autograd.grad`, which returns the gradients of weights
+            adds = any(map(torch._C._will_engine_execute_node, nodes))
+        if adds and (number := torch._C._current_graph_task_id()) > self._last_backward:
+            self._look_at_gradients()
+            self._has_added, self._last_backward = True, number
+        return adds or not self._has_added
 
     def _present_gradients(self) -> Iterator[Tensor]:
         held = (p for optimizer in self._optimizers for group in optimizer.param_groups for p in group["params"])
@@ -493,7 +517,7 @@ class StepObserver:
         forward.record = replace(begun, random_state=cpu, device_random_state=device)
         self._waiting = [*self._waiting[-_MAX_WAITING + 1 :], forward]
         if isinstance(setup.loss, UnstatedLoss):
-            return forward.watch(returned, len(forward.inputs), self._look_at_gradients)
+            return forward.watch(returned, len(forward.inputs), self._counts)
         targets = setup.y.new_empty(len(forward.inputs), *setup.y.shape[1:])  # only their shape matters
         targets = targets_like(setup.model.signature, setup.loss, setup.X, forward.inputs, targets)[0]
         value = loss_input(setup.model.signature, setup.loss, returned, targets)
@@ -501,10 +525,16 @@ class StepObserver:
         source = returned if isinstance(returned, Tensor) and returned.ndim == 1 else value
         if isinstance(value, Tensor) and isinstance(source, Tensor) and source.requires_grad:
             forward.outputs = value.detach()
-            source.register_hook(lambda gradient: self._look_at_gradients())
-            source.register_hook(forward.add_gradient)
-            forward.watch_original(source.grad_fn)
+            source.register_hook(lambda gradient: forward.add_gradient(gradient) if self._counts() else None)
+            forward.watch_original(source.grad_fn, self._counts)
         return None
+
+    def _after_other_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:  # torch's hook signature
+        """Note the step of an optimizer that the recorder did not get, if it holds weights that are recorded."""
+        held = {self._names.get(id(p)) for group in optimizer.param_groups for p in group["params"]}
+        if not self._stepped and id(optimizer) not in self._rules and not held.isdisjoint(self.setup.model.names):
+            kind = type(optimizer).__name__
+            self.other_optimizer = f"Another {kind} stepped: pass the recorder both, or end it and record the new one."
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:  # torch's hook signature
         """Read what an optimizer holds before its step, and again when its closure has made the gradient."""

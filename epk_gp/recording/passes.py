@@ -377,6 +377,8 @@ def _used_targets(
     if outputs is None or gradient is None or not is_finite(gradient) or not c.any():
         return None, c, is_read
     z, delta, c, tolerance = outputs.double(), gradient.double(), c.to(outputs.device), rounding_of(outputs)
+    if not delta.any() and cuts[0].shape == y.shape and loss_derivatives(loss, z, y).any():
+        return None, 0 * c, False  # the loop's loss of the pass is 0
     found = _as_stated(loss, z, delta, y, c, _possible_labels(loss, delta, cuts), tolerance)
     if found is not None:
         labels, weights, factor = found

@@ -314,6 +314,7 @@ class Recorder:
                     return
                 yield self.num_steps
                 self._observer.complete()
+                self._setup.validate_modules()
                 self._follow_present()
         finally:
             self._in_until = False
@@ -331,8 +332,8 @@ class Recorder:
         saw of the batch (augmented rows, mixed targets, random numbers) is recorded as it was.
 
         Args:
-            indices: Rows of X that the batch held, each as often as it occurred; None for all of X. With loss=None, -1
-                stands for a row that is no training point, such as a generated one.
+            indices: Rows of X that the batch held, each as often as it occurred, none if a sampler drew none; None for
+                all of X. With loss=None, -1 stands for a row that is no training point, such as a generated one.
             weight: Factor that the loop puts in front of this batch's loss, 1/k for the mean over k batches; or of each
                 row's loss. None reads one factor from the gradient in the outputs. With loss=None that gradient has the
                 loop's factors already: leave `weight` out but for 1 / scaler.get_scale() under a GradScaler.
@@ -348,25 +349,26 @@ class Recorder:
         if not self._is_recording:
             raise RuntimeError("recorder.batch() must be called inside 'with Recorder(...) as recorder:'.")
         if self._needs_until and not self._in_until:
-            raise RuntimeError(
-                "with stateful= the loop must be 'for step in recorder.until(steps):': it is another one."
-            )
+            raise RuntimeError("with stateful= the loop must be 'for step in recorder.until(steps):': it is another.")
         self._observer.complete()
         with self._schedule.recording():
             index, last = self.num_steps, self._history.last.end
             self._observer.announce(indices, weight, index, targets)
             with _errors_of_step(index):
                 learning_rate(self._optimizers)
+                self._setup.validate_modules()
                 if not self._setup.is_at(last):
                     self._follow_move(*self._observer.first_state(), is_end=False)
                     last = self._history.last.end
-                if not self._setup.is_at(last) and not self._observer.has_moved_between_passes:
+                other, is_at = self._observer.other_optimizer, self._setup.is_at(last)
+                if not is_at and (other or not self._observer.has_moved_between_passes):
                     is_on_disk = 0 < index == self.num_committed
                     hint = " The last step is on disk: read recorder.trajectory after such a move." * is_on_disk
                     raise StepMismatchError(
-                        "the weights must be those the last recorded step left, or on the way from there to an earlier "
-                        "recorded state (Lookahead, a restored checkpoint): they were changed in between (an "
-                        f"optimizer.step() outside the recorder's sight, or an edit).{hint}"
+                        other
+                        or "the weights must be those the last recorded step left, or on the way from there to an "
+                        "earlier recorded state (Lookahead, a restored checkpoint): they were changed in between (an "
+                        f"optimizer.step() outside the recorder's sight, forward() itself, or an edit).{hint}"
                     )
                 self._setup.validate_frozen_state(last)
             if self._commits is not None and not self._in_until:
@@ -480,6 +482,7 @@ class Recorder:
         return step, before, after
 
     def _record_step(self, made: MadeStep) -> None:
+        self._setup.validate_modules()
         index, setup, last, end = self.num_steps, self._setup, self._history.last, self._setup.weights()
         if self._ranks.size > 1:
             whole = self._ranks.whole_step(lambda: self._own_step(made, end), setup, made, end)
@@ -541,7 +544,7 @@ class Recorder:
         if self._observer.num_announced:
             raise StepMismatchError(
                 "every recorder.batch() must be followed by optimizer.step(): "
-                f"the one of step {self.num_steps} was not."
+                f"the one of step {self.num_steps} was not. {self._observer.other_optimizer}".rstrip()
             )
         if not self._has_refused:
             last = self._history.last

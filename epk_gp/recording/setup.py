@@ -117,6 +117,24 @@ class TrainingSetup:
         return None if torch.equal(present, recorded) or not present.isfinite().all() else present
 
     @cached_property
+    def _modules(self) -> dict[str, nn.Module]:
+        return dict(self.net.named_modules())
+
+    def validate_modules(self) -> None:
+        """Raise if the network has not the modules and parameters with which recording began.
+
+        Raises:
+            StepMismatchError: It has others; the message names the first.
+        """
+        present, named = dict(self.net.named_modules()), self.live.named()
+        changed = [name for name in self._modules | present if present.get(name) is not self._modules.get(name)]
+        if changed := changed or [name for name in self.model.names if name not in named]:
+            raise StepMismatchError(
+                f"the network must keep its modules and parameters: {changed[0]!r} was added, removed or replaced. Do "
+                "that before the recorder is made, or end the recording, and begin another."
+            )
+
+    @cached_property
     def live(self) -> LiveWeights:
         """The weights that the network has at present."""
         return LiveWeights(self.net, self.model, is_certain=self.unexplained is not None)
@@ -202,9 +220,13 @@ class TrainingSetup:
         with torch.no_grad():
             before, after = self.model(params, rows), self.model({**params, **changed}, rows)
         if not torch.allclose(before, after, rtol=0, atol=0, equal_nan=True):
+            name, value = next(iter(changed.items()))
+            kind = (
+                "" if value.is_floating_point() else f" make it a floating-point one ({value.dtype} cannot move), and"
+            )
             raise StepMismatchError(
-                f"buffers and frozen parameters must stay as they were when recording began: {next(iter(changed))!r} "
-                "changed. If training moves it, put the network into training mode before the recorder is made."
+                f"buffers and frozen parameters must stay as they were when recording began: {name!r} changed. If "
+                f"forward() moves it in training,{kind} put the network into training mode before the recorder is made."
             )
 
     def validate_end(self, end: Float[Tensor, " P"], statistics: Float[Tensor, " Q"] | None, num_steps: int) -> None:
@@ -437,7 +459,7 @@ def _validated_fingerprint(model: FunctionalModel, state: Tensor, moved: Tensor,
             raise ValueError(f"{name} must be on the network's device {start.device}: got {x.device}.")
     rows = X[:NUM_FINGERPRINT_POINTS].clone() if graph is None else graph.nodes
     before = {} if graph is None else {key: value.clone() for key, value in graph.tensors.items()}
-    perturbed = model.unflatten(moved)
+    perturbed = {name: value.clone() for name, value in model.unflatten(moved).items()}
     with torch.no_grad():
         try:
             returned = model.returned(perturbed, rows)
@@ -449,10 +471,12 @@ def _validated_fingerprint(model: FunctionalModel, state: Tensor, moved: Tensor,
                 "Bytes that the loop converts must be converted in X too (a Dataset), or in forward()."
             ) from error
         change = graph.difference(before) if graph is not None else None
+        change = next((repr(name) for name in model.names if perturbed[name]._version), change)
         if change is not None or (graph is None and not torch.equal(rows, X[:NUM_FINGERPRINT_POINTS])):
             raise ValueError(
-                f"the network must leave its inputs as they are: forward() changes them in place ({change or 'X'}). "
-                "Use operations that make a new tensor, such as ReLU(inplace=False), on the input."
+                "the network must leave its inputs and weights as they are: forward() changes them in place "
+                f"({change or 'X'}). Use operations that make a new tensor: on the input ReLU(inplace=False), for "
+                "Embedding(max_norm=...) a product with a factor of each row."
             )
         counts = [len(z) for z in tensors_of(returned) if z.ndim]
         if graph is not None and graph.num_nodes not in counts:

@@ -92,7 +92,7 @@ def test_dictionaries_hold_their_index_under_the_key(data):
         IndexedDataset(rows, key="x")[0]
 
 
-def lightning_module(lightning, net, step, make_optimizers, scale):
+def lightning_module(lightning, net, step, make_optimizers, scale, skipped=()):
     class Module(lightning.LightningModule):
         def __init__(self):
             super().__init__()
@@ -102,6 +102,8 @@ def lightning_module(lightning, net, step, make_optimizers, scale):
         def training_step(self, batch, number):
             _, (inputs, labels) = batch
             loss = scale * F.cross_entropy(self.net(inputs), labels)
+            if number in skipped:
+                return None
             return loss if step is None else step(self, loss, number)
 
         def validation_step(self, batch, number, dataloader_idx=0):
@@ -115,7 +117,9 @@ def lightning_module(lightning, net, step, make_optimizers, scale):
     return Module()
 
 
-def fit_lightning(data, net, *, step=None, make_optimizers=None, scale=1.0, options=None, **callback_options):
+def fit_lightning(
+    data, net, *, step=None, make_optimizers=None, scale=1.0, options=None, skipped=(), **callback_options
+):
     lightning = pytest.importorskip("pytorch_lightning", reason="needs the extra 'lightning'")
     X, y = data
     source = (TensorDataset(X, y),) if callback_options.pop("reads", False) else (X, y)
@@ -125,7 +129,7 @@ def fit_lightning(data, net, *, step=None, make_optimizers=None, scale=1.0, opti
     trainer = lightning.Trainer(accelerator="cpu", max_epochs=2, callbacks=[callback], **QUIET, **(options or {}))
     loader = DataLoader(IndexedDataset(TensorDataset(X, y)), batch_size=6, shuffle=True)
     held_out = DataLoader(IndexedDataset(TensorDataset(X[:5], y[:5])), batch_size=3)
-    module = lightning_module(lightning, net, step, make_optimizers, scale)
+    module = lightning_module(lightning, net, step, make_optimizers, scale, skipped)
     trainer.fit(module, loader, [held_out, held_out])
     return callback.trajectory
 
@@ -167,6 +171,16 @@ def test_a_lightning_run_is_exact(data, net, options, steps, tmp_path):
     assert trajectory.num_steps == steps
     assert_exact(trajectory, data[0])
     assert_exact(epk.load_trajectory(tmp_path / "run", net), data[0])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("skipped", "steps"), [({1}, 4), ({2}, 4), ({0, 1}, 2)], ids=["end", "begin", "whole"])
+@pytest.mark.parametrize("make", [None, adam], ids=["sgd", "adam"])
+def test_batches_for_which_training_step_returns_none_are_not_in_the_step(data, net, skipped, steps, make):
+    options = {"accumulate_grad_batches": 2}
+    trajectory = fit_lightning(data, net, skipped=skipped, options=options, make_optimizers=make)
+    assert trajectory.num_steps == steps
+    assert_exact(trajectory, data[0])
 
 
 @pytest.mark.slow
