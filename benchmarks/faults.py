@@ -130,7 +130,7 @@ def tables() -> tuple[int, int, int, int]:
 
 
 def changed_rows() -> tuple[int, int, int, int]:
-    """Announce right indices of changed rows, which count as without effect, and wrong ones; an alarm counts as silent."""
+    """Announce right indices of changed rows, of which an alarm counts as silent, and wrong ones."""
     counts, wrong = _tests_module("wrong_indices").count_outcomes(ODD)
     for case in wrong:
         print(f"       {case}")
