@@ -265,6 +265,23 @@ def training_labels(trajectory: Trajectory, caller: str) -> Int64[Tensor, " M"]:
     return labels.long()
 
 
+def validate_classifier(run: Trajectory) -> None:
+    """Raise if a network that was not recorded has no logit for each class, or its targets are no classes.
+
+    Raises:
+        ValueError: It returns one number per point, or probabilities; or a target is no class of it.
+    """
+    z = network_outputs(run, run.inputs[:64]).double()
+    if z.shape[1] == 1:
+        raise ValueError(
+            "there must be a logit for each class: got one number per point. If it is the logit z of class 1, pass "
+            "output=lambda z: torch.nn.functional.pad(z.reshape(-1, 1), (1, 0)); of its probability p, z is p.logit()."
+        )
+    if (z >= 0).all() and ((z.sum(1) - 1).abs() < 1e-3).all():
+        raise ValueError("outputs must be logits: got probabilities, which sum to 1. Pass output=lambda p: p.log().")
+    training_labels(run, "UncertainClassifier.of")
+
+
 def labelled_points(
     trajectory: Trajectory, points: Int[Tensor, " N"] | Sequence[int] | None, caller: str
 ) -> tuple[Int64[Tensor, " N"], Int64[Tensor, " N"]]:

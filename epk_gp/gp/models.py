@@ -172,7 +172,8 @@ class LogitGP(gpytorch.models.ExactGP):  # type: ignore[misc]  # gpytorch ships 
         x = tag_points(self.kernel.trajectory, args[0])
         validate_batches(self.coupling.batch_shape, x)
         (own,) = self.train_inputs
-        if self.training and not (x.shape == own.shape and bool((x.to(own) == own).all())):
+        x = x.to(own.dtype)
+        if self.training and not torch.equal(x, own):
             raise ValueError("in training mode call a LogitGP with gp.train_inputs[0]; to predict, gp.eval() first.")
         if self.training or gpytorch.settings.prior_mode.on():
             return super().__call__(x)

@@ -200,7 +200,7 @@ class NetworkMean(Mean):  # type: ignore[misc]  # gpytorch ships no types
         def compute() -> Tensor:
             points = as_points(trajectory, x.reshape(-1, x.shape[-1]))
             f = network_outputs(trajectory, points.X, state=self.state, head=head)
-            return f.to(x.dtype).reshape(*x.shape[:-1], -1)
+            return f.to(x.dtype if x.is_floating_point() else f.dtype).reshape(*x.shape[:-1], -1)
 
         return config.cache.computed(key, compute)
 

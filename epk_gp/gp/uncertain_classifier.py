@@ -201,8 +201,7 @@ class UncertainClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
             y = y.to(None if weight is None else weight.device)
         # a loss would be tried on what the network returns, and the logits are what output makes of it
         run = replace(as_trajectory(model, X, y, output=output), loss=CrossEntropy())
-        _validate_logits(run)
-        gp_data.training_labels(run, "UncertainClassifier.of")
+        gp_data.validate_classifier(run)
         return cls(tangent_trajectory(run), classes=classes, **settings)
 
     def fit(self, X: object, y: object = None) -> "UncertainClassifier":
@@ -493,18 +492,6 @@ class UncertainClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
 
     def _probability(self, judged: _Judgement) -> Tensor:
         return torch.softmax(_stacked(self.stacking_, judged), dim=1)
-
-
-def _validate_logits(run: Trajectory) -> None:
-    """Raise if a network that was not recorded returns one number per point, or probabilities, in place of logits."""
-    z = network_outputs(run, run.inputs[:64]).double()
-    if z.shape[1] == 1:
-        raise ValueError(
-            "there must be a logit for each class: got one number per point. If it is the logit z of class 1, pass "
-            "output=lambda z: torch.nn.functional.pad(z.reshape(-1, 1), (1, 0)); of its probability p, z is p.logit()."
-        )
-    if (z >= 0).all() and ((z.sum(1) - 1).abs() < 1e-3).all():
-        raise ValueError("outputs must be logits: got probabilities, which sum to 1. Pass output=lambda p: p.log().")
 
 
 def _stacked(stacking: Stacking, judged: _Judgement) -> Float[Tensor, "n C"]:

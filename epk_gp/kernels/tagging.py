@@ -129,8 +129,10 @@ def tag_points(trajectory: Trajectory, x: Shaped[Tensor, "*n columns"]) -> Shape
             f"points must not require gradients where the network takes integers ({trajectory.inputs.dtype}): got "
             "requires_grad=True. Pass x.detach(), or work under torch.no_grad()."
         )
-    has_copy_column = x.shape[-1] == D + 1
     _validate_entries(x[..., :D])
+    if is_floating and x.dtype not in (torch.float32, torch.float64):
+        raise TypeError(f"points must be float32 or float64: got {x.dtype}. Convert them first.")
+    has_copy_column = x.shape[-1] == D + 1
     if has_copy_column:
         unmarked = ~(has_mark(x) | has_mark(x, _TEST_MARKS))
         if unmarked.any():
@@ -140,8 +142,6 @@ def tag_points(trajectory: Trajectory, x: Shaped[Tensor, "*n columns"]) -> Shape
                 f"{row[0] if len(row) == 1 else row} ends in {x[(*row, -1)].item()}, which marks no copy. Leave out a "
                 "column that is no input (a label, a task), or keep the last column of the copies as it is."
             )
-    if is_floating and x.dtype not in (torch.float32, torch.float64):
-        raise TypeError(f"points must be float32 or float64: got {x.dtype}. Convert them first.")
     return x if has_copy_column else _append(x, _TEST_MARKS)
 
 

@@ -238,7 +238,10 @@ NO_POINTS = [
     (T.to_sparse(), "must be dense: got a tensor of layout torch.sparse_coo"),
     (T.half(), "points must be float32 or float64: got torch.float16"),
     (T.long(), "points must be float32 or float64: got torch.int64"),
-    (T + 0.5, "the last column must be exactly 0 .* or 1"),
+    (
+        T + 0.5,
+        r"must have 4 columns, or 5 as train_copy and test_copy make them: row 0 ends in .* marks no copy",
+    ),
 ]
 NO_LABELS = [
     (y, r"^(labels|outputs) must (be|have|hold) .*: got ")

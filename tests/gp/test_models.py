@@ -10,7 +10,7 @@ from epk_gp.gp.models import LogitGP
 from epk_gp.gp.softmax import softmax_uncertainty
 from epk_gp.kernels.tagging import test_copy, train_copy
 from gp_cases import MEANS, N_TEST, OUTPUTS, C, D, M, make_net, make_run, per_point
-from helpers import assert_close
+from helpers import assert_close, make_case
 
 
 @pytest.mark.parametrize("mean", MEANS)
@@ -64,6 +64,24 @@ def test_single_precision_runs_are_conditioned_in_double():
     posterior = gp.logit_posterior(X)
     assert gp.train_inputs[0].dtype == posterior.mean.dtype == posterior.covariance.dtype == torch.float64
     softmax_uncertainty(posterior)
+
+
+@pytest.mark.mostly_slow
+@pytest.mark.parametrize("outputs", ["independent", "full", "trace"])
+def test_a_call_takes_points_in_any_precision_and_integers(outputs):
+    float32 = make_run(make_net(torch.float32), torch.randn(M, D), torch.arange(M) % C)
+    of_words = make_case("attention", steps=2)
+    for run, X in ((float32, torch.randn(4, D)), (of_words.trajectory, of_words.test)):
+        gp = LogitGP(run, outputs, "initial", "network")
+        expected = gp.logit_posterior(X)
+        for points in (X.flatten(1), X.flatten(1).double(), test_copy(X), test_copy(X.flatten(1).float())):
+            found = gp(points)
+            assert found.mean.dtype == found.variance.dtype == torch.float64
+            mean, variance = (v if outputs == "full" else v.mT for v in (found.mean, found.variance))
+            torch.testing.assert_close(mean, expected.mean, rtol=0, atol=1e-6)
+            of_points = expected.covariance.diagonal(dim1=1, dim2=2)
+            torch.testing.assert_close(variance, of_points, rtol=0, atol=1e-6 * float(of_points.max()))
+            torch.testing.assert_close(gp.prior_mean(points).double(), gp.prior_mean(test_copy(X.double())))
 
 
 def test_the_head_reaches_kernel_mean_and_targets(trajectory, X_test):

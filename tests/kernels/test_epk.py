@@ -87,6 +87,10 @@ def test_integers_travel_as_whole_floats():
         kernel(x.requires_grad_())
     with pytest.raises(ValueError, match="inputs must be whole numbers"):
         kernel(X + 0.5).to_dense()
+    for label in (0, 1, 7, -100):  # one column too many
+        for table in (torch.nn.functional.pad(X, (0, 1), value=label), torch.nn.functional.pad(X, (0, 1)).double()):
+            with pytest.raises(ValueError, match=r"row 0 ends in .*, which marks no copy"):
+                kernel(table)
 
 
 def test_a_product_with_a_kernel_on_the_inputs_leaves_the_copy_column_out(trajectory):

@@ -57,15 +57,8 @@ COLUMNS = {
 }
 
 
-@pytest.mark.parametrize(
-    ("column", "kind"),
-    [
-        (name, kind)
-        for name, column in COLUMNS.items()
-        for kind in (torch.float32, torch.float64, torch.int64)
-        if kind.is_floating_point or all(float(value).is_integer() for value in column)
-    ],
-)
+@pytest.mark.parametrize("kind", [torch.float32, torch.float64])
+@pytest.mark.parametrize("column", COLUMNS)
 def test_a_table_with_one_column_too_many_is_refused(trajectory, column, kind):
     """One column that is no input is not taken for the copy column, whatever it holds."""
     extra = torch.tensor(COLUMNS[column], dtype=torch.float64)
@@ -75,9 +68,8 @@ def test_a_table_with_one_column_too_many_is_refused(trajectory, column, kind):
     for ask in (lambda z: tag_points(trajectory, z), lambda z: EPKKernel(trajectory)(z)):
         with pytest.raises(ValueError, match=message):
             ask(table)
-    if kind.is_floating_point:
-        found, expected = (EPKKernel(trajectory)(z).to_dense() for z in (table[:, :2], test_copy(X)))  # the cure
-        assert_close(found.to(kind), expected.to(kind))
+    found, expected = (EPKKernel(trajectory)(z).to_dense() for z in (table[:, :2], test_copy(X)))  # the cure
+    assert_close(found, expected.to(kind))
 
 
 @pytest.mark.parametrize("value", [-1.0, 1 + 1e-6, 0.0, 1.0, float("nan"), float("inf"), "other"])
