@@ -104,7 +104,7 @@ def grid_over(
         advice = "Where both axes have one unit, pass square=True."
         raise ValueError(f"a grid needs points at different places along both axes: all coincide. {advice}")
     centre, half = (low + high) / 2, extent * (0.5 + margin)
-    ends = torch.stack([centre - half, centre + half], dim=1)
+    ends = torch.stack([centre - half, centre + half], dim=1).tolist()
     x, y = (torch.linspace(first, last, int(size), dtype=torch.float64) for first, last in ends)
     return x, y
 

@@ -46,8 +46,7 @@ class InUnits(nn.Module):
     def standardized(self, x: Float[Tensor, "n D"]) -> Float[Tensor, "n D"]:
         """Return rows in the units of the network, in their own dtype."""
         mean, scale = self.columns.to(x)
-        rows: Tensor = (x - mean) / scale
-        return rows
+        return torch.div(x - mean, scale)
 
     def forward(self, x: Float[Tensor, "n D"]) -> Float[Tensor, "n C"]:
         """Evaluate the network."""
@@ -397,8 +396,7 @@ def plain_frame(X: Any, name: str = "X") -> Any:
             values = np.asarray(column)
             columns.append(values if values.dtype.kind in "biuf" else np.asarray(column.tolist(), np.float64))
         except (TypeError, ValueError) as error:
-            kind = column.dtype
-            raise TypeError(f"column {label!r} of {name} must hold real numbers: it is of dtype {kind}.") from error
+            raise TypeError(f"column {label!r} of {name} must hold real numbers: got {column.dtype}.") from error
         if not np.isfinite(columns[j]).all():
             raise ValueError(f"column {label!r} of {name} must hold finite numbers: values are missing, or infinite.")
     return type(X)(np.column_stack(columns), index=X.index, columns=X.columns)

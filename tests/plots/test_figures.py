@@ -90,7 +90,7 @@ def test_the_plane_of_a_map_is_said_and_one_legend_serves_all_maps():
         distance_correlation=None, **shown,
     )  # fmt: skip
     figure = map_figure(m, torch.arange(6) % 2, plane=describe_plane("coordinates", 100))
-    assert "the others are 0" in words_of(figure)
+    assert "the others are at their mean" in words_of(figure)
     assert len(figure.legends) == 1
     assert not any(ax.get_legend() for ax in figure.get_axes())
     legend = [text.get_text() for text in figure.legends[0].get_texts()]
@@ -101,7 +101,7 @@ def test_the_plane_of_a_map_is_said_and_one_legend_serves_all_maps():
 
 def test_a_plane_is_described_by_what_the_other_coordinates_are():
     assert describe_plane("coordinates", 2) == ""
-    assert "the others are 0" in describe_plane("coordinates", 3)
+    assert "the others are at their mean" in describe_plane("coordinates", 3)
     assert "principal directions of the training inputs (784 coordinates)" in describe_plane("principal", 784)
 
 
