@@ -119,7 +119,7 @@ def odd_programs(row: str) -> tuple[int, int, int, int]:
 
 
 def changed_rows() -> tuple[int, int, int, int]:
-    """Announce right indices of changed rows, which count as without effect, and wrong ones; an alarm counts as silent."""
+    """Announce right indices of changed rows, which count as without effect, and wrong ones; an alarm is silent."""
     counts, wrong = _tests_module("wrong_indices").count_outcomes(ODD)
     for case in wrong:
         print(f"       {case}")
