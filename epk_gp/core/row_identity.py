@@ -31,7 +31,7 @@ _CLEAR, _CHANCE, _SURE = 0.65, 0.62, 0.9  # shares that right indices win at lea
 _LEAST_MEAN, _SPREAD = 0.77, 0.3  # lowest mean of the shares under right indices that was measured, and their deviation
 _POSITION_ROWS, _UNCOMPARED = 32, 0.25  # fewest rows of a position; share of rows that may go without a comparison
 _LOST, _MIXED_LOST, _REST = 0.09, 0.3, 0.55  # rows that win less than half, where a part is wrong; mean of the losers
-_GAP, _LEAD = 0.65, 0.4  # leads by which a row is clearly another point's, of its distance and of the next one's lead
+_GAP, _LEAD = 0.65, 3.0  # a row is clearly another point's by that share of its distance, or by so many times chance
 _OUTLIERS = 0.06  # rows that are so by chance, at most
 _OTHERS, _SEARCHED = 256, 1 << 24  # points of X that are compared beside the batch, and numbers if there is a doubt
 _SIDE, _LONGEST = 32, 1024  # pixels of an image's side, or of a line, that are compared under shifts
@@ -291,7 +291,8 @@ class RowIdentity:
         lead = 1 - best / second.clamp(max=-1e-30)
         is_apart = second < 0.05 * near.median()  # X may hold a point twice
         is_other = (place != samples) & second.isfinite() & is_apart
-        is_outlier = (best - second > _LEAD * (second - middle)) & (announced < third)
+        chance = (second - middle) / math.log(len(places) / 4)  # by which the best is nearer by chance, on average
+        is_outlier = (best - second > _LEAD * chance) & (announced < third)
         lead = torch.where(is_other & (is_outlier | (lead > _GAP)), lead, 0.0)
         row = int(lead.argmax())
         pair = f"X[{int(place[row])}], the batch says X[{int(samples[row])}]"
