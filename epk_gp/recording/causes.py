@@ -134,9 +134,9 @@ def changed_setting(net: nn.Module, model: FunctionalModel) -> str | None:
             return f"{name} draws from a torch.Generator of its own: let it draw from torch's default one"
         for key in before.keys() & now.keys():
             if before[key] != now[key]:
-                own, recorded = reprlib.repr(now[key]), reprlib.repr(before[key])
+                present, past = reprlib.repr(now[key]), reprlib.repr(before[key])
                 return (
-                    f"{name} has {key}={own} and had {key}={recorded} when recording began: such a setting must stay "
+                    f"{name} has {key}={present} and had {key}={past} when recording began: such a setting must stay "
                     "as it is; a number that moves must be a floating-point buffer"
                 )
     return None

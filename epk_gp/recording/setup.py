@@ -226,7 +226,7 @@ class TrainingSetup:
             )
             raise StepMismatchError(
                 f"buffers and frozen parameters must stay as they were when recording began: {name!r} changed. If "
-                f"forward() moves it in training,{kind} put the network into training mode before the recorder is made."
+                f"training moves it,{kind} put the network into training mode before the recorder is made."
             )
 
     def validate_end(self, end: Float[Tensor, " P"], statistics: Float[Tensor, " Q"] | None, num_steps: int) -> None:
@@ -474,7 +474,7 @@ def _validated_fingerprint(model: FunctionalModel, state: Tensor, moved: Tensor,
         change = next((repr(name) for name in model.names if perturbed[name]._version), change)
         if change is not None or (graph is None and not torch.equal(rows, X[:NUM_FINGERPRINT_POINTS])):
             raise ValueError(
-                "the network must leave its inputs and weights as they are: forward() changes them in place "
+                "the network must leave its weights and leave its inputs as they are: forward() changes them in place "
                 f"({change or 'X'}). Use operations that make a new tensor: on the input ReLU(inplace=False), for "
                 "Embedding(max_norm=...) a product with a factor of each row."
             )

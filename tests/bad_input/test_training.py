@@ -1,5 +1,7 @@
 """Arguments of `train` and `Recorder` that cannot be recorded: one clear error each, before anything is written."""
 
+import threading
+
 import pytest
 import torch
 from torch import nn
@@ -77,7 +79,7 @@ class Single(Inner):
 class NoCopy(Inner):
     def __init__(self):
         super().__init__()
-        self.kept = self.a.weight * 1
+        self.kept = threading.Lock()
 
 
 class Nothing(nn.Module):

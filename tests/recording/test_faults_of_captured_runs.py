@@ -280,7 +280,7 @@ REFUSED = {
         "were changed"),
     "weights_edited_before_the_step": (("plain", "dropout"), "step", edit(first_weight), "weights .* were changed"),
     "frozen_weights_edited": (("frozen_layer",), "begin", edit(first_weight), "'0.weight' changed"),
-    "another_optimizer_between_steps": (PLAIN, "end", another_optimizer, "they were changed in between"),
+    "another_optimizer_between_steps": (PLAIN, "end", another_optimizer, "Another SGD stepped: pass"),
     "two_steps_of_a_batch": (PLAIN, "end", lambda loop: loop.optimizers[0].step(), NOT_ANNOUNCED),
     "no_learning_rate": (PLAIN, "begin", options(lr=float("nan")), "learning rate must be finite"),
     "divergence": (PLAIN, "announce", lambda loop: first_weight(loop).grad.fill_(torch.nan), "training diverged"),
