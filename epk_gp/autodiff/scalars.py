@@ -421,12 +421,13 @@ def _observed_dims(trajectory: Trajectory, X: Shaped[Tensor, "n ..."], z: Float[
     model, params, _ = _returned(trajectory, X)
     inputs, moving = model.signature.structure(X[:1]), set[int]()
     tensors = list(tensors_of(inputs))
-    for length in {size for x in tensors for size in x.shape[1:]}:
+    places = [(size, dim) for x in tensors for dim, size in enumerate(x.shape) if dim]
+    for length, dim in {*places, *((size, 0) for size, _ in places)}:
         with suppress(Exception), torch.no_grad():  # whatever a network says that takes inputs of one length
-            packed, signature = parse_signature(map_tensors(inputs, partial(_shortened, length=length)), None)
+            packed, signature = parse_signature(map_tensors(inputs, partial(_shortened, length=length, dim=dim)), None)
             shorter = FunctionalModel(**model.__getstate__() | {"signature": signature})
             pairs = zip(logits_of(shorter.returned(params, packed)).shape, z.shape, strict=True)
-            moving |= {place for place, (size, whole) in enumerate(pairs) if size != whole}
+            moving |= {k for k, (size, whole) in enumerate(pairs) if size != whole}
     if moving:
         return [dim for dim in (1, -1) if dim % z.ndim not in moving]
     calls = list[FunctionCall | None]()
@@ -438,9 +439,10 @@ def _observed_dims(trajectory: Trajectory, X: Shaped[Tensor, "n ..."], z: Float[
     return [dim for dim in (1, -1) if tuple(z.movedim(dim, 1).shape[1:]) in sizes]
 
 
-def _shortened(x: Shaped[Tensor, "..."], length: int) -> Shaped[Tensor, "..."]:
-    """Return a tensor with one entry less in each dimension of some length."""
-    return x[(slice(None), *(slice(size - (size == length)) for size in x.shape[1:]))]
+def _shortened(x: Shaped[Tensor, "..."], length: int, dim: int) -> Shaped[Tensor, "..."]:
+    """Return a tensor with one entry less in a dimension that has some length, or, for 0, in each that has it."""
+    ends = (size - (size == length and k > 0 and dim in (0, k)) for k, size in enumerate(x.shape))
+    return x[tuple(map(slice, ends))]
 
 
 def _scores(returned: Any, loss: losses.ClassLoss) -> Float[Tensor, "m V P"]:
