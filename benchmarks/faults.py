@@ -32,6 +32,7 @@ TESTS = ROOT / "tests"
 ODD = 400  # programs in each of the rows of `odd_themes`
 WORKERS = 2  # processes that share them
 SOUND_ROW = "nothing odd"
+SHAPES = 240  # questions about texts, and a quarter as many cut batches
 FLIPS = 400  # on each of three runs
 
 
@@ -68,6 +69,7 @@ def main() -> int:
     kinds: dict[str, Callable[[], tuple[int, int, int, int]]] = {
         **{f"odd programs: {row}": partial(odd_programs, row) for row in odd_rows() if row != SOUND_ROW},
         f"odd programs: {SOUND_ROW} (the control: nothing may be found)": partial(odd_programs, SOUND_ROW),
+        "texts and answers: lengths that coincide, prefixes, pixels, batches cut to their longest text": text_shapes,
         "public calls in 8 threads at once on one run": lambda: thread_faults(arguments.thread_rounds),
         "kills (SIGKILL) of a recording, at random and after each file operation": kills,
         "flipped bits and cut files of stored runs": flips,
@@ -115,6 +117,15 @@ def odd_programs(row: str) -> tuple[int, int, int, int]:
     counts = sum((found for found, _ in outcomes), Counter[str]())
     tried, found = sum(counts.values()), counts["refused"] + counts["uncertified"]
     return tried, found, counts["right"], tried - found - counts["right"]
+
+
+def text_shapes() -> tuple[int, int, int, int]:
+    """Compare what is said of words with plain loops."""
+    counts, wrong = _tests_module("text_shapes").count_outcomes(SHAPES)
+    for case in wrong:
+        print(f"       {case}")
+    found = counts["refused"] + counts["uncertified"]
+    return counts.total(), found, counts["right"], counts["wrong"]
 
 
 def thread_faults(rounds: int) -> tuple[int, int, int, int]:

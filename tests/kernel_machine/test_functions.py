@@ -304,14 +304,14 @@ REFUSED = {
     "is not finite": (lambda z: (z[:, -1] - 9).log(), ValueError, "must return finite numbers: those of row 0"),
     "is no function": ("log p", TypeError, "function must map what the network returns to numbers"),
     "has other rows": (epk.log_probability(CHOSEN[:2]), ValueError, r"for each of the 3 inputs: got shape \(2,\)"),
-    "is no word": (epk.log_probability(torch.tensor([0, 7, 1])), ValueError, r"must lie in 0..6, .*: got 7"),
+    "is no word": (epk.log_probability(torch.tensor([0, 7, 1])), ValueError, r"must be in 0..6, .*: got 7"),
     "has too many": (epk.log_probability(torch.ones(3, 6).long()), ValueError, r"answers \(3, 6\) must fit scores"),
-    "has no such logit": (epk.logit_difference(1, 9), ValueError, r"must lie in 0..6, .*: got 9"),
+    "has no such logit": (epk.logit_difference(1, 9), ValueError, r"must be in 0..6, .*: got 9"),
     "does not fit": (epk.loss_value(torch.ones(3, 2).long()), ValueError, r"answers \(3, 2\) must fit scores"),
     "leaves a row out": (epk.log_probability(torch.tensor([[1], [-100], [2]])), ValueError, "each row must have a"),
     "leaves a target out": (epk.loss_value(torch.tensor([1, -100, 2])), ValueError, "each row must have a class or"),
-    "is negative": (epk.log_probability(torch.tensor([1, -2, 0])), ValueError, "in 0..6, or be -100 .*: got -2"),
-    "has no difference": (epk.logit_difference(1, -100), ValueError, "must lie in 0..6, .*: got -100"),
+    "is negative": (epk.log_probability(torch.tensor([1, -2, 0])), ValueError, "must be in 0..6, or -100 .*: got -2"),
+    "has no difference": (epk.logit_difference(1, -100), ValueError, "must be in 0..6, .*: got -100"),
 }  # fmt: skip
 
 

@@ -101,8 +101,7 @@ def test_a_text_has_as_many_words_as_ids():
     assert Text(run, byte_level().decode).words(encoded) == Text(run, byte_level()).words(encoded)
     for given in ("king of", "four"):  # as long as four ids, or not
         assert len(Text(run, lambda _, given=given: given).words(ids)) == len(ids)
-    first = run.inputs[0].tolist()
-    with pytest.raises(ValueError, match=rf"one text: got {len(first) - 1} strings for {len(first)} ids"):
+    with pytest.raises(ValueError, match="one text: got 6 strings for 7 ids"):  # with the last target
         Text(run, lambda ids: [ALPHABET[k] for k in ids[1:]])
 
 
