@@ -33,6 +33,7 @@ ODD = 400  # programs in each of the rows of `odd_themes`
 TABLES = 2040  # 60 of each change of `odd_frames`
 WORKERS = 2  # processes that share them
 SOUND_ROW = "nothing odd"
+SHAPES = 240  # questions about texts, and a quarter as many cut batches
 FLIPS = 400  # on each of three runs
 
 
@@ -70,6 +71,9 @@ def main() -> int:
         **{f"odd programs: {row}": partial(odd_programs, row) for row in odd_rows() if row != SOUND_ROW},
         f"odd programs: {SOUND_ROW} (the control: nothing may be found)": partial(odd_programs, SOUND_ROW),
         "loops that change rows: wrong indices by 19 patterns, in a quarter right ones": changed_rows,
+
+
+        "texts and answers: lengths that coincide, prefixes, pixels, batches cut to their longest text": text_shapes,
         "public calls in 8 threads at once on one run": lambda: thread_faults(arguments.thread_rounds),
         "kills (SIGKILL) of a recording, at random and after each file operation": kills,
         "flipped bits and cut files of stored runs": flips,
@@ -136,6 +140,15 @@ def changed_rows() -> tuple[int, int, int, int]:
         print(f"       {case}")
     found = counts["refused"] + counts["uncertified"]
     return ODD, found, counts["right"], len(wrong)
+
+
+def text_shapes() -> tuple[int, int, int, int]:
+    """Compare what is said of words with plain loops."""
+    counts, wrong = _tests_module("text_shapes").count_outcomes(SHAPES)
+    for case in wrong:
+        print(f"       {case}")
+    found = counts["refused"] + counts["uncertified"]
+    return counts.total(), found, counts["right"], counts["wrong"]
 
 
 def thread_faults(rounds: int) -> tuple[int, int, int, int]:

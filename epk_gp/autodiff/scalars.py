@@ -345,11 +345,9 @@ def _completed(trajectory: Trajectory, X: Shaped[Tensor, "n ..."], asked: RowFun
     rows_of(returned, 1)  # must be there
     z = logits_of(returned)
     loss = replace(loss, ignore_index=None, dim=loss.dim or _class_dim(trajectory, X, z, data[0]))
-    if own.func is not _difference:
-        ignored = getattr(trajectory.loss, "ignore_index", None) if ignored is None else ignored
-        data = tuple(
-            value if ignored is None else value.masked_fill(value == ignored, losses.IGNORED) for value in data
-        )
+    ignored = getattr(trajectory.loss, "ignore_index", None) if ignored is None else ignored
+    if ignored is not None and own.func is not _difference:
+        data = tuple(value.masked_fill(value == ignored, losses.IGNORED) for value in data)
     for words in data:
         _validate_words(words, losses.classes_second(loss, z, words).shape[1:], own.func)
     return RowFunction(partial(own, loss=loss), *data)
@@ -360,16 +358,12 @@ def _validate_words(words: Integer[Tensor, "..."], scores: torch.Size, function:
     (V, *positions), shape, is_whole = scores, words.shape[1:], function in (_difference, _loss_value)
     is_part = len(positions) < 2 and (not shape or (len(shape) < 2 and not is_whole and shape[0] <= scores[1:].numel()))
     if not is_part and list(shape) != positions:
-        raise ValueError(
-            f"answers {tuple(words.shape)} must fit scores of {V} classes or words at positions {positions}."
-        )
+        raise ValueError(f"answers {tuple(words.shape)} must fit scores of {V} words at positions {positions}.")
     left_out = torch.zeros_like(words, dtype=torch.bool) if function is _difference else words == losses.IGNORED
     if bool((left_out if words.ndim < 2 else left_out.flatten(1).all(dim=1)).any()):
         raise ValueError("each row must have a class or word: all of a row are left out.")
-    low, high = map(int, words[~left_out].aminmax())
-    if low < 0 or high >= V:
-        got = low if low < 0 else high
-        raise ValueError(f"classes or words must lie in 0..{V - 1}, or be -100 where they are left out: got {got}.")
+    if len(wrong := words[~left_out & ((words < 0) | (words >= V))]):
+        raise ValueError(f"classes or words must be in 0..{V - 1}, or -100 to be left out: got {int(wrong[0])}.")
 
 
 def dim_of_loss(trajectory: Trajectory) -> int | None:
@@ -382,10 +376,14 @@ def dim_of_loss(trajectory: Trajectory) -> int | None:
     if not isinstance(loss, losses.ClassLoss) or trajectory.model.signature.output is None:
         return None
     z = losses.own_input(loss, _returned(trajectory, trajectory.inputs)[2], y)
-    if z is None or z.ndim < 3:
-        return None
-    dims = [loss.dim or 1] if loss.dim or y.is_floating_point() else losses.class_dims(z, y)
-    return _only(dims[:1] if trajectory.steps or trajectory.recorded_steps else dims, z)
+    dims = [1] if y.is_floating_point() or z is None else _fitting_dims(z, y)
+    is_checked = trajectory.steps or trajectory.recorded_steps
+    return None if z is None or z.ndim < 3 else loss.dim or _only(dims[:1] if is_checked else dims, z)
+
+
+def _fitting_dims(z: Float[Tensor, "n ..."], words: Shaped[Tensor, "n ..."]) -> list[int]:
+    """Return which dimensions of scores may hold the classes of targets: the others have the targets' shape."""
+    return [dim for dim in (1, -1) if z.movedim(dim, 1)[:, 0].shape == words.shape]
 
 
 def _only(dims: list[int], z: Float[Tensor, "1 ..."]) -> int:
@@ -409,7 +407,7 @@ def _class_dim(trajectory: Trajectory, X: Shaped[Tensor, "n ..."], z: Float[Tens
     The loss of a run says it, whose steps are checked; else the network (`_observed_dims`).
     """
     dim = 1 if z.ndim == 2 else dim_of_loss(trajectory)
-    dims = losses.class_dims(z, words[:1]) if words.ndim > 2 else []  # of pixels all are asked for
+    dims = _fitting_dims(z, words[:1]) if words.ndim > 2 else []  # of pixels all are asked for
     return dim or _only(dims if len(dims) == 1 else _observed_dims(trajectory, X, z), z)
 
 
@@ -422,26 +420,28 @@ def _observed_dims(trajectory: Trajectory, X: Shaped[Tensor, "n ..."], z: Float[
     model, params, _ = _returned(trajectory, X)
     inputs, moving = model.signature.structure(X[:1]), set[int]()
     tensors = list(tensors_of(inputs))
-    for length in {size for x in tensors for size in x.shape[1:]}:
+    places = [(size, dim) for x in tensors for dim, size in enumerate(x.shape) if dim]
+    for length, dim in {*places, *((size, 0) for size, _ in places)}:
         with suppress(Exception), torch.no_grad():  # whatever a network says that takes inputs of one length
-            packed, signature = parse_signature(map_tensors(inputs, partial(_shortened, length=length)), None)
+            packed, signature = parse_signature(map_tensors(inputs, partial(_shortened, length=length, dim=dim)), None)
             shorter = FunctionalModel(**model.__getstate__() | {"signature": signature})
             pairs = zip(logits_of(shorter.returned(params, packed)).shape, z.shape, strict=True)
-            moving |= {place for place, (size, whole) in enumerate(pairs) if size != whole}
+            moving |= {k for k, (size, whole) in enumerate(pairs) if size != whole}
     if moving:
         return [dim for dim in (1, -1) if dim % z.ndim not in moving]
     calls = list[FunctionCall | None]()
     held = {**model.frozen_state(), **params}
-    with ParameterInterception(held, lambda call, result: calls.append(call)), torch.no_grad():
+    with torch.no_grad(), ParameterInterception(held, lambda call, _: calls.append(call)):
         model.returned(params, X[:1])
     lookups = [call.args for call in calls if call is not None and call.function is F.embedding]
     sizes = {(len(own[1]), x.shape[1]) for own in lookups for x in tensors if x.ndim == 2 and torch.equal(own[0], x)}
     return [dim for dim in (1, -1) if tuple(z.movedim(dim, 1).shape[1:]) in sizes]
 
 
-def _shortened(x: Shaped[Tensor, "..."], length: int) -> Shaped[Tensor, "..."]:
-    """Return a tensor with one entry less in each dimension of some length."""
-    return x[(slice(None), *(slice(size - (size == length)) for size in x.shape[1:]))]
+def _shortened(x: Shaped[Tensor, "..."], length: int, dim: int) -> Shaped[Tensor, "..."]:
+    """Return a tensor with one entry less in a dimension that has some length, or, for 0, in each that has it."""
+    ends = (size - (size == length and k > 0 and dim in (0, k)) for k, size in enumerate(x.shape))
+    return x[tuple(map(slice, ends))]
 
 
 def _scores(returned: Any, loss: losses.ClassLoss) -> Float[Tensor, "m V P"]:

@@ -249,18 +249,11 @@ def _broadcast_hint(outputs: Any, targets: Shaped[Tensor, "n ..."]) -> str:
     return " It gets outputs (n, 1) and targets (n,): let it compare outputs[:, 0] with them."
 
 
-def class_dims(z: Float[Tensor, "n ..."], targets: Shaped[Tensor, "n ..."]) -> list[int]:
-    """Return which dimensions of scores may hold the classes of targets: the others have the targets' shape."""
-    return [dim for dim in (1, -1) if z.movedim(dim, 1)[:, 0].shape == targets.shape]
-
-
-def classes_second(
-    loss: ClassLoss, z: Float[Tensor, "n ..."], targets: Shaped[Tensor, "n ..."]
-) -> Float[Tensor, "n ..."]:
+def classes_second(loss: ClassLoss, z: Float[Tensor, "n ..."], targets: Tensor) -> Float[Tensor, "n ..."]:
     """Return scores of classes in torch's order, (n, V, ...), also if they are (n, ..., V)."""
     if z.ndim <= 2 or targets.is_floating_point():
         return z
-    return z.movedim(loss.dim or next(iter(class_dims(z, targets)), -1), 1)
+    return z.movedim(loss.dim or (1 if targets.shape == (len(z), *z.shape[2:]) else -1), 1)
 
 
 def fit_targets(targets: Shaped[Tensor, "n ..."], outputs: Float[Tensor, "n ..."]) -> Shaped[Tensor, "n ..."]:

@@ -8,7 +8,9 @@ from collections import namedtuple
 import pytest
 import torch
 from signatures import Tagger, TwoInputs, mean_logits, tagger_inputs, two_inputs
+from torch import nn
 
+import epk_gp as epk
 from epk_gp.core.inputs import ONE_TENSOR, parse_signature, signature_from_json
 from epk_gp.core.model import functionalize
 from epk_gp.core.plans import TensorSpec
@@ -172,3 +174,25 @@ def test_the_output_function_must_be_given_again():
     entry = parse_signature(two_inputs(), len)[1].to_json()
     with pytest.raises(ValueError, match="recorded with output=.*: pass it as output="):
         signature_from_json(entry)
+
+
+class BatchSecond(nn.Module):
+    """A recurrent layer that takes texts in rows, and returns places first."""
+
+    def __init__(self):
+        super().__init__()
+        self.rnn = nn.RNN(4, 3)
+
+    def forward(self, x):
+        return self.rnn(x.transpose(0, 1))[0]
+
+
+def test_a_batch_in_the_second_dimension_is_named():
+    X, y = torch.randn(6, 5, 4).double(), torch.arange(6) % 3
+    options = {"optimizer": lambda net: torch.optim.SGD(net.parameters(), lr=0.1)}
+    for net, own in ((BatchSecond(), {"loss": None}), (nn.RNN(4, 3), {"output": lambda returned: returned[0][-1]})):
+        net = net.double()
+        given = {"output": lambda returned: returned[-1]} | own
+        targets = None if "loss" in own else y
+        with pytest.raises(ValueError, match=r"in the first dimension \(batch_first=True, or a module"):
+            epk.Recorder(net, options["optimizer"](net), X, targets, **given)

@@ -9,11 +9,14 @@ from multiprocessing import get_context
 import graph_runs
 import pytest
 import torch
+from text_shapes import draw_case, outcome
+from text_shapes import train as trained_case
 from torch import nn
 from torch.nn import functional as F
 from transformers import BertConfig, BertForSequenceClassification
 
 import epk_gp as epk
+from epk_gp.core.losses import UnstatedLoss
 from epk_gp.core.plans import MemoryPlan
 from epk_gp.core.states import averaged_trajectory, averaging_coefficients
 from epk_gp.kernel_machine import attribute
@@ -301,10 +304,14 @@ REFUSED = {
     "is not finite": (lambda z: (z[:, -1] - 9).log(), ValueError, "must return finite numbers: those of row 0"),
     "is no function": ("log p", TypeError, "function must map what the network returns to numbers"),
     "has other rows": (epk.log_probability(CHOSEN[:2]), ValueError, r"for each of the 3 inputs: got shape \(2,\)"),
-    "is no word": (epk.log_probability(torch.tensor([0, 7, 1])), ValueError, r"must lie in 0..6, .*: got 7"),
-    "has too many": (epk.log_probability(torch.ones(3, 6).long()), ValueError, r"answers \(3, 6\) must be those"),
-    "has no such logit": (epk.logit_difference(1, 9), ValueError, r"must lie in 0..6, .*: got 9"),
-    "does not fit": (epk.loss_value(torch.ones(3, 2).long()), ValueError, r"targets \(3, 2\) must fit"),
+    "is no word": (epk.log_probability(torch.tensor([0, 7, 1])), ValueError, r"must be in 0..6, .*: got 7"),
+    "has too many": (epk.log_probability(torch.ones(3, 6).long()), ValueError, r"answers \(3, 6\) must fit scores"),
+    "has no such logit": (epk.logit_difference(1, 9), ValueError, r"must be in 0..6, .*: got 9"),
+    "does not fit": (epk.loss_value(torch.ones(3, 2).long()), ValueError, r"answers \(3, 2\) must fit scores"),
+    "leaves a row out": (epk.log_probability(torch.tensor([[1], [-100], [2]])), ValueError, "each row must have a"),
+    "leaves a target out": (epk.loss_value(torch.tensor([1, -100, 2])), ValueError, "each row must have a class or"),
+    "is negative": (epk.log_probability(torch.tensor([1, -2, 0])), ValueError, "must be in 0..6, or -100 .*: got -2"),
+    "has no difference": (epk.logit_difference(1, -100), ValueError, "must be in 0..6, .*: got -100"),
 }  # fmt: skip
 
 
@@ -329,20 +336,62 @@ def test_arguments_of_functions_are_checked():
         (lambda: epk.attribute(run, X[:1], function=lambda z: z / z.sum(0)), ValueError, "got shape"),
         (lambda: epk.attribute(run, X[:1], function=lambda z: z[:, 0] - z[:, 0].mean(0)), ValueError, "on other rows"),
         (lambda: epk.log_probability(TARGETS.double()), TypeError, "answers must be numbers of classes or words"),
-        (lambda: epk.log_probability(torch.tensor([[1, -100], [-100, -100]])), ValueError, "all of a row are -100"),
-        (lambda: epk.log_probability(torch.tensor([1, -2])), ValueError, "numbers from 0 on, or -100 to leave"),
-        (lambda: epk.logit_difference(1, -1), ValueError, "must hold numbers from 0 on: got -1"),
-        (lambda: epk.loss_value(CHOSEN, None), ValueError, "loss_value needs the loss as a function"),
-        (lambda: epk.loss_value(torch.tensor([-100])), ValueError, "targets must hold a class or word for each row"),
+        (lambda: epk.logit_difference(1.0, 2), TypeError, "classes or words must be numbers"),
+        (lambda: epk.loss_value(CHOSEN, UnstatedLoss()), ValueError, "loss_value needs the loss as a function"),
+        (lambda: epk.log_probability(CHOSEN, dim=0), ValueError, "dim must be 1 for classes second, -1 for"),
         (lambda: epk.RowFunction(of_words, [1, 2]), TypeError, "data of a function must be"),
     ):
         with pytest.raises(error, match=message):
             call()
 
 
+# Of them lengths that coincide, prefixes, pixels, checkpoints; the rest is slow.
+FEW_SHAPES = (4, 6, 16, 25, 26, 39, 49, 57)
+
+
+@pytest.mark.parametrize("seed", [*FEW_SHAPES, *(pytest.param(k, marks=pytest.mark.slow) for k in range(60, 120))])
+def test_words_are_asked_for_where_the_network_has_them(seed):
+    """Against loops over rows and words; where nothing says where they are, `dim` is asked for."""
+    case = draw_case(seed)
+    found = outcome(case)
+    assert found == "right" or (found == "refused" and case.may_be_refused), (found, case)
+
+
+def test_what_a_loss_leaves_out_is_left_out():
+    """The run's padding by default, another one where it is stated, and -100 in any case."""
+    case = replace(draw_case(6), inputs="ids", returns="tensor", trained="cross entropy", ignored=0, prefix=0)
+    t = trained_case(case)
+    X, y = t.X[:2], torch.tensor([[0, 2, -100], [1, 0, 2]])
+    z = t.net.scores(X)[:, -3:].log_softmax(dim=-1)
+    asked = [epk.log_probability(y), epk.log_probability(y, ignore_index=2)]
+    found = [epk.attribute(t.run, X, function=own).network[:, 0] for own in asked]
+    assert torch.allclose(found[0], torch.stack([z[0, 1, 2], z[1, 0, 1] + z[1, 2, 2]]))
+    assert torch.allclose(found[1], torch.stack([z[0, 0, 0], z[1, 0, 1] + z[1, 1, 0]]))
+    whole = y.new_full((2, case.length), 0).index_copy(1, torch.arange(case.length - 3, case.length), y)
+    own = epk.attribute(t.run, X, function=epk.loss_value(whole)).network[:, 0]
+    assert torch.allclose(own, -found[0])
+
+
+def test_classes_last_of_as_many_positions_must_be_stated():
+    """By the loop's own gradient the recorder says which dimension the loss takes."""
+    case = replace(draw_case(4), inputs="ids", words=4, length=4, prefix=0, returns="tensor", trained="cross entropy")
+    case = replace(case, is_second=False, states_dim=False, ignored=-100)
+    with pytest.raises(
+        ValueError, match=r"the loop's loss takes dimension -1. State loss=epk_gp.CrossEntropy\(.*dim=-1"
+    ):
+        trained_case(case)
+    t = trained_case(replace(case, states_dim=True))
+    assert t.run.loss.dim == -1
+    t = trained_case(replace(case, trained="checkpoints"))
+    data = {"data": (t.X, t.y), "lr": 0.1, "output": lambda z: z[:, -1]}
+    with pytest.raises(ValueError, match=r"dim must say where scores \(1, 4, 4\) have"):
+        epk.between(t.net, t.states, t.X[:1], **data)
+    assert epk.between(t.net, t.states, t.X[:1], loss=epk.CrossEntropy(dim=-1), **data).max_error < 1e-10
+
+
 @pytest.mark.parametrize("answers", [torch.tensor([2, 0, 3]), torch.tensor([[1, 2], [3, 0], [0, 3]])])
 def test_scores_with_classes_second_give_what_those_with_classes_last_give(answers):
-    """The length of the inputs tells words from positions, of which there are more than words."""
+    """Of more positions than words."""
     torch.manual_seed(0)
     X, Y = torch.randint(4, (2, 6, 5), generator=torch.Generator().manual_seed(0))
     found = []

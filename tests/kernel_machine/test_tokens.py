@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from text_shapes import cut_outcome, draw_cut
 from torch import nn
 from torch.nn import functional as F
 
@@ -165,3 +166,11 @@ def test_what_has_no_known_terms_is_refused():
     other = epk.train(net, X, y, optimizer=torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9), steps=1)
     with pytest.raises(ValueError, match="a sum over the targets of a sequence"):
         epk.attribute_tokens(other, X, sequences=torch.tensor([0]))
+
+
+@pytest.mark.parametrize("seed", [2, 11, *(pytest.param(k, marks=pytest.mark.slow) for k in range(12, 40))])
+def test_words_of_a_cut_batch_stand_where_its_inputs_are(seed):
+    """Whatever the loop's targets are; refused where each text has other words than X, and no mask tells."""
+    case = draw_cut(seed)
+    found = cut_outcome(case)
+    assert found == ("refused" if case.may_be_refused else "right"), case

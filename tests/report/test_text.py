@@ -93,6 +93,18 @@ def test_each_loss_term_is_a_word():
     assert passage([2, 1, 4, 1, 0], [1, 1, 1, 1, 0], [-100, 3, -100, 5, -100]) == ("CDEF", [-1, 1, -1, 3])
 
 
+def test_a_text_has_as_many_words_as_ids():
+    """Of a method `decode`, and not of a function that leaves tokens out."""
+    run, ids = letters_run()[0], [3, 0, 1, 7]
+    assert Text(run, OnlyDecodes().decode).words(ids) == [ALPHABET[k] for k in ids]
+    encoded = byte_level().encode(SENTENCE).ids
+    assert Text(run, byte_level().decode).words(encoded) == Text(run, byte_level()).words(encoded)
+    for given in ("king of", "four"):  # as long as four ids, or not
+        assert len(Text(run, lambda _, given=given: given).words(ids)) == len(ids)
+    with pytest.raises(ValueError, match="one text: got 6 strings for 7 ids"):  # with the last target
+        Text(run, lambda ids: [ALPHABET[k] for k in ids[1:]])
+
+
 def test_padding_without_a_mask_is_known_by_the_tokenizer():
     run = letters_run()[0]
     ids, targets = torch.tensor([3, 4, 5, 0, 0, 0]), torch.tensor([4, 5, 0, -100, -100, -100])
