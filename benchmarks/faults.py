@@ -29,6 +29,7 @@ from types import ModuleType
 
 ROOT = Path(__file__).resolve().parents[1]
 TESTS = ROOT / "tests"
+NAMES = 20_000  # folders of checkpoints
 ODD = 400  # programs in each of the rows of `odd_themes`
 WORKERS = 2  # processes that share them
 SOUND_ROW = "nothing odd"
@@ -68,6 +69,7 @@ def main() -> int:
     kinds: dict[str, Callable[[], tuple[int, int, int, int]]] = {
         **{f"odd programs: {row}": partial(odd_programs, row) for row in odd_rows() if row != SOUND_ROW},
         f"odd programs: {SOUND_ROW} (the control: nothing may be found)": partial(odd_programs, SOUND_ROW),
+        "folders of checkpoints under random names, read in the order in which they were saved": names,
         "public calls in 8 threads at once on one run": lambda: thread_faults(arguments.thread_rounds),
         "kills (SIGKILL) of a recording, at random and after each file operation": kills,
         "flipped bits and cut files of stored runs": flips,
@@ -115,6 +117,15 @@ def odd_programs(row: str) -> tuple[int, int, int, int]:
     counts = sum((found for found, _ in outcomes), Counter[str]())
     tried, found = sum(counts.values()), counts["refused"] + counts["uncertified"]
     return tried, found, counts["right"], tried - found - counts["right"]
+
+
+def names() -> tuple[int, int, int, int]:
+    """Compare the order in which folders of checkpoints are read with that of saving."""
+    with _folder_in_memory() as folder:
+        counts, wrong = _tests_module("checkpoint_names").count_orders(folder, range(NAMES))
+    for files in wrong:
+        print(f"       {files}")
+    return NAMES, counts["refused"], counts["right"], counts["wrong"]
 
 
 def thread_faults(rounds: int) -> tuple[int, int, int, int]:

@@ -87,7 +87,6 @@ def nodes_trajectory(
     return run_of_states(trajectory, states, ends[-1] / nodes, _RULE.format(nodes), name.encode())
 
 
-@door
 def run_of_states(
     trajectory: Trajectory, states: Sequence[Float[Tensor, " PQ"]], lr: float, update_rule: str, identity: bytes
 ) -> Trajectory:
@@ -203,7 +202,6 @@ def _square_lengths(jacobians: list[LayerJacobian]) -> Float[Tensor, " n"]:
     return torch.stack([own.diagonal(dim1=1, dim2=2).sum(1) for own in products]).sum(0)
 
 
-@door
 @dataclass(frozen=True, eq=False)
 class PathSketch:
     """A random map from points to k numbers each (docs/theory.md, section 9).

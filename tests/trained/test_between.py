@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from checkpoint_names import count_orders
 from safetensors.torch import save_file
 from torch import nn
 from torch.nn import functional as F
@@ -332,8 +333,8 @@ def test_checkpoints_are_read_as_others_write_them(rows, tmp_path: Path):
     for way in ways:
         split = epk.between(net, way, X[:2])
         assert torch.equal(split.pieces, expected)
-    with pytest.raises(ValueError, match="in the order of training: checkpoint-27 comes before checkpoint-9"):
-        epk.between(net, [tmp_path / f"checkpoint-{n}" for n in (0, 27, 9)], X)
+    given = epk.between(net, [tmp_path / f"checkpoint-{n}" for n in (0, 27, 9)], X[:2])  # a list is in its own order
+    assert torch.equal(given.pieces, epk.between(net, [states[k] for k in (0, 3, 1)], X[:2]).pieces)
 
 
 def test_a_parameter_that_the_network_has_twice_may_be_stored_once(tmp_path: Path):
@@ -357,7 +358,11 @@ def test_a_parameter_that_the_network_has_twice_may_be_stored_once(tmp_path: Pat
 
 
 FAULTS = {
-    "must have all trained parameters of the network: '0.weight' is missing": lambda s: s.pop("0.weight"),
+    "must have all parameters and buffers of the network: '0.weight' is missing": lambda s: s.pop("0.weight"),
+    "must have all parameters and buffers of the network: '1.running_var' is missing": lambda s: s.pop("1.running_var"),
+    "must be of this network, which has no '4.bias': it is left over, one of 2": lambda s: s.update(
+        {"4.weight": torch.ones(3, 3), "4.bias": torch.ones(3)}
+    ),
     r"must have tensors of the network's shapes: '3.bias' has \(2,\)": lambda s: s.update(
         {"3.bias": torch.zeros(2).double()}
     ),
@@ -386,28 +391,151 @@ def test_a_checkpoint_of_two_networks_is_not_guessed_about(rows):
         epk.between(net, both, X)
 
 
-NAMES = {  # in the order of training
-    "metrics": ("epoch=00-val_loss=0.90.ckpt", "epoch=01-val_loss=0.52.ckpt", "epoch=02-val_loss=0.31.ckpt"),
-    "steps": ("epoch=0-step=30.ckpt", "epoch=0-step=60.ckpt", "epoch=1-step=90.ckpt"),
-    "numbers": ("ckpt_9.pt", "ckpt_10.pt", "ckpt_100.pt"),
-    "first": ("01-loss0.9.pth", "02-loss0.5.pth", "03-loss0.7.pth"),
+NAMES = {  # in the order of training, and whether they say so
+    ("epoch=00-val_loss=0.90.ckpt", "epoch=01-val_loss=0.52.ckpt", "epoch=02-val_loss=0.61.ckpt"): True,
+    ("epoch=0-step=30.ckpt", "epoch=0-step=60.ckpt", "epoch=1-step=90.ckpt"): True,
+    ("epoch0_step50.pt", "epoch0_step100.pt", "epoch1_step50.pt"): True,
+    ("epoch=3-step=1000-v1.ckpt", "epoch=4-step=1250-v1.ckpt"): True,
+    ("ckpt_9.pt", "ckpt_10.pt", "ckpt_100.pt"): True,
+    ("model_000900.pt", "model_001000.pt"): True,
+    ("01-loss0.9.pth", "02-loss0.5.pth", "03-loss0.7.pth"): True,
+    ("checkpoint-9.pth.tar", "checkpoint-12.pth.tar"): True,
+    ("pytorch_model_9.bin", "pytorch_model_10.bin"): True,
+    ("llama-7b-step-900.safetensors", "llama-7b-step-1000.safetensors"): True,
+    ("epoch=3-step=1000.ckpt", "epoch=3-step=1000-v1.ckpt"): False,
+    ("iter_100_acc90.pt", "iter_200_acc85.pt"): False,
+    ("weights.05-0.32.pt", "weights.06-0.35.pt"): False,
+    ("acc85.pt", "acc90.pt"): False,
+    ("2024-01-31.pt", "2024-02-01.pt"): False,
+    ("31012024.pt", "01022024.pt"): False,
+    ("12h30.pt", "13h00.pt"): False,
+    ("step10.pt", "step10-v1.pt"): False,
+    ("ckpt_9.pt", "ckpt_10.pt", "last.pt"): False,
+    ("best.pt", "ckpt_9.pt", "ckpt_10.pt"): False,
+    ("ckpt_1.pt", "ckpt_1.pth"): False,
+    ("run0_epoch3.pt", "run1_epoch0.pt"): False,
+    ("seed0.pt", "seed1.pt"): False,
 }
 
 
-@pytest.mark.parametrize("names", NAMES.values(), ids=NAMES.keys())
-def test_a_folder_is_read_in_the_order_of_steps_or_epochs(names, rows, tmp_path: Path):
-    """Numbers of metrics do not count, nor do files that hold no weights; a file without a number is refused."""
+@pytest.mark.parametrize("names", NAMES, ids=" ".join)
+def test_a_folder_is_read_in_the_order_of_epochs_and_steps_or_refused(names, rows, tmp_path: Path):
+    """Where names may mean two orders, or none, the error has two of them; a list is read as it is."""
     net, states, X, _ = rows
     for name, state in zip(names, states, strict=False):
-        torch.save(state, tmp_path / name)
+        (save_file if name.endswith(".safetensors") else torch.save)(state, tmp_path / name)
     torch.save({}, tmp_path / "optimizer.pt")
     torch.save({}, tmp_path / "training_args.bin")
-    expected = epk.between(net, states[:3], X[:2])
-    assert torch.equal(epk.between(net, tmp_path, X[:2]).pieces, expected.pieces)
-    assert torch.equal(epk.between(net, [tmp_path / name for name in names], X[:2]).pieces, expected.pieces)
-    torch.save(states[1], tmp_path / "best.pt")
-    with pytest.raises(ValueError, match=r"must have numbers in their names.*best.pt"):
+    expected = epk.between(net, states[: len(names)], X[:2]).pieces
+    assert torch.equal(epk.between(net, [tmp_path / name for name in names], X[:2]).pieces, expected)
+    if NAMES[names]:
+        assert torch.equal(epk.between(net, tmp_path, X[:2]).pieces, expected)
+        return
+    with pytest.raises(ValueError, match=r"names of checkpoints .*: '(.*)' and '(.*)' differ in .*Pass a list"):
         epk.between(net, tmp_path, X[:2])
+
+
+def test_names_are_read_in_the_right_order_or_refused(tmp_path: Path):
+    """Random schemes against the order in which they were saved; many are plain enough to be read."""
+    counts, wrong = count_orders(tmp_path, range(900))
+    assert not wrong
+    assert counts["right"] > 200
+
+
+def partly_live(net, first, name):
+    """Return a state that has one tensor of its own, and the network's memory else."""
+    return {**net.state_dict(), name: first[name]}
+
+
+def test_states_that_share_the_memory_of_what_is_trained_are_refused(rows):
+    """A live state dict, whole or in part, before or beside copies, and views of one vector."""
+    _, states, X, y = rows
+    first, last, net = states[0], states[-1], small_net()
+    live = net.state_dict()
+    trained(net, X, y)
+    vector = torch.cat([value.flatten().double() for value in last.values()])
+    sizes = [value.numel() for value in last.values()]
+
+    def views():
+        parts = zip(last.items(), vector.split(sizes), strict=True)
+        return {name: part.view(value.shape).to(value.dtype) for (name, value), part in parts}
+
+    statistics = {**first, "1.running_mean": live["1.running_mean"]}
+    shared = {
+        "live": [live, copy.deepcopy(net.state_dict())],
+        "both live": [live, net.state_dict()],
+        "one tensor cloned": [partly_live(net, first, "0.weight"), partly_live(net, last, "0.weight")],
+        "one of them a copy": [partly_live(net, first, "0.weight"), last],
+        "live in the middle": [first, live, last],
+        "wrapped": [{"model": live}, {"model": net.state_dict(), "step": 3}],
+        "views": [views(), views()],
+        "statistics": [statistics, {**last, "1.running_mean": live["1.running_mean"]}],
+    }
+    for states in shared.values():
+        with pytest.raises(ValueError, match=r"must be copies: '.*' of 'state \d' lies in the memory of"):
+            epk.between(net, states, X)
+
+
+def test_states_that_are_copies_or_constants_may_share_what_they_do(rows):
+    """The last state may be the network's, the first that of a network that was not trained; frozen tensors are one."""
+    net, states, X, _ = rows
+    start, end = small_net(), copy.deepcopy(net)
+    start.load_state_dict(states[0])
+    end.load_state_dict(states[-1])
+    expected = epk.between(net, [states[0], states[-1]], X).pieces
+    for model in (start, end, net):
+        assert torch.equal(epk.between(model, [start.state_dict(), end.state_dict()], X).pieces, expected)
+    frozen = copy.deepcopy(net)
+    frozen[0].requires_grad_(False)
+    base = frozen.state_dict()
+    changed = [{**copy.deepcopy(s), **{n: base[n] for n in ("0.weight", "0.bias")}} for s in states]
+    assert epk.between(frozen, changed, X).certified
+
+
+def test_a_state_dict_of_another_network_is_refused(rows):
+    """As `load_state_dict` does, by the name of a tensor: a deeper one, one with a bias more, one without its base."""
+    _, _, X, _ = rows
+
+    def net(*more, bias=True):
+        return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3, bias=bias), *more).double()
+
+    def ends(net, keep=lambda name: True, begin=""):
+        return [
+            {begin + name: value.clone() for name, value in net().state_dict().items() if keep(name)} for _ in range(2)
+        ]
+
+    own, frozen = net(), net()
+    frozen[0].requires_grad_(False)
+    other = {
+        "no '4.bias': it is left over, one of 2": (own, ends(lambda: net(nn.Tanh(), nn.Linear(3, 3)))),
+        "no '2.bias': it is left over, one of 1": (net(bias=False), ends(net)),
+        "no 'net.3.bias'": (own, ends(lambda: net(nn.Linear(3, 3)), begin="net.")),
+        "'2.bias' is missing, one of 1": (own, ends(lambda: net(bias=False))),
+        "'0.bias' is missing, one of 2": (frozen, ends(net, lambda name: name.startswith("2."))),
+    }
+    for message, (model, states) in other.items():
+        with pytest.raises(ValueError, match=message):
+            epk.between(model, states, X)
+    whole = [{**frozen.state_dict(), **state} for state in other["'0.bias' is missing, one of 2"][1]]
+    assert epk.between(frozen, whole, X).certified  # what the error advises
+
+
+def test_what_others_write_beside_a_network_is_no_left_over(rows):
+    """Other modules of a wrapper, counts of batches, extra state, a network under torch.compile."""
+    net, states, X, _ = rows
+    expected = epk.between(net, states, X[:2]).pieces
+    counts = [{name: value for name, value in state.items() if "batches" not in name} for state in states]
+    beside = [
+        {"state_dict": {**{f"net.{n}": v for n, v in s.items()}, "loss.weight": torch.ones(3)}, "epoch": 1}
+        for s in states
+    ]
+    for given in (counts, beside, [{f"_orig_mod.{n}": v for n, v in s.items()} for s in states]):
+        assert torch.equal(epk.between(net, given, X[:2]).pieces, expected)
+    assert torch.equal(epk.between(torch.compile(net, backend="eager"), states, X[:2]).pieces, expected)
+    older = copy.deepcopy(net)
+    older._keys_to_ignore_on_load_unexpected = [r"position_ids$"]  # as transformers' classes say it
+    given = [{**state, "0.position_ids": torch.arange(3)} for state in states]
+    assert torch.equal(epk.between(older, given, X[:2]).pieces, expected)
 
 
 def test_stretches_stay_apart_whatever_their_names(rows, tmp_path: Path):
@@ -426,15 +554,15 @@ def test_stretches_stay_apart_whatever_their_names(rows, tmp_path: Path):
 
 
 def test_buffers_are_those_of_the_checkpoints(rows):
-    """Statistics that only some of them have, and masks that change, are refused; of none, the network's are named."""
+    """Statistics that some of them have not, and masks that change, are refused."""
     net, states, X, _ = rows
     states = [copy.deepcopy(state) for state in states]
     without = [{name: v for name, v in state.items() if "running" not in name} for state in states]
     for odd in (0, 2):
         mixed = [without[k] if k == odd else state for k, state in enumerate(states)]
-        with pytest.raises(ValueError, match="must have the same frozen parameters and buffers: '1.running_mean'"):
+        with pytest.raises(ValueError, match="'1.running_mean' is missing"):
             epk.between(net, mixed, X)
-    with pytest.warns(UserWarning, match="have no buffer '1.running_mean': that of the network you pass is taken"):
+    with pytest.raises(ValueError, match="'1.running_mean' is missing"):
         epk.between(net, without, X)
     masked = copy.deepcopy(net)
     masked.register_buffer("mask", torch.tensor([True, False]))
@@ -504,20 +632,27 @@ def test_a_function_needs_no_outputs():
     assert split.network.shape == (3, 1)
 
 
-def test_adapters_of_peft_are_read(tmp_path: Path):
+@pytest.mark.parametrize("saved", [None, ["head"]])
+def test_adapters_of_peft_are_read(saved, tmp_path: Path):
     """Its folders hold the adapter alone, without its name; the frozen base is the network's own."""
     peft = pytest.importorskip("peft")
     torch.manual_seed(0)
     base, X = Reader(), torch.randint(7, (3, 5))
-    net = peft.get_peft_model(base, peft.LoraConfig(r=2, target_modules=["c_attn"]))
+    net = peft.get_peft_model(base, peft.LoraConfig(r=2, target_modules=["c_attn"], modules_to_save=saved))
+    whole = list[dict[str, torch.Tensor]]()
     for k in range(3):
         net.save_pretrained(tmp_path / f"checkpoint-{k}")
+        whole.append(copy.deepcopy(net.state_dict()))
         with torch.no_grad():
             for p in net.parameters():
                 p.add_(0.1 * torch.randn_like(p) * p.requires_grad)
     split = epk.between(net, tmp_path, X)
     assert split.certified
-    assert all("lora" in parameter for parameter, *_ in split.names)
+    assert all("lora" in parameter or "modules_to_save" in parameter for parameter, *_ in split.names)
+    assert torch.equal(epk.between(net, whole, X).pieces, split.pieces)
+    trained_alone = [{n: state[n] for n, p in net.named_parameters() if p.requires_grad} for state in whole]
+    with pytest.raises(ValueError, match="is missing"):  # not of PEFT's form: nothing says that a base belongs to it
+        epk.between(net, trained_alone, X)
 
 
 @pytest.mark.slow
