@@ -202,6 +202,7 @@ def _square_lengths(jacobians: list[LayerJacobian]) -> Float[Tensor, " n"]:
     return torch.stack([own.diagonal(dim1=1, dim2=2).sum(1) for own in products]).sum(0)
 
 
+@door
 @dataclass(frozen=True, eq=False)
 class PathSketch:
     """A random map from points to k numbers each (docs/theory.md, section 9).

@@ -243,8 +243,8 @@ class Named:
         left = [name for name in stored.keys() - used if name.startswith(begin) and not self._surplus.search(name)]
         if left:
             raise ValueError(
-                f"{where} must be of this network, which has no {min(left)!r}: it is left over, one of {len(left)}. Pass "
-                "the network that was trained."
+                f"{where} must be of this network, which has no {min(left)!r}: it is left over, one of {len(left)}. "
+                "Pass the network that was trained."
             )
         for name, value in found.items():
             shape, dtype = self._own[name]
