@@ -370,9 +370,11 @@ OBJECTS = {  # functions of a run and of what changes tensors
     "several inputs": lambda run, as_made: epk.Points((as_made(X), as_made(Y)), as_made(Y > 0)).X,
     "function": lambda run, as_made: epk.influence(run, TEST, function=epk.log_probability(as_made(Y[:2]))).values,
     "self influence": lambda run, as_made: epk.self_influence(run, as_made(torch.arange(3))),
-    "next to label": lambda run, as_made: epk.next_to_label(
-        epk.UncertainClassifier(run, nodes=2).fit(X.repeat(3, 1) + 0.1, Y.repeat(3)), as_made(X - 0.1), 3
-    ).scores,
+    "next to label": lambda run, as_made: (
+        epk.next_to_label(
+            epk.UncertainClassifier(run, nodes=2).fit(X.repeat(3, 1) + 0.1, Y.repeat(3)), as_made(X - 0.1), 3
+        ).scores
+    ),
     "label errors": lambda run, as_made: torch.as_tensor(epk.label_errors(run).scores),
     "retrained run": lambda run, as_made: (
         epk.attribute(epk.retrain(run, as_made(torch.full((1, len(X)), 0.5).double())).run(0), TEST).samples
