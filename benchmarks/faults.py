@@ -29,6 +29,7 @@ from types import ModuleType
 
 ROOT = Path(__file__).resolve().parents[1]
 TESTS = ROOT / "tests"
+NAMES = 20_000  # folders of checkpoints
 ODD = 400  # programs in each of the rows of `odd_themes`
 TABLES = 2040  # 60 of each change of `odd_frames`
 WORKERS = 2  # processes that share them
@@ -70,17 +71,20 @@ def main() -> int:
     kinds: dict[str, Callable[[], tuple[int, int, int, int]]] = {
         **{f"odd programs: {row}": partial(odd_programs, row) for row in odd_rows() if row != SOUND_ROW},
         f"odd programs: {SOUND_ROW} (the control: nothing may be found)": partial(odd_programs, SOUND_ROW),
-        "loops that change rows: wrong indices by 19 patterns, in a quarter right ones": changed_rows,
-
-
-        "texts and answers: lengths that coincide, prefixes, pixels, batches cut to their longest text": text_shapes,
+        "loops that change rows: wrong indices by 19 patterns, in a quarter right ones": partial(
+            drawn, "wrong_indices", ODD
+        ),
+        "texts and answers: lengths that coincide, prefixes, pixels, batches cut to their longest text": partial(
+            drawn, "text_shapes", SHAPES
+        ),
+        "folders of checkpoints under random names, read in the order in which they were saved": names,
         "public calls in 8 threads at once on one run": lambda: thread_faults(arguments.thread_rounds),
         "kills (SIGKILL) of a recording, at random and after each file operation": kills,
         "flipped bits and cut files of stored runs": flips,
         "hostile files: false sizes and names, links, pipes, other content": lambda: cases("storage/test_damage.py"),
         "bad arguments of the library": lambda: cases("bad_input"),
         "wrong uses of the command line": lambda: cases("cli/test_wrong_uses.py"),
-        "data frames of other columns, types, names and labels": tables,
+        "data frames of other columns, types, names and labels": partial(drawn, "odd_frames", TABLES),
         "folders and disks that fail while a run is recorded": lambda: cases("storage/test_writing.py"),
     }
     file = arguments.out / "faults.json"
@@ -124,31 +128,22 @@ def odd_programs(row: str) -> tuple[int, int, int, int]:
     return tried, found, counts["right"], tried - found - counts["right"]
 
 
-def tables() -> tuple[int, int, int, int]:
-    """Compare the answers about odd data frames with those about plain arrays, and with what scikit-learn takes."""
-    counts, wrong = _tests_module("odd_frames").count_outcomes(TABLES)
+def drawn(module: str, count: int) -> tuple[int, int, int, int]:
+    """Compare drawn cases of a module of the tests with its own oracle."""
+    counts, wrong = _tests_module(module).count_outcomes(count)
     for case in wrong:
         print(f"       {case}")
-    tried = sum(counts.values())
-    return tried, counts["refused"], counts["right"], tried - counts["refused"] - counts["right"]
+    tried, found = counts.total(), counts["refused"] + counts["uncertified"]
+    return tried, found, counts["right"], tried - found - counts["right"]
 
 
-def changed_rows() -> tuple[int, int, int, int]:
-    """Announce right indices of changed rows, of which an alarm counts as silent, and wrong ones."""
-    counts, wrong = _tests_module("wrong_indices").count_outcomes(ODD)
-    for case in wrong:
-        print(f"       {case}")
-    found = counts["refused"] + counts["uncertified"]
-    return ODD, found, counts["right"], len(wrong)
-
-
-def text_shapes() -> tuple[int, int, int, int]:
-    """Compare what is said of words with plain loops."""
-    counts, wrong = _tests_module("text_shapes").count_outcomes(SHAPES)
-    for case in wrong:
-        print(f"       {case}")
-    found = counts["refused"] + counts["uncertified"]
-    return counts.total(), found, counts["right"], counts["wrong"]
+def names() -> tuple[int, int, int, int]:
+    """Compare the order in which folders of checkpoints are read with that of saving."""
+    with _folder_in_memory() as folder:
+        counts, wrong = _tests_module("checkpoint_names").count_orders(folder, range(NAMES))
+    for files in wrong:
+        print(f"       {files}")
+    return NAMES, counts["refused"], counts["right"], counts["wrong"]
 
 
 def thread_faults(rounds: int) -> tuple[int, int, int, int]:

@@ -4,6 +4,7 @@ import ast
 import functools
 from collections.abc import Iterator
 from concurrent.futures import Future
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -298,3 +299,118 @@ def test_a_copy_mask_that_does_not_fit_is_refused(mask: Any, error: type[Excepti
 def test_a_run_on_integers_refuses_floats() -> None:
     with pytest.raises(TypeError, match="X must be of the training inputs' kind .torch.int64.: got torch.float64"):
         epk.network_outputs(trained(CASES["integer_inputs"]), X[:, :3])
+
+
+def of_inference_mode(x: Tensor) -> Tensor:
+    """Return a copy that was made in inference mode."""
+    with torch.inference_mode():
+        return x.clone()
+
+
+@every_door
+def test_a_door_gives_the_same_without_gradients(door: Door, run: epk.Trajectory) -> None:
+    """As in the test and predict steps of Lightning; points may have been made there, and are asked about elsewhere."""
+    found = door.numbers(run, TEST)
+    for mode, points in ((torch.no_grad(), TEST), (torch.inference_mode(), TEST), (nullcontext(), None)):
+        with mode:
+            again = door.numbers(run, of_inference_mode(TEST) if points is None else points)
+        assert torch.equal(again.detach(), found.detach()), mode
+
+
+def validated(run: epk.Trajectory, X: Tensor, y: Tensor) -> Tensor:
+    """Fit an `UncertainClassifier`."""
+    classifier = epk.UncertainClassifier(run, nodes=2).fit(X, y)
+    return classifier.uncertainty(X[:3]).out_of_distribution
+
+
+def fitted(estimator: Any, X: Tensor, y: Tensor) -> Tensor:
+    """Fit one of scikit-learn's kind, and split its predictions."""
+    own = estimator(steps=3, random_state=0, batch_size=None).fit(X.numpy(), y.numpy())
+    return own.attribute(X[:2].numpy()).samples
+
+
+def small() -> nn.Module:
+    """Return a network, made in normal mode: torch trains no other."""
+    with torch.inference_mode(mode=False):
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)).double()
+
+
+def retold(X: Tensor, y: Tensor) -> epk.Trajectory:
+    """Train a network again."""
+    net = small()
+    return epk.train(net, X, y, optimizer=torch.optim.SGD(net.parameters(), lr=0.1), steps=2)
+
+
+def ends(change: Any) -> list[dict[str, Tensor]]:
+    """Return two checkpoints."""
+    return [{name: change(value + k / 10) for name, value in small().state_dict().items()} for k in range(2)]
+
+
+def process(run: epk.Trajectory, x: Tensor) -> Tensor:
+    """Fit and evaluate a process by GPyTorch's call."""
+    gp = epk.LogitGP(run, points=[0, 2], nodes=2)
+    gp.fit(3)
+    distribution = gp.eval()(epk.test_copy(x))
+    return torch.cat([distribution.mean.flatten(), distribution.variance.flatten()])
+
+
+OBJECTS = {  # functions of a run and of what changes tensors
+    "train": lambda run, as_made: epk.attribute(retold(as_made(X), as_made(Y)), TEST).samples,
+    "classifier": lambda run, as_made: fitted(epk.EPKClassifier, X, Y),
+    "regressor": lambda run, as_made: fitted(epk.EPKRegressor, X, X[:, 0]),
+    "validated": lambda run, as_made: validated(run, as_made(X.repeat(3, 1) + 0.1), as_made(Y.repeat(3))),
+    "process": lambda run, as_made: process(run, as_made(TEST)),
+    "states": lambda run, as_made: epk.between(small(), ends(as_made), as_made(TEST)).pieces,
+    "states and data": lambda run, as_made: (
+        epk.between(small(), ends(as_made), TEST, data=(as_made(X), as_made(Y)), lr=0.1).samples
+    ),
+    "tangent kernel": lambda run, as_made: epk.ntk(small(), as_made(TEST), as_made(X)),
+    "lazy tangent kernel": lambda run, as_made: epk.NTKKernel(small(), outputs=1)(as_made(TEST)).to_dense(),
+    "several inputs": lambda run, as_made: epk.Points((as_made(X), as_made(Y)), as_made(Y > 0)).X,
+    "function": lambda run, as_made: epk.influence(run, TEST, function=epk.log_probability(as_made(Y[:2]))).values,
+    "self influence": lambda run, as_made: epk.self_influence(run, as_made(torch.arange(3))),
+    "next to label": lambda run, as_made: (
+        epk.next_to_label(
+            epk.UncertainClassifier(run, nodes=2).fit(X.repeat(3, 1) + 0.1, Y.repeat(3)), as_made(X - 0.1), 3
+        ).scores
+    ),
+    "label errors": lambda run, as_made: torch.as_tensor(epk.label_errors(run).scores),
+    "retrained run": lambda run, as_made: (
+        epk.attribute(epk.retrain(run, as_made(torch.full((1, len(X)), 0.5).double())).run(0), TEST).samples
+    ),
+    "layerwise": lambda run, as_made: epk.attribute(run, as_made(TEST), path=epk.layerwise()).samples,
+}
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::UserWarning")  # of what so few points and steps can tell
+@pytest.mark.parametrize("ask", OBJECTS.values(), ids=OBJECTS.keys())
+def test_objects_are_the_same_without_gradients(ask: Any, run: epk.Trajectory) -> None:
+    """What is made, fitted and asked in these modes; and data that were made in inference mode."""
+    found = ask(run, lambda x: x)
+    for mode in (torch.no_grad(), torch.inference_mode(), nullcontext()):
+        with mode:
+            again = ask(run, of_inference_mode)
+        assert torch.equal(again.detach(), found.detach()), mode
+
+
+def test_a_run_is_recorded_and_read_around_passes_in_inference_mode() -> None:
+    """A recorder that is made in it, around a loop that leaves it; the loop looks at the network in it."""
+
+    def contributions(mode: Any) -> Tensor:
+        net = small()
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        with mode():
+            recorder = epk.Recorder(net, optimizer, X, Y)
+            with torch.inference_mode(mode=False), torch.enable_grad(), recorder:
+                for _ in range(2):
+                    optimizer.zero_grad()
+                    F.cross_entropy(net(X), Y).backward()
+                    recorder.batch(torch.arange(len(X)))
+                    optimizer.step()
+                    with mode():
+                        net(TEST)
+            return epk.attribute(recorder.trajectory, TEST).samples
+
+    assert torch.equal(contributions(torch.inference_mode), contributions(nullcontext))

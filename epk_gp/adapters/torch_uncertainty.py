@@ -26,8 +26,7 @@ class EPKPostProcessing(UncertaintyScorer, PostProcessing):  # type: ignore[misc
 
     def forward(self, inputs: Shaped[Tensor, "n ..."]) -> Float[Tensor, "n C"]:
         """Return log-probabilities."""
-        with torch.inference_mode(mode=False):
-            return torch.as_tensor(self.classifier.predict_proba(inputs.clone())).log()
+        return torch.as_tensor(self.classifier.predict_proba(inputs)).log()
 
 
 class EPKScores(UncertaintyScorer, DEUP):  # type: ignore[misc]  # the routine takes raw scores of this class alone

@@ -3,7 +3,6 @@
 from collections.abc import Iterable
 from typing import Any, TypeVar
 
-import torch
 from jaxtyping import Float, Shaped
 from torch import Tensor
 from torch.utils.data import TensorDataset
@@ -38,12 +37,10 @@ class UncertaintyScorer:
 
     def fit(self: S, data_loader: Iterable[Any]) -> S:
         """Fit the classifier to batches of unseen points, which are refused if seen; labels are numbers of outputs."""
-        with torch.inference_mode(mode=False):
-            self.classifier.fit(TensorDataset(*gathered(data_loader)))  # type: ignore[arg-type]  # one tensor
+        self.classifier.fit(TensorDataset(*gathered(data_loader)))  # type: ignore[arg-type]  # one tensor
         return self
 
     def predict(self, x: Shaped[Tensor, "n ..."]) -> Float[Tensor, " n"]:
         """Score points; raises as `UncertainClassifier.uncertainty`."""
-        with torch.inference_mode(mode=False):
-            score: Tensor = getattr(self.classifier.uncertainty(x.clone()), self.score)
+        score: Tensor = getattr(self.classifier.uncertainty(x), self.score)
         return score

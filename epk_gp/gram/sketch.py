@@ -87,7 +87,6 @@ def nodes_trajectory(
     return run_of_states(trajectory, states, ends[-1] / nodes, _RULE.format(nodes), name.encode())
 
 
-@door
 def run_of_states(
     trajectory: Trajectory, states: Sequence[Float[Tensor, " PQ"]], lr: float, update_rule: str, identity: bytes
 ) -> Trajectory:

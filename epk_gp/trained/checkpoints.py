@@ -187,8 +187,8 @@ class Named:
         self._own = {name: (value.shape, value.dtype) for name, value in every}
         self.needed = {name for name, p in net.named_parameters() if p.requires_grad}
         owners = {name.rpartition(".")[0] for name in self.needed}
-        moved = {name for name, b in net.named_buffers() if b.is_floating_point() and name.rpartition(".")[0] in owners}
-        self._trained = self.needed | moved
+        moved = (name for name, b in net.named_buffers() if b.is_floating_point() and name.rpartition(".")[0] in owners)
+        self._trained = self.needed.union(moved)
         self._stored = net.state_dict().keys()
         surplus = getattr(net, "_keys_to_ignore_on_load_unexpected", None) or ()  # of transformers' older versions
         self._surplus = re.compile("|".join([f"{_COUNT}$", *surplus]))
@@ -212,7 +212,7 @@ class Named:
         for begin in sorted(begins, key=lambda begin: (len(begin), begin)) or [""]:
             found, used = dict[str, Tensor](), set[str]()
             for names in self._names.values():
-                aliases = [begin + alias for name in names for alias in (name, _of_adapter(name))]
+                aliases = {begin + alias for name in names for alias in (name, _of_adapter(name))}
                 own = [stored[alias] for alias in aliases if alias in stored]
                 if any(not torch.equal(own[0], other) for other in own[1:]):
                     raise ValueError(
@@ -220,11 +220,11 @@ class Named:
                         f"{names[-1]!r} have different ones."
                     )
                 found |= dict.fromkeys(names, own[0]) if own else {}
-                used |= {*aliases}
+                used |= aliases
             matches.append((begin, found, used))
         whole = [match for match in matches if self.needed <= match[1].keys()]
-        begin, found, used = (whole or matches)[0]
-        if any(not torch.equal(found[name], other[name]) for _, other, _ in whole for name in found.keys() & other):
+        begin, found, _ = (whole or matches)[0]
+        if any(not torch.equal(found[name], other[name]) for _, other, _ in whole[1:] for name in found.keys() & other):
             raise ValueError(
                 f"{where} must hold one network: it has {len(whole)} with all of these parameters, such as an average "
                 "of the weights beside them. Pass the state dict of the one that is meant."
@@ -240,11 +240,11 @@ class Named:
                 "{**net.state_dict(), **checkpoint}."
             )
         used = set[str]().union(*(names for *_, names in whole), (begin + name for name in self._stored))
-        left = [name for name in sorted(stored.keys() - used) if name.startswith(begin)]
-        if left := [name for name in left if not self._surplus.search(name)]:
+        left = [name for name in stored.keys() - used if name.startswith(begin) and not self._surplus.search(name)]
+        if left:
             raise ValueError(
-                f"{where} must be of this network, which has no {left[0]!r}: it is left over, one of {len(left)}. Pass "
-                "the network that was trained."
+                f"{where} must be of this network, which has no {min(left)!r}: it is left over, one of {len(left)}. "
+                "Pass the network that was trained."
             )
         for name, value in found.items():
             shape, dtype = self._own[name]

@@ -306,3 +306,27 @@ def test_what_is_no_path_or_cannot_be_integrated_is_refused():
     for call, kind, message in calls:
         with pytest.raises(kind, match=message):
             call()
+
+
+def test_layerwise_averages_pass_hooks_on_gradients_by():
+    """They are not made of gradients, so a hook that looks at one, or changes it, leaves shares and sum as they are."""
+
+    class Watched(nn.Sequential):
+        def forward(self, x):
+            hidden = self[1](self[0](x))
+            if hidden.requires_grad:
+                hidden.register_hook(lambda gradient: None).remove()
+                hidden.register_hook(lambda gradient: None)
+                hidden.retain_grad()
+            return self[2](hidden)
+
+    def samples(kind):
+        torch.manual_seed(0)
+        net = kind(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)).double()
+        X, y = torch.randn(8, 4, dtype=torch.float64), torch.arange(8) % 3
+        run = epk.train(net, X, y, optimizer=torch.optim.SGD(net.parameters(), lr=0.1), steps=3)
+        return epk.attribute(run, X[:2], path=epk.layerwise())
+
+    found = samples(Watched)
+    assert found.certified
+    assert torch.equal(found.samples, samples(nn.Sequential).samples)
