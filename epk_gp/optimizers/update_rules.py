@@ -459,10 +459,11 @@ def is_clipped(update: UpdateCoefficients) -> bool:
     return bool(((factors > 0) & (factors < 1)).any())
 
 
-def clips_entries(update: UpdateCoefficients, num_weights: int) -> bool:
-    """Return whether a step clipped its gradient entry by entry; of a norm beside a mask, all have one factor or 0."""
+def clip_kind(update: UpdateCoefficients, num_weights: int) -> type[ClipNorm | ClipValue] | None:
+    """Return how a step clipped its gradient, None if it did not; of a norm beside a mask, all have one factor or 0."""
     factors = update.grad_scale.abs()
-    return is_clipped(update) and len(factors) == num_weights and len(factors[factors > 0].unique()) > 1
+    is_whole = len(factors) != num_weights or len(factors[factors > 0].unique()) == 1
+    return None if not is_clipped(update) else ClipNorm if is_whole else ClipValue
 
 
 def step_clip(stated: Clip | None, update: UpdateCoefficients, scale: Tensor, g: Float[Tensor, " P"]) -> Clip | None:
@@ -480,7 +481,7 @@ def step_clip(stated: Clip | None, update: UpdateCoefficients, scale: Tensor, g:
     if stated is not None or not is_clipped(update):
         return stated
     factors = scale.abs()
-    if clips_entries(update, len(g)):
+    if clip_kind(update, len(g)) is ClipValue:
         return ClipValue(rounded_bound(float((factors * g.abs())[(factors > 0) & (factors < 1)].max())))
     norm = float(torch.linalg.vector_norm(torch.where(factors > 0, g, 0.0))) + EPSILON
     return ClipNorm(rounded_bound(float(factors[factors > 0].min()) * norm))
