@@ -455,21 +455,18 @@ class Recomputation:
         end = self.at(state, spec)
         return float((end - made.states[place + 1].to(end)).norm())
 
-    def allowed_jump(
-        self, step: int, dtype: torch.dtype, w: Float[Tensor, " P"], unexplained: float | None = None
-    ) -> float:
+    def allowed_jump(self, step: int, dtype: torch.dtype, w: Float[Tensor, " P"], share: float | None = None) -> float:
         """Return the norm that the jump at the end of a step may have, for the results to be certified.
 
         Args:
             step: The step before a kept state.
             dtype: The coarser of the dtypes of run and computation.
             w: The weights before the step, which say dtype and device.
-            unexplained: Share of the steps that may be so; None for what the run accepts.
+            share: Share of the steps that may be unexplained; None for what the run accepts.
         """
         place = bisect_right(self.kept.numbers, step)
         start, end = (self.kept[self.kept.numbers[number]].to(w) for number in (place - 1, place))
-        unexplained = self.run.unexplained if unexplained is None else unexplained
-        return (JUMP_SHARE[dtype] + (unexplained or 0.0)) * float((end - start).norm())
+        return (JUMP_SHARE[dtype] + (share or self.run.unexplained or 0.0)) * float((end - start).norm())
 
 
 @dataclass(frozen=True, eq=False)

@@ -162,29 +162,24 @@ def warn_unless_plain(function: Callable[[Tensor], Tensor], X: Tensor, module: n
         module: The network.
     """
     rows = X[:: math.ceil(len(X) / _NUM_COMPARED)]
-    with disable_fused_attention():
+    with disable_fused_attention(), suppress(RuntimeError, TypeError, ValueError):  # if it cannot predict so
         with torch.enable_grad():
             explained = function(rows).detach()
-        try:
-            with torch.no_grad(), kernels_of_the_loop(in_full=False):
-                plain = function(rows)
-        except (RuntimeError, TypeError, ValueError):  # it cannot predict so
+        with torch.no_grad(), kernels_of_the_loop(in_full=False):
+            plain = function(rows)
+        allowed = torch.finfo(explained.dtype).eps ** 0.4 * float(explained.abs().nan_to_num().max())
+        if plain.shape == explained.shape and torch.allclose(plain, explained, rtol=0, atol=allowed, equal_nan=True):
             return
-    size, difference = float(explained.abs().nan_to_num().max()), "in shape"
-    allowed = torch.finfo(explained.dtype).eps ** 0.4 * size
-    if plain.shape == explained.shape:
-        if torch.allclose(plain, explained, rtol=0, atol=allowed, equal_nan=True):
-            return
-        difference = f"by up to {float((plain - explained).abs().max()):.2g}"
-    nested = [name for name, part in module.named_modules() if getattr(part, "use_nested_tensor", False)]
-    cause = "its forward() asks torch.is_grad_enabled(), or torch takes another path"
-    if nested:
-        cause = f"torch's nested-tensor path in {', '.join(map(repr, nested))}, which puts 0 where a mask pads. Build "
-        cause += "nn.TransformerEncoder(..., enable_nested_tensor=False), or set its use_nested_tensor = False"
-    warn_caller(
-        "your network predicts otherwise in eval() without gradients (torch.no_grad) than with them, as it was trained "
-        f"and is explained: outputs of {len(rows)} inputs differ {difference}. Likely cause: {cause}."
-    )
+        nested = [name for name, part in module.named_modules() if getattr(part, "use_nested_tensor", False)]
+        cause = (
+            f"torch's nested-tensor path in {', '.join(map(repr, nested))}, which puts 0 where a mask pads. Build "
+            "nn.TransformerEncoder(..., enable_nested_tensor=False), or set its use_nested_tensor = False"
+        )
+        warn_caller(
+            f"your network gives {len(rows)} inputs other outputs in eval() without gradients (torch.no_grad) than "
+            "with them, as it was trained and is explained. Likely cause: "
+            f"{cause if nested else 'its forward() asks torch.is_grad_enabled(), or torch takes another path'}."
+        )
 
 
 # Functions that normalise by statistics, with the names of their arguments.

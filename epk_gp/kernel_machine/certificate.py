@@ -4,7 +4,7 @@ import math
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import torch
@@ -153,7 +153,7 @@ class StepMismatches:
         options_step: The first step that differs by more than rounding from the one that the optimizer's recorded
             options give (`ReplayedStep.by_options`); -1 if there is none.
         is_exact: Whether no more than rounding counts as explained, whatever share the run may leave unexplained.
-        trained: Which weights gradients moved, (P,); None where that was not looked at.
+        moved: Which weights gradients moved, (P,), if that was looked at.
         varies_mask: Whether the loop set the gradient of a weight to 0 in some steps, and not in others.
     """
 
@@ -162,7 +162,7 @@ class StepMismatches:
     worst_step: int = -1
     options_step: int = -1
     is_exact: bool = False
-    trained: Bool[Tensor, " P"] | None = None
+    moved: Bool[Tensor, " P"] = field(default_factory=lambda: torch.zeros(0, dtype=torch.bool))
     varies_mask: bool = False
     _rounding: Float[Tensor, " L"] | None = None  # of each parameter's gradient, of a step shortly before
 
@@ -180,9 +180,8 @@ class StepMismatches:
         mismatch = float(largest_entry(difference))
         accepted, statistics_error = trajectory.unexplained, replayed.statistics_error
         if self.is_exact and accepted is not None:  # rounding: rates to float32, products under autocast
-            dtypes = (forward.autocast for forward in replayed.step.passes)
-            rounding = (torch.finfo(dtype).eps for dtype in dtypes if dtype is not None)
-            accepted = min(accepted, max([relative_rounding(torch.float32), *rounding]))
+            eps = [torch.finfo(forward.autocast).eps for forward in replayed.step.passes if forward.autocast]
+            accepted = min(accepted, max([relative_rounding(torch.float32), *eps]))
         if recomputation is not None:  # recorded statistics, at weights that miss the recorded ones
             statistics_error *= min(1.0, relative_rounding(trajectory.dtype) / JUMP_SHARE[trajectory.dtype])
 
@@ -214,8 +213,8 @@ class StepMismatches:
     @property
     def retraining_findings(self) -> list[str]:
         """Why a run that is trained again may be another one, in words; empty if it is not."""
-        varies = "which entries of the gradient the loop sets to 0 changes along the run: it is held as recorded"
-        return [*self.findings, *([varies] if self.varies_mask else [])]
+        varies = ["which entries of the gradient the loop sets to 0 changes along the run: it is held as recorded"]
+        return self.findings + varies * self.varies_mask
 
     @property
     def numbers(self) -> dict[str, Any]:
@@ -316,7 +315,7 @@ def step_mismatches(trajectory: Trajectory, law: UpdateLaw) -> StepMismatches:
         is_seen = g.abs() > relative_rounding(trajectory.dtype) * g.abs().max()
         is_seen = is_seen if own.is_moved is None else is_seen & own.is_moved
         by_mask |= is_seen & torch.stack([(scale := own.recorded["grad_scale"]) == 0, scale != 0])
-    mismatches.trained, mismatches.varies_mask = by_mask[1], bool(by_mask.all(dim=0).any())
+    mismatches.moved, mismatches.varies_mask = by_mask[1], bool(by_mask.all(dim=0).any())
     return mismatches
 
 

@@ -296,13 +296,7 @@ class _WideReplay(TrainingReplay):
         return torch.float64
 
 
-def curvature_error(
-    trajectory: Trajectory,
-    net: PlannedModel,
-    memory: MemoryPlan,
-    device: torch.device,
-    trained: Bool[Tensor, " P"] | None = None,
-) -> float:
+def curvature_error(trajectory: Trajectory, net: PlannedModel, memory: MemoryPlan, moved: Bool[Tensor, " P"]) -> float:
     """Return by what share the second derivatives along some direction differ from differences of gradients.
 
     The middle, the last and the first step are looked at; 0 where the difference is rounding or a kink, and where the
@@ -312,17 +306,16 @@ def curvature_error(
         trajectory: The run.
         net: The network with its plan.
         memory: Chooses how many rows are taken together.
-        device: Of the computation.
-        trained: Weights along which derivatives are compared: others, as the row of a padding index, which has no
-            gradient, do not change with the weights of samples. None for all.
+        moved: Weights along which derivatives are compared, on the device of the computation: others, as the row of a
+            padding index, which has no gradient, do not change with the weights of samples.
     """
-    run, recomputation = _wide_run(trajectory.trained, net, device), recomputation_of(trajectory)
+    run, recomputation = _wide_run(trajectory.trained, net, moved.device), recomputation_of(trajectory)
     curvature = LossCurvature(PlannedModel(run.model, net.plan), run, memory)
     states = range(trajectory.num_steps) if recomputation is None else recomputation.kept.numbers[:-1]
     steps = [run.trajectory.steps[states[place]] for place in dict.fromkeys((len(states) // 2, -1, 0)) if states]
     for pair, tolerance in _PAIRS:
         try:
-            errors = [_step_error(run, curvature, step, pair, trained) for step in steps]
+            errors = [_step_error(run, curvature, step, pair, moved) for step in steps]
         except (RuntimeError, TypeError, ValueError):  # the network cannot compute in float64
             return 0.0
         if settled := [error for error in errors if error is not None]:
@@ -339,14 +332,14 @@ def _wide_run(trajectory: Trajectory, net: PlannedModel, device: torch.device) -
 
 
 def _step_error(
-    run: RunReplay, curvature: LossCurvature, step: Step, pair: tuple[float, float], trained: Tensor | None
+    run: RunReplay, curvature: LossCurvature, step: Step, pair: tuple[float, float], moved: Tensor
 ) -> float | None:
     """Return the relative error of a product with a step's Hessian; None where the differences do not settle."""
     state = flat_state(run.trajectory, step.index, run.reference)
     P = run.model.num_weights
     direction = torch.zeros_like(state)
     d = direction[:P].copy_(_direction(state[:P], run.model.sizes))
-    d *= 1.0 if trained is None else trained
+    d *= moved
     product = curvature(step, d[None], None)[1][0]
     # a Hessian is symmetric: <H d, H d> = <d, H (H d)>
     square, again = product @ product, d @ curvature(step, product[None], None)[1][0]

@@ -353,7 +353,7 @@ def _differentiate(
             split = CombinedAxes(trajectory, axes).unflatten
             is_unexplained = any(bool(sums.largest["unexplained"]) for sums in blocks)
             held = [*work.law.held, *(["moving statistics"] if is_unexplained else [])]
-            error = curvature_error(trajectory, recorded_net, work.memory, X.device, mismatches.trained)
+            error = curvature_error(trajectory, recorded_net, work.memory, mismatches.moved)
             return Influence(
                 outputs=outputs,
                 values=split(values, "step", "sample") if own is None else values[:, :, 0],

@@ -25,14 +25,7 @@ from epk_gp.core.trajectory import Trajectory, flat_state, flat_weights, held_co
 from epk_gp.core.update_law import OptimizerMemory, StepLaw, UpdateLaw
 from epk_gp.kernel_machine.axes import Axis, CombinedAxes
 from epk_gp.kernel_machine.curvature import LossCurvature
-from epk_gp.optimizers.update_rules import (
-    EPSILON,
-    ClipNorm,
-    UpdateCoefficients,
-    apply_matrices,
-    clips_entries,
-    is_clipped,
-)
+from epk_gp.optimizers.update_rules import EPSILON, ClipNorm, ClipValue, UpdateCoefficients, apply_matrices, clip_kind
 from epk_gp.work.run import Piece, Place, RunWork, Sums
 
 
@@ -109,10 +102,10 @@ class OptimizerJacobian:
 
     def _unclipped(self, of_gradient: Float[Tensor, "R P"]) -> Float[Tensor, "R P"]:
         """Return the adjoint of the gradient before it was clipped."""
-        if not is_clipped(self.update):
-            return of_gradient
         factors, clip = self.law.recorded["grad_scale"].abs(), self.law.clip
-        if clips_entries(self.update, len(factors)):  # a clipped entry does not move with the gradient
+        if (kind := clip_kind(self.update, len(factors))) is None:
+            return of_gradient
+        if kind is ClipValue:  # a clipped entry does not move with the gradient
             return of_gradient * ((factors == 1) | (factors == 0))
         g = torch.where(factors > 0, self.g, 0.0).requires_grad_()
         with torch.enable_grad():
@@ -179,7 +172,7 @@ class MemoryTrace:
         """Return what the Jacobian of a step depends on: what is kept before it, and the gradient of its loss."""
         if not self.law.parts:
             memory, update = self.law.initial(), held_coefficients(self.law.trajectory, index)
-            clips = is_clipped(update) and not clips_entries(update, len(memory.momentum))
+            clips = clip_kind(update, len(memory.momentum)) is ClipNorm
             return memory, self.run.gradient(self.law.trajectory.steps[index])[0] if clips else memory.momentum
         if index not in self._stretch:
             number = index // self.stride

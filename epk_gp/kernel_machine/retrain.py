@@ -498,15 +498,11 @@ def require_loss_as_function(trajectory: Trajectory, what: str) -> None:
                 f"{what} needs steps that follow from gradients alone: after step {step.index} the loop moved the "
                 "weights without one (Lookahead, a checkpoint that was restored). epk_gp.attribute explains such a run."
             )
-        if any(forward.cotangents is not None for forward in step.passes):
+        if any(forward.weights is not None or forward.cotangents is not None for forward in step.passes):
             raise ValueError(
-                f"{what} needs the loss of each row as a function: step {step.index} has rows whose gradient in the "
-                "outputs is recorded, not their loss. epk_gp.attribute explains such a run."
-            )
-        if any(forward.weights is not None for forward in step.passes):
-            raise ValueError(
-                f"{what} needs gradients at the weights that a step moves: those of step {step.index} were taken at "
-                "other ones (SAM), which are held as recorded. epk_gp.attribute explains such a run."
+                f"{what} needs gradients at the weights that a step moves, of the stated loss: those of step "
+                f"{step.index} were taken at other ones (SAM), or are not the loss's, and held as recorded. "
+                "epk_gp.attribute explains such a run."
             )
 
 

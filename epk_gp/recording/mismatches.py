@@ -39,10 +39,11 @@ from epk_gp.core.model import device_random_state
 from epk_gp.core.plans import TensorSpec
 from epk_gp.core.step import ForwardPass, Step
 from epk_gp.core.torch_overrides import disable_fused_attention, kernels_of_the_loop, with_tensors
-from epk_gp.optimizers.update_rules import WeightPenalty, predict_step, relative_rounding, rounded_bound, step_tolerance
+from epk_gp.optimizers.update_rules import predict_step, relative_rounding, rounded_bound, step_tolerance
 from epk_gp.recording.causes import changed_setting
 from epk_gp.recording.observer import CapturedForward, MadeStep
 from epk_gp.recording.passes import KnownLoss, common_factor, of_nodes, read_targets, rounding_of, row_factors
+from epk_gp.recording.penalty import WeightPenalty
 from epk_gp.recording.setup import TrainingSetup
 
 _OF_OUTPUTS = 10  # times the rounding of a gradient in the outputs: a replay of these may sum in another order

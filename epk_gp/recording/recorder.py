@@ -24,7 +24,7 @@ from epk_gp.core.step import Step, fingerprint_data, fingerprint_start
 from epk_gp.core.trajectory import Trajectory
 from epk_gp.optimizers.library_rules import NoOptimizer
 from epk_gp.optimizers.torch_rules import Optimizers, Rules, as_optimizers, given_rules, groups_of, learning_rate
-from epk_gp.optimizers.update_rules import Clip, WeightPenalty
+from epk_gp.optimizers.update_rules import Clip
 from epk_gp.recording.causes import StepMismatchError
 from epk_gp.recording.check import CheckSchedule, check_step, measure_step, needs_exact_check
 from epk_gp.recording.distributed import OTHER_RANKS, Ranks
@@ -32,6 +32,7 @@ from epk_gp.recording.history import CommitSchedule, Held, RunHistory
 from epk_gp.recording.mismatches import ObservedStep, doubt_of_loss
 from epk_gp.recording.observer import MadeStep, StepObserver
 from epk_gp.recording.passes import PassRecords
+from epk_gp.recording.penalty import WeightPenalty
 from epk_gp.recording.probe import DerivativeProbe
 from epk_gp.recording.setup import make_setup
 from epk_gp.storage.chunks import with_computed_states

@@ -297,7 +297,7 @@ def test_another_prediction_without_gradients_is_said_where_there_is_one(options
             call()
         texts = [str(each.message) for each in caught]
         assert not any("prototype" in text for text in texts)  # of torch, about its nested tensors
-        return [text for text in texts if "predicts otherwise in eval() without gradients" in text]
+        return [text for text in texts if "other outputs in eval() without gradients" in text]
 
     for X in (run.inputs[:4], run.inputs[1::2]):  # the second ones have no padding
         calls = (
