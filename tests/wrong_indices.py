@@ -120,21 +120,21 @@ SUBTLE = {
 }
 
 
-def draw_case(seed, *, right=None):
-    """Draw (kind of data, change of rows, pattern or None, shape of the batches)."""
+def draw_case(seed, *, right=None, subtle=False):
+    """Draw (kind of data, change of rows, pattern or None, shape of the batches); subtle: one that may not be seen."""
     draw = random.Random(seed)
     kind = draw.choice(list(CHANGES))
     change = draw.choice(list(CHANGES[kind]))
     is_mild = change == "normalised" and kind != "table"
-    pattern = draw.choice([*PATTERNS, *SUBTLE] if is_mild else list(PATTERNS))
+    pattern = draw.choice(list(SUBTLE) if subtle else [*PATTERNS, *SUBTLE] if is_mild else list(PATTERNS))
     is_right = draw.random() < 0.25 if right is None else right
     passes = draw.choice([1, 2])
     return kind, change, None if is_right else pattern, (draw.randint(16, 24), passes, 32 // passes)
 
 
-def outcome(seed, *, right=None):
+def outcome(seed, **drawn):
     """Record a loop: 'right' or 'false alarm' of right indices, 'refused', 'uncertified' or 'silent' of wrong ones."""
-    kind, change, pattern, shape = draw_case(seed, right=right)
+    kind, change, pattern, shape = draw_case(seed, **drawn)
     X, y = data(kind)
     torch.manual_seed(seed)
     rows = torch.cat([torch.randperm(len(X)) for _ in range(1 + 24 * 32 // len(X))])[: shape[0] * 32].reshape(shape)
@@ -164,12 +164,12 @@ def record(net, X, y, rows, announced, change):
     return recorder.trajectory
 
 
-def count_outcomes(count, first=0):
+def count_outcomes(count, first=0, **drawn):
     """Count the outcomes of some loops, and describe those that are wrong."""
     counts, wrong = Counter(), []
     for seed in range(first, first + count):
-        found, words = outcome(seed)
+        found, words = outcome(seed, **drawn)
         counts[found] += 1
         if found in ("silent", "false alarm"):
-            wrong.append(f"seed {seed}: {found}: {draw_case(seed)}: {words}")
+            wrong.append(f"seed {seed}: {found}: {draw_case(seed, **drawn)}: {words}")
     return counts, wrong
