@@ -132,9 +132,9 @@ def odd_programs(row: str) -> tuple[int, int, int, int]:
     return tried, found, counts["right"], tried - found - counts["right"]
 
 
-def drawn(module: str, count: int, **drawn: bool) -> tuple[int, int, int, int]:
+def drawn(module: str, count: int, **options: bool) -> tuple[int, int, int, int]:
     """Compare drawn cases of a module of the tests with its own oracle."""
-    counts, wrong = _tests_module(module).count_outcomes(count, **drawn)
+    counts, wrong = _tests_module(module).count_outcomes(count, **options)
     for case in wrong:
         print(f"       {case}")
     tried, found = counts.total(), counts["refused"] + counts["uncertified"]
