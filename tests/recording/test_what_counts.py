@@ -424,6 +424,20 @@ def test_a_batch_without_rows_is_a_step_without_contributions(adam, calls):
         train_without_loss(X, y)
 
 
+def test_a_batch_without_rows_needs_no_sample_that_counts():
+    (X, y), net = data(), mlp()
+    y[0] = -100  # no sample stands for rows that are not there
+    optimizer = sgd(net, momentum=0.9)
+    with epk.Recorder(net, optimizer, X, y) as recorder:
+        for rows in (torch.arange(5), []):
+            optimizer.zero_grad(set_to_none=False)
+            if len(rows):
+                F.cross_entropy(net(X[rows]), y[rows]).backward()
+            recorder.batch(rows)
+            optimizer.step()
+    assert epk.attribute(recorder.trajectory, X[:3]).certified
+
+
 def train_without_loss(X, y):
     net = mlp()
     with epk.Recorder(net, sgd(net), X, y, loss=None) as recorder:
