@@ -175,16 +175,16 @@ class FunctionalModel:
         return torch.cat([params[name].detach().reshape(-1) for name in self.names], out=memory)
 
     def unflatten(self, flat: Float[Tensor, "*G n"]) -> dict[str, Tensor]:
-        """View flat vectors of P weights, or of P weights and Q moving statistics, as named tensors.
-
-        Pairs, (..., 2), are copies: torch views numbers as complex only where they begin at an even place in memory.
-        """
+        """View flat vectors of P weights, or of P weights and Q moving statistics, as named tensors."""
         has_statistics = flat.shape[-1] > self.num_weights
         names, shapes = self.names + self.statistics * has_statistics, self.shapes + self.statistic_shapes
         pieces = flat.split([shape.numel() for shape in shapes[: len(names)]], dim=-1)
-        views = (piece.view(flat.shape[:-1] + shape) for piece, shape in zip(pieces, shapes, strict=False))
-        own = (v.clone(memory_format=torch.contiguous_format) if v.shape[-1:] == (2,) else v for v in views)
-        return dict(zip(names, own, strict=True))
+        views = [piece.view(flat.shape[:-1] + shape) for piece, shape in zip(pieces, shapes, strict=False)]
+        is_mapped = torch._C._functorch.maybe_current_level() is not None  # where strides of batches are not seen
+        for k, v in enumerate(views):  # of pairs at odd places in memory torch makes no complex numbers
+            if v.shape[-1:] == (2,) and (is_mapped or any(n % 2 for n in (v.storage_offset(), *v.stride()[:-1]))):
+                views[k] = v.clone(memory_format=torch.contiguous_format)
+        return dict(zip(names, views, strict=True))
 
     def flatten_statistics(self, buffers: Mapping[str, Tensor]) -> Float[Tensor, " Q"]:
         """Concatenate the moving statistics in the model's order."""

@@ -18,8 +18,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from epk_gp.core.checks import blocks_of
-from epk_gp.core.losses import CrossEntropy, Loss, MeanSquaredError, NegativeLogLikelihood, soft_targets
-from epk_gp.core.step import NOT_OF_DATA, ForwardPass, Step, tensor_bytes
+from epk_gp.core.losses import ClassLoss, Loss, MeanSquaredError, soft_targets
+from epk_gp.core.step import NOT_OF_DATA, ForwardPass, SeenRows, Step, tensor_bytes
 
 _GROUP, _ROWS = 16, 32  # rows that are compared with one another, and of a pass
 _FEWEST_INDICES = 4  # of a pass whose rows are compared among themselves
@@ -115,14 +115,12 @@ class RowIdentity:
             keys = (key for (rows,) in blocks_of(self.X) for key in _keys(rows))
             self._numbers = {key: number for number, key in enumerate(keys)}
         for number, (forward, samples) in enumerate(self._split(step)):
-            seen = (
-                () if forward.inputs is None else zip(forward.inputs.index, _keys(forward.inputs.values), strict=True)
-            )
-            for row, key in seen:
+            inputs = SeenRows(samples[:0], self.X[:0]) if forward.inputs is None else forward.inputs
+            for row, key in zip(inputs.index.tolist(), _keys(inputs.values), strict=True):
                 if samples[row] < 0 and key in self._numbers:
                     self.outside = (
-                        f"row {int(row)} of pass {number} of step {step.index} was announced as no training point "
-                        f"(-1), and is X[{self._numbers[key]}] bit for bit: its share stands under {NOT_OF_DATA!r}"
+                        f"row {row} of pass {number} of step {step.index} was announced as no training point (-1), "
+                        f"and is X[{self._numbers[key]}] bit for bit: its share stands under {NOT_OF_DATA!r}"
                     )
                     return self.outside
         return None
@@ -153,12 +151,12 @@ class RowIdentity:
     def _take_targets(self, forward: ForwardPass, samples: Tensor, rows: Tensor) -> Bool[Tensor, " k"]:
         """Keep the targets of some rows, and return which rows are, by mixed targets, not rather those of others."""
         loss, y, other = self.loss, self.y[samples.to(self.y.device)].cpu(), forward.targets
-        is_class, is_own = isinstance(loss, CrossEntropy | NegativeLogLikelihood), torch.ones(len(rows)).bool()
+        is_class, is_own = isinstance(loss, ClassLoss), torch.ones(len(rows)).bool()
         is_one = y.ndim == 1 or (y.ndim == 2 and y.is_floating_point())
         if not is_one or not (is_class or isinstance(loss, MeanSquaredError)) or getattr(loss, "class_weights", None):
             return is_own
         recorded = y.reshape(len(y), -1).double()
-        if isinstance(loss, CrossEntropy | NegativeLogLikelihood) and not y.is_floating_point():  # classes that occur
+        if isinstance(loss, ClassLoss) and not y.is_floating_point():  # classes that occur
             recorded = soft_targets(loss, y, recorded.new_empty(0, max(1, int(self.y.max()) + 1)))
         used, C = recorded, recorded.shape[1]
         if other is not None:
@@ -405,9 +403,8 @@ def _shifted(seen: Tensor, own: Tensor) -> Float[Tensor, "n m"]:
     spectra = [x / (amplitude + 0.1 * amplitude.mean()).clamp(min=1e-30) for x in spectra]
     a, *mirrored = (x / x.flatten(1).norm(dim=1).clamp(min=1e-30)[:, None, None, None] for x in spectra)
     products = ((a[:, None] * b[None].conj()).sum(dim=2) for b in mirrored)
-    return torch.stack([torch.fft.irfft2(product, s=size).flatten(2).abs().amax(dim=2) for product in products]).amax(
-        dim=0
-    )
+    correlations = [torch.fft.irfft2(product, s=size).flatten(2).abs().amax(dim=2) for product in products]
+    return torch.stack(correlations).amax(dim=0)
 
 
 def _sorted(x: Tensor) -> Float[Tensor, "k 32"]:

@@ -594,8 +594,7 @@ def batch_of(
         )
     X, y, loss = trajectory.inputs, trajectory.targets, trajectory.loss
     if step.batch is not None:
-        rows = step.batch.to(X.device)
-        X, y = X[rows], y[rows]
+        X, y = (values[step.batch.to(values.device)] for values in (X, y))
     c = losses.sample_weights(loss, y) if step.sample_weights is None else step.sample_weights
     # all rows, of a file or of another library, may lie anywhere
     return aligned(TensorSpec(reference.dtype, reference.device).cast(X)), y.to(reference.device), c.to(reference)

@@ -314,8 +314,9 @@ def check_step(setup: TrainingSetup, observed: ObservedStep, *, exact: bool = Tr
         )
     penalty, checks = observed.penalty, list[StepCheck]()
     for mask in penalty.masks(made.gradient, gradient):
-        check, rates = StepCheck(observed, mask * gradient, mask * gradient, mask=mask), penalty.rates
-        checks.append(check := _with_penalty(setup, check, penalty.gradient(mask * start)))
+        own, rates = mask * gradient, penalty.rates
+        check = _with_penalty(setup, StepCheck(observed, own, own, mask=mask), penalty.gradient(mask * start))
+        checks.append(check)
         is_consistent = _is_consistent(setup, check)
         if not is_consistent and (inferred := _with_inferred(setup, check)) is not None:
             (check, rates), is_consistent = inferred, True

@@ -219,8 +219,8 @@ def explain_mismatch(setup: TrainingSetup, check: StepCheck, *, follows_rule: bo
         return _move_cause(setup, observed)
     if made.unseen is not None and not all(batch.forwards for batch in made.announced):
         return made.unseen
-    reached = [f.output_gradient is not None for b in made.announced for f in b.forwards if f.outputs is not None]
-    if any(reached) and not all(reached):
+    reached = {f.output_gradient is not None for b in made.announced for f in b.forwards if f.outputs is not None}
+    if len(reached) == 2:
         return "recorder.batch() announced rows that no backward() went through: leave them out"
     seen = seen_passes(setup, made, observed.step)
     cause = _kernel_cause(setup, check, seen) or _network_cause(setup, check, seen)

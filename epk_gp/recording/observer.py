@@ -531,8 +531,8 @@ class StepObserver:
 
     def _after_other_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:  # torch's hook signature
         """Note the step of an optimizer that the recorder did not get, if it holds weights that are recorded."""
-        held = {self._names.get(id(p)) for group in optimizer.param_groups for p in group["params"]}
-        if not self._stepped and id(optimizer) not in self._rules and not held.isdisjoint(self.setup.model.names):
+        held = (self._names.get(id(p)) for group in optimizer.param_groups for p in group["params"])
+        if not self._stepped and id(optimizer) not in self._rules and not {*self.setup.model.names}.isdisjoint(held):
             kind = type(optimizer).__name__
             self.other_optimizer = f"Another {kind} stepped: pass the recorder both, or end it and record the new one."
 

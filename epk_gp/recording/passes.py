@@ -141,7 +141,8 @@ class PassRecords:
         for batch in announced:
             samples, forwards = batch.samples, batch.forwards
             weight, is_read = (1.0, True) if batch.weight is None else (batch.weight, False)
-            stated = weight * sample_weights(self._setup.loss, y[samples.to(y.device)]).cpu()
+            is_empty, labels = batch.position < 0, y[samples.to(y.device)]
+            stated = torch.zeros(1) if is_empty else weight * sample_weights(self._setup.loss, labels).cpu()
             if self._setup.model.signature.graph is not None:
                 forwards = [of_nodes(forward, samples) for forward in forwards]
             sizes = [len(forward.inputs) for forward in forwards] or [len(samples)]

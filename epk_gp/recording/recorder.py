@@ -63,8 +63,7 @@ class Recorder:
     recomputed gradient of the stated loss on the stated batch. A step that is not raises `StepMismatchError`, which
     names the cause as far as it can tell; the steps before it stay recorded.
 
-    With `folder` and `resume` the loop continues where the last commit left it: write it as
-    `for step in recorder.until(steps):`.
+    With `folder` and `resume` the loop, `for step in recorder.until(steps):`, continues where the last commit left it.
 
     Attributes:
         net: The network.
@@ -221,8 +220,7 @@ class Recorder:
                 for X, y in blocks_of(recorded.inputs, recorded.targets):
                     self._setup.number(X, y, setup.stream)
         else:
-            last = history.last
-            digest = history.digest(0)
+            last, digest = history.last, history.digest(0)
             writer = create_run(folder, header, setup.data(), training, last.end, digest, statistics=last.statistics)
         if setup.is_mapped:  # the temporary files are not needed any more
             data = map_tensors(Path(folder) / DATA)
@@ -344,7 +342,7 @@ class Recorder:
         Raises:
             RuntimeError: The recorder is not recording, or the loop is not one over `until` although it has to be.
             TypeError: The indices are not integers.
-            ValueError: The batch is empty, an index is out of range, or the weight is not finite.
+            ValueError: An index is out of range, or the weight is not finite; or the batch is empty with loss=None.
             StepMismatchError: The weights were changed since the last recorded step.
         """
         if not self._is_recording:
@@ -425,8 +423,7 @@ class Recorder:
         states, updates, statistics, digests = (history if commits is None else commits).recorded()
         steps, X, y, data_digest = tuple(history.steps[: len(updates)]), setup.X, setup.y, self._data_digest
         if setup.stream is not None:
-            count = num_seen(steps, self._num_examples)
-            X, y = X[:count], y[:count]
+            X, y = (values[: num_seen(steps, self._num_examples)] for values in (X, y))
             data_digest = fingerprint_data(X, y)
         trajectory = Trajectory(
             model=setup.model,
@@ -543,13 +540,10 @@ class Recorder:
                 not those of the last step any more; or the last step's gradient is not that of the stated loss.
         """
         if self._observer.num_announced:
-            raise StepMismatchError(
-                "every recorder.batch() must be followed by optimizer.step(): "
-                f"the one of step {self.num_steps} was not. {self._observer.other_optimizer}".rstrip()
-            )
+            made = f"the one of step {self.num_steps} was not. {self._observer.other_optimizer}".rstrip()
+            raise StepMismatchError(f"every recorder.batch() must be followed by optimizer.step(): {made}")
         if not self._has_refused:
-            last = self._history.last
-            end, statistics = last.end, last.statistics
+            end, statistics = self._history.last.end, self._history.last.statistics
             if self._restored is not None:
                 move, (end, statistics) = self._restored
                 number, present = move.anchor, self._setup.statistics()
@@ -572,8 +566,7 @@ class Recorder:
                 f"rows could not be matched with X: {self._identity.doubt}. Contributions stand under the announced "
                 "indices, which nothing confirms."
             )
-        unchecked, self._unchecked = self._unchecked, None
-        if unchecked is not None:
+        if (unchecked := self._unchecked) is not None:
             self._penalty.is_fixed = True
             try:
                 check_step(self._setup, unchecked)

@@ -221,12 +221,10 @@ class TrainingSetup:
             before, after = self.model(params, rows), self.model({**params, **changed}, rows)
         if not torch.allclose(before, after, rtol=0, atol=0, equal_nan=True):
             name, value = next(iter(changed.items()))
-            kind = (
-                "" if value.is_floating_point() else f" make it a floating-point one ({value.dtype} cannot move), and"
-            )
+            how = "" if value.is_floating_point() else f"make it a floating-point one ({value.dtype} cannot move), and "
             raise StepMismatchError(
                 f"buffers and frozen parameters must stay as they were when recording began: {name!r} changed. If "
-                f"training moves it,{kind} put the network into training mode before the recorder is made."
+                f"training moves it, {how}put the network into training mode before the recorder is made."
             )
 
     def validate_end(self, end: Float[Tensor, " P"], statistics: Float[Tensor, " Q"] | None, num_steps: int) -> None:

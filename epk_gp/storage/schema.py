@@ -242,8 +242,8 @@ def run_header(
 
 def describe_loss(loss: Loss) -> dict[str, Any]:
     """Describe a loss for a run's header; the name of a `PerSampleLoss` stands for its functions."""
-    options = {name: value for name, value in vars(loss).items() if name not in ("function", "counts")}
-    options = options if options.get("dim", 1) else {k: v for k, v in options.items() if k != "dim"}  # as before it
+    left_out = ("function", "counts", "dim" if getattr(loss, "dim", None) is None else "")  # None as before `dim`
+    options = {name: value for name, value in vars(loss).items() if name not in left_out}
     plain = {name: list(value) if isinstance(value, tuple) else value for name, value in options.items()}
     return {"kind": type(loss).__name__, **plain}
 

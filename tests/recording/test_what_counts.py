@@ -7,6 +7,7 @@ from torch.nn import functional as F
 from torch.nn.utils import parametrizations, prune
 
 import epk_gp as epk
+from epk_gp.core.model import functionalize
 from helpers import assert_close
 from loops import data, flat, mlp, sgd
 
@@ -232,6 +233,18 @@ def test_complex_weights_may_begin_anywhere_among_the_weights(before, modes, ada
         assert epk.reconstruct(trajectory, X[:3], head="logits").certified
 
 
+@pytest.mark.parametrize(("before", "modes"), [(1, 2), (2, 3)])
+def test_complex_weights_are_read_under_vmap_and_ordinary_pairs_are_views(before, modes):
+    net, X = Spectrum(before, modes).double(), data()[0]
+    model = functionalize(net, tuple(name for name, _ in net.named_parameters()))
+    W = torch.stack([flat(net), 1.5 * flat(net)])
+    together = torch.func.vmap(lambda w: model.evaluate(model.unflatten(w), X))(W)
+    assert_close(together, torch.stack([model(model.unflatten(w), X) for w in W]))
+    plain = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1)).double()
+    weights, model = flat(plain), functionalize(plain, tuple(name for name, _ in plain.named_parameters()))
+    assert [v.data_ptr() - weights.data_ptr() for v in model.unflatten(weights).values()] == [0, 48, 72, 96]
+
+
 class Words(nn.Module):
     """An embedding whose rows have a largest norm, by torch, which writes them, or by a factor."""
 
@@ -422,6 +435,20 @@ def test_a_batch_without_rows_is_a_step_without_contributions(adam, calls):
     assert not recorder.steps[1].sample_weights.any()
     with pytest.raises(ValueError, match="With loss=None, leave out"):
         train_without_loss(X, y)
+
+
+def test_a_batch_without_rows_needs_no_sample_that_counts():
+    (X, y), net = data(), mlp()
+    y[0] = -100  # no sample stands for rows that are not there
+    optimizer = sgd(net, momentum=0.9)
+    with epk.Recorder(net, optimizer, X, y) as recorder:
+        for rows in (torch.arange(5), []):
+            optimizer.zero_grad(set_to_none=False)
+            if len(rows):
+                F.cross_entropy(net(X[rows]), y[rows]).backward()
+            recorder.batch(rows)
+            optimizer.step()
+    assert epk.attribute(recorder.trajectory, X[:3]).certified
 
 
 def train_without_loss(X, y):
