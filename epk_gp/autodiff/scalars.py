@@ -354,7 +354,7 @@ def _completed(trajectory: Trajectory, X: Shaped[Tensor, "n ..."], asked: RowFun
     ignored = getattr(trajectory.loss, "ignore_index", None) if ignored is None else ignored
     if ignored is not None and own.func is not _difference:
         data = tuple(value.masked_fill(value == ignored, losses.IGNORED) for value in data)
-    V, *positions = z.movedim(loss.dim, 1).shape[1:]  # type: ignore[arg-type]  # it has one
+    V, *positions = z.movedim(dim, 1).shape[1:]
     for words in data:
         shape = words.shape[1:]
         most = 1 if own.func is _loss_value else math.prod(positions)
