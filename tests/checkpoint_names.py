@@ -42,7 +42,18 @@ def _steps_of_an_epoch(draw: Draw, count: int) -> list[str]:
 
 
 def _measured(draw: Draw, count: int) -> list[str]:
-    form = draw.choice(["iter_{}_acc{}", "acc{1}_iter_{0}", "model_acc{1}", "loss{1}", "{0}_{1}", "model_{}_f{}"])
+    form = draw.choice(
+        [
+            "iter_{}_acc{}",
+            "acc{1}_iter_{0}",
+            "model_acc{1}",
+            "loss{1}",
+            "{0}_{1}",
+            "model_{}_f{}",
+            "{1}_acc",
+            "model_{1}_hits",
+        ]
+    )
     return [form.format(k, draw.randrange(10, 99)) for k in _ascending(draw, count)]
 
 
@@ -79,7 +90,7 @@ def _versions(draw: Draw, count: int) -> list[str]:
 
 
 def _restarts(draw: Draw, count: int) -> list[str]:
-    form = draw.choice(["run{}_epoch{}", "{1}_run{0}", "stage{}-step{}", "fold{}.{}", "phase{}_{}k"])
+    form = draw.choice(["run{}_epoch{}", "{1}_run{0}", "stage{}-step{}", "fold{}.{}", "phase{}_{}k", "v1.{}_step{}"])
     return [form.format(k // 100, k % 100) for k in _ascending(draw, count)]
 
 

@@ -57,8 +57,8 @@ class Case:
 
     @property
     def may_be_refused(self) -> bool:
-        """Whether neither loss nor network can say where it has its words: it takes one length, which others equal."""
-        return self.is_fixed and self.trained != "cross entropy" and (self.prefix > 0 or self.words == self.length)
+        """Whether neither loss nor network can say where it has its words: it takes inputs of one length."""
+        return self.is_fixed and self.trained != "cross entropy"
 
     @property
     def is_ambiguous(self) -> bool:

@@ -33,9 +33,8 @@ def ordered(batches: Iterable[Any], name: str) -> tuple[Inputs, Shaped[Tensor, "
     """
     found, places = gathered(batches), (batches, getattr(batches, "batch_sampler", None))
     is_shuffled = any(isinstance(getattr(place, "sampler", None), _SHUFFLING) for place in places)
-    is_lasting = not isinstance(batches, tuple | list | Iterator)
-    keys = [fingerprint_data(*tensors_of(each)) for each in ([found, gathered(batches)] if is_lasting else [])]
-    if is_shuffled or len({*keys}) > 1:
+    again = found if isinstance(batches, Iterator) else gathered(batches)
+    if is_shuffled or fingerprint_data(*tensors_of(found)) != fingerprint_data(*tensors_of(again)):
         raise ValueError(
             f"{name} must give its rows in one order: it shuffles them, so that nobody knows whose scores are whose. "
             "Pass a loader with shuffle=False."

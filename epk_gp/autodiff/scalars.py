@@ -5,6 +5,7 @@ the data that belong to it, however the engine divides, repeats or reorders rows
 """
 
 import hashlib
+import math
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -14,9 +15,7 @@ from typing import Any
 import torch
 from jaxtyping import Float, Int64, Integer, Shaped
 from torch import Tensor, nn
-from torch.nn import functional as F
 
-from epk_gp.autodiff.interception import FunctionCall, ParameterInterception
 from epk_gp.core import losses
 from epk_gp.core.checks import door, validate_tensor
 from epk_gp.core.graphs import has_rows, map_tensors, rows_of, select_rows, tensors_of
@@ -300,10 +299,8 @@ def logit_difference(
     Raises:
         TypeError: They are no integers.
     """
-    words = (
-        _words(value if isinstance(value, Tensor) else torch.tensor(value), "classes or words") for value in (a, b)
-    )
-    return RowFunction(partial(_difference, loss=losses.as_loss(losses.CrossEntropy(dim=dim))), *words)
+    loss, name = losses.as_loss(losses.CrossEntropy(dim=dim)), "classes or words"
+    return RowFunction(partial(_difference, loss=loss), *(_words(torch.as_tensor(each), name) for each in (a, b)))
 
 
 def loss_value(targets: Shaped[Tensor, "n ..."], loss: losses.Loss | nn.Module | None = None) -> RowFunction:
@@ -336,7 +333,13 @@ def _words(words: Integer[Tensor, "..."], name: str) -> Integer[Tensor, "..."]:
 
 
 def _completed(trajectory: Trajectory, X: Shaped[Tensor, "n ..."], asked: RowFunction) -> RowFunction:
-    """Return a function of this file with what it leaves to the run: where classes are, and what is left out."""
+    """Return a function of this file with what it leaves to the run: where classes are, and what is left out.
+
+    The loss of a run says where, whose steps are checked; else the network (`_observed_dims`).
+
+    Raises:
+        ValueError: Words are not those of positions; a row has none, or one that the network does not know.
+    """
     own, data = asked.function, asked.data
     loss = own.keywords["loss"] if isinstance(own, partial) and own.func.__module__ == __name__ else None
     if not isinstance(own, partial) or not isinstance(loss, losses.ClassLoss) or data[0].is_floating_point():
@@ -344,26 +347,25 @@ def _completed(trajectory: Trajectory, X: Shaped[Tensor, "n ..."], asked: RowFun
     returned, ignored = _returned(trajectory, X)[2], loss.ignore_index
     rows_of(returned, 1)  # must be there
     z = logits_of(returned)
-    loss = replace(loss, ignore_index=None, dim=loss.dim or _class_dim(trajectory, X, z, data[0]))
+    if (dim := loss.dim or (1 if z.ndim == 2 else dim_of_loss(trajectory))) is None:
+        dims = _fitting_dims(z, data[0][:1]) if data[0].ndim > 2 else []  # of pixels all are asked for
+        dim = _only(dims if len(dims) == 1 else _observed_dims(trajectory, X, z), z)
+    loss = replace(loss, ignore_index=None, dim=dim)
     ignored = getattr(trajectory.loss, "ignore_index", None) if ignored is None else ignored
     if ignored is not None and own.func is not _difference:
         data = tuple(value.masked_fill(value == ignored, losses.IGNORED) for value in data)
+    V, *positions = z.movedim(dim, 1).shape[1:]
     for words in data:
-        _validate_words(words, losses.classes_second(loss, z, words).shape[1:], own.func)
+        shape = words.shape[1:]
+        most = 1 if own.func is _loss_value else math.prod(positions)
+        is_part = max(len(positions), len(shape)) < 2 and shape.numel() <= most
+        if not is_part and list(shape) != positions:
+            raise ValueError(f"answers {tuple(words.shape)} must fit scores of {V} words at positions {positions}.")
+        if bool((words == losses.IGNORED).reshape(*words.shape[:1], -1).all(dim=-1).any()):
+            raise ValueError("each row must have a class or word: all of a row are left out.")
+        if len(wrong := words[(words != losses.IGNORED) & ((words < 0) | (words >= V))]):
+            raise ValueError(f"classes or words must be in 0..{V - 1}, or -100 to be left out: got {int(wrong[0])}.")
     return RowFunction(partial(own, loss=loss), *data)
-
-
-def _validate_words(words: Integer[Tensor, "..."], scores: torch.Size, function: Callable[..., Tensor]) -> None:
-    """Raise if words are not those of positions, or if a row has none, or one that the network does not know."""
-    (V, *positions), shape, is_whole = scores, words.shape[1:], function in (_difference, _loss_value)
-    is_part = len(positions) < 2 and (not shape or (len(shape) < 2 and not is_whole and shape[0] <= scores[1:].numel()))
-    if not is_part and list(shape) != positions:
-        raise ValueError(f"answers {tuple(words.shape)} must fit scores of {V} words at positions {positions}.")
-    left_out = torch.zeros_like(words, dtype=torch.bool) if function is _difference else words == losses.IGNORED
-    if bool((left_out if words.ndim < 2 else left_out.flatten(1).all(dim=1)).any()):
-        raise ValueError("each row must have a class or word: all of a row are left out.")
-    if len(wrong := words[~left_out & ((words < 0) | (words >= V))]):
-        raise ValueError(f"classes or words must be in 0..{V - 1}, or -100 to be left out: got {int(wrong[0])}.")
 
 
 def dim_of_loss(trajectory: Trajectory) -> int | None:
@@ -401,21 +403,10 @@ def _only(dims: list[int], z: Float[Tensor, "1 ..."]) -> int:
     )
 
 
-def _class_dim(trajectory: Trajectory, X: Shaped[Tensor, "n ..."], z: Float[Tensor, "1 ..."], words: Tensor) -> int:
-    """Return which dimension of scores holds the classes or words: 1, or -1 where positions are before them.
-
-    The loss of a run says it, whose steps are checked; else the network (`_observed_dims`).
-    """
-    dim = 1 if z.ndim == 2 else dim_of_loss(trajectory)
-    dims = _fitting_dims(z, words[:1]) if words.ndim > 2 else []  # of pixels all are asked for
-    return dim or _only(dims if len(dims) == 1 else _observed_dims(trajectory, X, z), z)
-
-
 def _observed_dims(trajectory: Trajectory, X: Shaped[Tensor, "n ..."], z: Float[Tensor, "1 ..."]) -> list[int]:
-    """Return which dimensions of scores may hold classes or words, by what the network does.
+    """Return which dimensions of scores may hold classes or words: positions follow the length of the inputs.
 
-    Positions follow the length of the inputs. Of a network of one length, scores have that of a text, and as many words
-    as the table in which the network looks up the text.
+    A network that takes inputs of one length shows nothing, whatever its own lengths are.
     """
     model, params, _ = _returned(trajectory, X)
     inputs, moving = model.signature.structure(X[:1]), set[int]()
@@ -427,15 +418,7 @@ def _observed_dims(trajectory: Trajectory, X: Shaped[Tensor, "n ..."], z: Float[
             shorter = FunctionalModel(**model.__getstate__() | {"signature": signature})
             pairs = zip(logits_of(shorter.returned(params, packed)).shape, z.shape, strict=True)
             moving |= {k for k, (size, whole) in enumerate(pairs) if size != whole}
-    if moving:
-        return [dim for dim in (1, -1) if dim % z.ndim not in moving]
-    calls = list[FunctionCall | None]()
-    held = {**model.frozen_state(), **params}
-    with torch.no_grad(), ParameterInterception(held, lambda call, _: calls.append(call)):
-        model.returned(params, X[:1])
-    lookups = [call.args for call in calls if call is not None and call.function is F.embedding]
-    sizes = {(len(own[1]), x.shape[1]) for own in lookups for x in tensors if x.ndim == 2 and torch.equal(own[0], x)}
-    return [dim for dim in (1, -1) if tuple(z.movedim(dim, 1).shape[1:]) in sizes]
+    return [dim for dim in (1, -1) if dim % z.ndim not in moving]
 
 
 def _shortened(x: Shaped[Tensor, "..."], length: int, dim: int) -> Shaped[Tensor, "..."]:
@@ -472,8 +455,8 @@ def _loss_value(returned: Any, targets: Tensor, *, loss: losses.Loss) -> Float[T
     z = losses.own_input(loss, returned, targets)
     if z is None:
         z = logits_of(returned)
-        if targets.ndim == 1 and z.ndim == 3:
-            z = _scores(returned, loss)[..., -1] if isinstance(loss, losses.ClassLoss) else z[:, -1]
+        if isinstance(loss, losses.ClassLoss) and targets.ndim == 1 and z.ndim == 3:
+            z = _scores(returned, loss)[..., -1]
         z = losses.own_input(loss, z, targets)
     if z is None:
         raise ValueError(f"targets {tuple(targets.shape)} must fit what the network returns, and the loss {loss}.")

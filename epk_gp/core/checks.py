@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from jaxtyping import Int64, Shaped
 from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_map_only
 
 D = TypeVar("D", bound=Callable[..., Any])
 
@@ -25,7 +25,7 @@ def door(function: D) -> D:
     """
     if isinstance(function, type):
         for name, method in [*vars(function).items()]:
-            if isinstance(method, FunctionType) and (name in ("__init__", "__call__") or not name.startswith("__")):
+            if isinstance(method, FunctionType) and (name in ("__init__", "__call__") or not name.startswith("_")):
                 setattr(function, name, door(method))
         return cast(D, function)
 
@@ -34,11 +34,20 @@ def door(function: D) -> D:
         if torch.is_inference_mode_enabled():
             with torch.inference_mode(mode=False), torch.no_grad():
                 return outside(*args, **kwargs)
-        if any(isinstance(leaf, Tensor) and leaf.is_inference() for leaf in tree_leaves((args, kwargs))):
+        if _has_inference_tensor(args) or _has_inference_tensor(kwargs):
             args, kwargs = tree_map_only(Tensor, lambda t: t.clone() if t.is_inference() else t, (args, kwargs))
         return function(*args, **kwargs)
 
     return cast(D, outside)
+
+
+def _has_inference_tensor(value: Any) -> bool:
+    """Return whether a value, or something in tuples, lists and dicts, is a tensor made in inference mode."""
+    if isinstance(value, Tensor):
+        return value.is_inference()
+    return isinstance(value, (tuple, list, dict)) and any(
+        map(_has_inference_tensor, value.values() if isinstance(value, dict) else value)
+    )
 
 
 def validate_integer(value: object, name: str, words: str = "a whole number") -> None:

@@ -266,6 +266,7 @@ def require_gradients_of_rows(model: FunctionalModel) -> None:
             )
 
 
+@door
 def gram_block(
     trajectory: Trajectory,
     a: Points,

@@ -129,13 +129,13 @@ class Text:
         given: Any = self.tokenizer
         if not isinstance(given, Decoder):
             found = given(ids) if callable(given) else [given[k] for k in ids]
-            if not isinstance(found, str) and len(found) != len(ids):
+            if len(found) == len(ids) and not isinstance(found, str):
+                return list(map(str, found))
+            if not isinstance(found, str):  # of all ids together, as of a method `decode`
                 raise ValueError(
                     f"tokenizer must return a string for each of the ids, or one text: got {len(found)} strings for "
                     f"{len(ids)} ids. Leave no token out, or pass the tokenizer itself."
                 )
-            if not isinstance(found, str):  # of all ids together, as of a method `decode`
-                return list(map(str, found))
         words, first, last = list[str](), 0, 0
         for end in range(1, len(ids) + 1):
             text = self._decode(ids[first:end])

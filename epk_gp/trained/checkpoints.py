@@ -26,10 +26,11 @@ _NO_WEIGHTS = ("training_args", "optimizer", "scheduler", "scaler", "rng_state")
 _COUNT = "num_batches_tracked"  # which evaluation does not read
 _OF_FOLDER = ("model.safetensors", "adapter_model.safetensors", "pytorch_model.bin")  # as transformers and PEFT write
 
-_WORDS = (  # before a number of epochs, of steps, or of what a name without these counts
+_WORDS = (  # before a number of epochs, of steps, of what a name without these counts, or of another training
     "epoch epochs ep",
     "step steps iter iters iteration iterations update updates",
-    "checkpoint ckpt model net network weights state snapshot",
+    "checkpoint ckpt model net network weights state snapshot ema",
+    "v version run stage phase part",
 )
 _RANKS = {word: rank for rank, words in enumerate(_WORDS) for word in words.split()}
 _DATE = re.compile(r"(?:0[1-9]|[12]\d|3[01]){2}(?:19|20)?\d\d")  # day and month in any order, then the year
@@ -80,9 +81,9 @@ def _in_order(paths: list[Path]) -> list[Path]:
     first, *_, last = names.values()
     other = next((name for name in names.values() if name[::2] != first[::2]), last)
     ranks = dict[int, int | None]()
-    for k in range(1, len(first), 2) if first[::2] == other[::2] else ():
+    for k in reversed(range(1, len(first), 2) if first[::2] == other[::2] else ()):
         if len({*(column := [name[k] for name in names.values()])}) > 1:
-            ranks[k] = _rank(column, first[k - 1], first[k + 1], is_first=k == 1)
+            ranks[k] = _rank(column, first[k - 1], first[k + 1], is_first=k == 1, is_last=k + 2 not in ranks)
     counts = sorted((rank, k) for k, rank in ranks.items() if rank is not None)
     if [rank for rank, _ in counts] in ([0], [1], [0, 1], [2]):
         numbers = {path: tuple(int(name[k]) for _, k in counts) for path, name in names.items()}
@@ -96,10 +97,11 @@ def _in_order(paths: list[Path]) -> list[Path]:
     )
 
 
-def _rank(numbers: list[str], before: str, after: str, *, is_first: bool) -> int | None:
+def _rank(numbers: list[str], before: str, after: str, *, is_first: bool, is_last: bool) -> int | None:
     """Return what numbers count: epochs (0), steps (1), what the name says (2), something else (3).
 
-    Numbers with a point that have a name, such as a loss, are None: they count nothing.
+    Numbers with a point that have a name, such as a loss, are None: they count nothing. Words after a number are its
+    own, as in 90_acc, unless they stand before another number that is not the same in all names.
     """
     words = re.findall(r"[^\W\d_]+(?=[\W_]*$)", before.lower())
     if not all(map(str.isdigit, numbers)):
@@ -107,7 +109,8 @@ def _rank(numbers: list[str], before: str, after: str, *, is_first: bool) -> int
         return None if is_measured else 3
     rank = _RANKS.get(words[0], 3) if words else 3 if before or not is_first else 2
     are_dates = all(map(_DATE.fullmatch, numbers)) and any(sorted(numbers, key=d) != sorted(numbers) for d in _DATES)
-    return 3 if rank == 2 and (after[:1].isalpha() or are_dates) else rank
+    own = re.findall(r"[^\W\d_]+", after.lower()) if is_last or after[:1].isalpha() else []
+    return 3 if rank == 2 and (any(_RANKS.get(word, 3) == 3 for word in own) or are_dates) else rank
 
 
 def titles_of(checkpoints: Sequence[Checkpoint]) -> tuple[str, ...]:
@@ -187,9 +190,10 @@ class Named:
         self._own = {name: (value.shape, value.dtype) for name, value in every}
         self.needed = {name for name, p in net.named_parameters() if p.requires_grad}
         owners = {name.rpartition(".")[0] for name in self.needed}
-        moved = (name for name, b in net.named_buffers() if b.is_floating_point() and name.rpartition(".")[0] in owners)
-        self._trained = self.needed.union(moved)
+        moved = {n for n, b in net.named_buffers() if b.is_floating_point() and n.rpartition(".")[0] in owners}
+        self._places = {name: value.data_ptr() for name, value in every if name in self.needed | moved}
         self._stored = net.state_dict().keys()
+        self._known = self._stored | {alias for name in self._own for alias in (name, _of_adapter(name))}
         surplus = getattr(net, "_keys_to_ignore_on_load_unexpected", None) or ()  # of transformers' older versions
         self._surplus = re.compile("|".join([f"{_COUNT}$", *surplus]))
         self._reader: Callable[[int], dict[str, Tensor]] = self._read
@@ -206,11 +210,11 @@ class Named:
     def _read(self, k: int) -> dict[str, Tensor]:
         stored, where = read(self.checkpoints[k]), f"checkpoint {self.titles[k]!r}"
         stored = {name.replace("_orig_mod.", ""): value for name, value in stored.items()}  # of torch.compile
-        some, matches = next(iter(sorted(self.needed))), list[tuple[str, dict[str, Tensor], set[str]]]()
+        some, matches = min(self.needed, default=""), list[tuple[str, dict[str, Tensor]]]()
         ends = (f".{some}", f".{_of_adapter(some)}")
         begins = {name[: 1 + len(name) - len(end)] for end in ends for name in stored if f".{name}".endswith(end)}
         for begin in sorted(begins, key=lambda begin: (len(begin), begin)) or [""]:
-            found, used = dict[str, Tensor](), set[str]()
+            found = dict[str, Tensor]()
             for names in self._names.values():
                 aliases = {begin + alias for name in names for alias in (name, _of_adapter(name))}
                 own = [stored[alias] for alias in aliases if alias in stored]
@@ -220,11 +224,10 @@ class Named:
                         f"{names[-1]!r} have different ones."
                     )
                 found |= dict.fromkeys(names, own[0]) if own else {}
-                used |= aliases
-            matches.append((begin, found, used))
+            matches.append((begin, found))
         whole = [match for match in matches if self.needed <= match[1].keys()]
-        begin, found, _ = (whole or matches)[0]
-        if any(not torch.equal(found[name], other[name]) for _, other, _ in whole[1:] for name in found.keys() & other):
+        begin, found = (whole or matches)[0]
+        if any(not torch.equal(found[name], other[name]) for _, other in whole[1:] for name in found.keys() & other):
             raise ValueError(
                 f"{where} must hold one network: it has {len(whole)} with all of these parameters, such as an average "
                 "of the weights beside them. Pass the state dict of the one that is meant."
@@ -239,7 +242,7 @@ class Named:
                 f"{len(missing)}. It has {other}, ... If the network's own are meant, such as a frozen base, pass "
                 "{**net.state_dict(), **checkpoint}."
             )
-        used = set[str]().union(*(names for *_, names in whole), (begin + name for name in self._stored))
+        used = {at + name for at, _ in whole for name in self._known}
         left = [name for name in stored.keys() - used if name.startswith(begin) and not self._surplus.search(name)]
         if left:
             raise ValueError(
@@ -299,11 +302,10 @@ class Named:
         """
         if not isinstance(self.checkpoints[k], Mapping):
             return
-        trained = {name: value for name, value in here.items() if name in self._trained and value.numel()}
-        others = {name: places.setdefault(value.data_ptr(), k) for name, value in trained.items()}
+        trained = {name: here[name].data_ptr() for name in here.keys() & self._places if here[name].numel()}
+        others = {name: places.setdefault(place, k) for name, place in trained.items()}
         shared = {n: repr(self.titles[j]) for n, j in others.items() if self.checkpoints[j] is not self.checkpoints[k]}
-        own = {name: value.data_ptr() for name, value in (*net.named_parameters(), *net.named_buffers())}
-        live = [name for name, value in trained.items() if value.data_ptr() == own[name]]
+        live = [name for name, place in trained.items() if place == self._places[name]]
         if live and k + 1 < len(self.checkpoints):
             last = self[len(self.checkpoints) - 1]
             if any(p.grad is not None for p in net.parameters()) or all(here[n].equal(last[n]) for n in live):
