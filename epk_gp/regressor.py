@@ -18,10 +18,11 @@ from epk_gp.core.losses import PerSampleLoss
 from epk_gp.core.show import warn_caller
 from epk_gp.core.trajectory import network_outputs
 from epk_gp.estimator import Network, RecordedEstimator, fit_units, one_hidden_layer
-from epk_gp.gp.data import plain_frame
+from epk_gp.gp.data import in_network_units, plain_frame
 from epk_gp.gp.models import LogitGP
 from epk_gp.gp.regression import predict_targets
 
+_COMPARED = 1024  # rows whose distances are held at a time
 Values = Float[np.ndarray, "n *T"]  # (n,), or (n, targets) if y had that shape
 
 
@@ -80,10 +81,9 @@ class EPKRegressor(MultiOutputMixin, RegressorMixin, RecordedEstimator):  # type
         weights = _check_sample_weight(sample_weight, features, dtype=np.float64)
         values = targets.reshape(len(targets), -1).astype(np.float64)
         units = fit_units(values, weights)
-        scaled_error = partial(_squared_error, as_tensor(units[1]))
         names = list(getattr(y, "columns", [getattr(y, "name", None)]))
         known_names = None if names == [None] else names
-        loss = PerSampleLoss(scaled_error, name="squared error of scaled targets")
+        loss = PerSampleLoss(partial(_squared_error, as_tensor(units[1])), name="squared error of scaled targets")
         self._record(X, features, as_tensor(values), known_names, loss, weights, units[0], units)
         self._units, self._is_single, self.target_names_ = units, targets.ndim == 1, known_names
         self.__dict__.pop("process_", None)
@@ -98,13 +98,13 @@ class EPKRegressor(MultiOutputMixin, RegressorMixin, RecordedEstimator):  # type
                 square under `process_`, the Gaussian process with the path kernel on the training targets. This is the
                 process's variance, with its noise, and the square of its mean's distance from the network. It hardly
                 grows with the distance from the training rows, so it is too small where the network extrapolates: a
-                warning tells of rows more than a standard deviation outside the range of the training rows.
+                warning tells of rows more than twice as far from their nearest training row as any training row is.
         """
         points = self._points(X)
         z = network_outputs(self.trajectory_, points).numpy()
         if not return_std:
             return self._as_y(z)
-        self._warn_outside(points)
+        self._warn_if_far(points)
         under_process = predict_targets(self.process_, points)
         mean, scale = self._units
         distance = (z - mean) / scale - under_process.mean.detach().numpy()
@@ -121,18 +121,20 @@ class EPKRegressor(MultiOutputMixin, RegressorMixin, RecordedEstimator):  # type
         process.fit(100)
         return process
 
-    def _warn_outside(self, points: Float[Tensor, "n D"]) -> None:
-        """Warn where a row lies far outside the range of the training rows, in any column."""
+    def _warn_if_far(self, points: Float[Tensor, "n D"]) -> None:
+        """Warn where a row lies farther from all training rows than rows of the same kind do.
+
+        Of new rows as the training rows hardly any is: not so of a range for each column, as columns are many.
+        """
         known = self.trajectory_.inputs if self._weighted is None else self.trajectory_.inputs[self._weighted]
-        margin = known.std(dim=0, correction=0)  # less would tell of rows that are as the training rows, and just new
-        outside = (points < known.amin(0) - margin) | (points > known.amax(0) + margin)
-        if outside.any():
-            row, column = outside.nonzero()[0].tolist()
-            name = getattr(self, "feature_names_in_", range(len(known[0])))[column]
+        known, x = (in_network_units(self.trajectory_, rows) for rows in (known, points))
+        usual = torch.cdist(known, known).fill_diagonal_(torch.inf).amin(1).max()
+        nearest = torch.cat([torch.cdist(some, known).amin(1) for some in x.split(_COMPARED)])
+        if (is_far := nearest > 2 * usual).any():
             warn_caller(
-                f"{int(outside.any(1).sum())} of {len(points)} rows lie more than a standard deviation outside the "
-                "range of the training rows, where error bars are too small as a rule: "
-                f"row {row} in column {name!r} for one."
+                f"{int(is_far.sum())} of {len(x)} rows are more than twice as far from their nearest training row as "
+                "any training row is from its own, where error bars are too small as a rule: row "
+                f"{int(is_far.nonzero()[0])} for one."
             )
 
     def _as_y(self, values: Float[np.ndarray, "n T"]) -> Values:

@@ -260,5 +260,4 @@ def next_to_label(model: UncertainClassifier, pool: object, count: int = 10) -> 
             chosen.append(best)
         indices = torch.tensor(chosen, device=points.device)
         scores, removed_shares = torch.tensor(kept, dtype=torch.float64, device=points.device).T
-        chosen_ones = NextToLabel(indices, scores, removed_shares, mistaken[indices])
-        return chosen_ones.labelled(point=row_labels(pool))
+        return NextToLabel(indices, scores, removed_shares, mistaken[indices]).labelled(point=row_labels(pool))

@@ -153,15 +153,16 @@ def kernels_of_the_loop(*, in_full: bool = True) -> Iterator[None]:
 _NUM_COMPARED = 64  # rows that are evaluated without gradients too
 
 
-def warn_unless_plain(function: Callable[[Tensor], Tensor], X: Tensor, module: nn.Module) -> None:
+def warn_unless_plain(function: Callable[[Tensor], Tensor], X: Tensor, module: nn.Module, most: int) -> None:
     """Warn if a network predicts otherwise without gradients, in the kernels that torch chooses then.
 
     Args:
         function: The network in evaluation mode, as it is explained.
         X: Inputs; some, spread over them, are compared.
         module: The network.
+        most: Rows that it may be given at a time.
     """
-    rows = X[:: math.ceil(len(X) / _NUM_COMPARED)]
+    rows = X[:: math.ceil(len(X) / min(_NUM_COMPARED, most))]
     with disable_fused_attention(), suppress(RuntimeError, TypeError, ValueError):  # if it cannot predict so
         with torch.enable_grad():
             explained = function(rows).detach()

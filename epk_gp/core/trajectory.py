@@ -566,14 +566,13 @@ def network_outputs(
         head: "logits" or "log_softmax"; None follows the run's loss, as everywhere else.
 
     Raises:
-        TypeError, ValueError: The network cannot take the inputs, or the head is unknown.
-        IndexError: There is no such state.
+        TypeError, ValueError, IndexError: The network cannot take the inputs, or there is no such head or state.
     """
     X, head = parse_inputs(trajectory, X), resolve_head(head, trajectory.loss, trajectory.num_outputs)
     model = trajectory.model_for(X)
     params = {k: v.to(dtype=model.spec.dtype, device=model.spec.device) for k, v in trajectory.weights(state).items()}
     if state in (-1, trajectory.num_steps):
-        warn_unless_plain(partial(model, params), X, model.module)
+        warn_unless_plain(partial(model, params), X, model.module, model.signature.rows_per_call)
     with torch.no_grad(), disable_fused_attention():
         return torch.cat([apply_head(model(params, block), head) for block in X.split(model.signature.rows_per_call)])
 

@@ -344,6 +344,7 @@ class UncertainClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
             raise FileExistsError(f"folder must be a new or empty folder: {place} holds something. Choose another.")
         kernel, nodes, model = process.kernel, process.kernel.nodes, trajectory.model
         probes, statistics = trajectory.inputs[:NUM_FINGERPRINT_POINTS], nodes.statistics
+        names = getattr(self, "feature_names_in_", None)
         first_statistics = None if statistics is None else statistics[0]
         num_states = 1 if is_one_state(nodes) else len(nodes.states)
         tensors = {
@@ -386,12 +387,10 @@ class UncertainClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
             "process": of_process | {"lengthscale": kernel.lengthscale, "power": kernel.power},
             "stacking": asdict(self.stacking_),
             "classes": None if classes is None else self.classes_.tolist(),
+            "has_units": isinstance(model.module, gp_data.InUnits),
+            "feature_names": None if names is None else [str(name) for name in names],
             "tensor_bytes": len(content),
         }
-        if isinstance(model.module, gp_data.InUnits):
-            described["has_units"] = True
-        if (names := getattr(self, "feature_names_in_", None)) is not None:
-            described["feature_names"] = [str(name) for name in names]
         files.atomic_write(place / TENSORS, content)
         described["tensor_blake2b"] = files.checksum(content, files.checksum_json(described))
         files.atomic_write(place / DESCRIPTION, files.checksummed_json(described))

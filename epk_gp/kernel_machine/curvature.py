@@ -338,8 +338,7 @@ def _step_error(
     state = flat_state(run.trajectory, step.index, run.reference)
     P = run.model.num_weights
     direction = torch.zeros_like(state)
-    d = direction[:P].copy_(_direction(state[:P], run.model.sizes))
-    d *= moved
+    d = direction[:P].copy_(moved * _direction(state[:P], run.model.sizes))
     product = curvature(step, d[None], None)[1][0]
     # a Hessian is symmetric: <H d, H d> = <d, H (H d)>
     square, again = product @ product, d @ curvature(step, product[None], None)[1][0]

@@ -418,20 +418,15 @@ def _joint_question(trajectory: Trajectory, X: Tensor, function: Function) -> Qu
     """Return the question for one number of all inputs together; None where a function does not give one."""
     model, asked = trajectory.model_for(X), RowFunction.of(function)
     params = model.unflatten(flat_state(trajectory, trajectory.num_steps, X))
-    warn_unless_plain(partial(model, params), X, model.module)
+    warn_unless_plain(partial(model, params), X, model.module, model.signature.rows_per_call)
     with torch.no_grad():
         returned = model.returned(params, X)
         returned, leaves = with_leaves(returned, len(X))
     with torch.enable_grad(), disable_fused_attention():
         try:
             value = asked.function(returned, *(model.spec.cast(data) for data in asked.data))
-        except (
-            RuntimeError,
-            TypeError,
-            ValueError,
-            LookupError,
-            AttributeError,
-        ):  # what is wrong with a function is said where it is asked row by row
+        # what is wrong with a function is said where it is asked row by row
+        except (RuntimeError, TypeError, ValueError, LookupError, AttributeError):
             return None
         if not isinstance(value, Tensor) or value.ndim or not value.requires_grad:
             return None

@@ -132,17 +132,16 @@ def tag_points(trajectory: Trajectory, x: Shaped[Tensor, "*n columns"]) -> Shape
     _validate_entries(x[..., :D])
     if is_floating and x.dtype not in (torch.float32, torch.float64):
         raise TypeError(f"points must be float32 or float64: got {x.dtype}. Convert them first.")
-    has_copy_column = x.shape[-1] == D + 1
-    if has_copy_column:
-        unmarked = ~(has_mark(x) | has_mark(x, _TEST_MARKS))
-        if unmarked.any():
-            row = tuple(unmarked.nonzero()[0].tolist())
-            raise ValueError(
-                f"points must have {D} columns, or {D + 1} as train_copy and test_copy make them: row "
-                f"{row[0] if len(row) == 1 else row} ends in {x[(*row, -1)].item()}, which marks no copy. Leave out a "
-                "column that is no input (a label, a task), or keep the last column of the copies as it is."
-            )
-    return x if has_copy_column else _append(x, _TEST_MARKS)
+    if x.shape[-1] == D:
+        return _append(x, _TEST_MARKS)
+    if (unmarked := ~(has_mark(x) | has_mark(x, _TEST_MARKS))).any():
+        row = tuple(unmarked.nonzero()[0].tolist())
+        raise ValueError(
+            f"points must have {D} columns, or {D + 1} as train_copy and test_copy make them: row "
+            f"{row[0] if len(row) == 1 else row} ends in {x[(*row, -1)].item()}, which marks no copy. Leave out a "
+            "column that is no input (a label, a task), or keep the last column of the copies as it is."
+        )
+    return x
 
 
 def validate_batches(batch_shape: torch.Size, *points: Shaped[Tensor, "..."]) -> None:

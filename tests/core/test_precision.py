@@ -5,7 +5,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from epk_gp.core.torch_overrides import disable_fused_attention, kernels_of_the_loop
+from epk_gp.core.torch_overrides import disable_fused_attention, kernels_of_the_loop, warn_unless_plain
 
 pytestmark = pytest.mark.skipif(torch.__version__ < (2, 9), reason="torch 2.9 introduced the switches")
 
@@ -39,3 +39,16 @@ def test_float32_is_not_replaced_inside_and_the_users_choice_comes_back(choose: 
     finally:
         torch.backends.cudnn.rnn.fp32_precision = initial
         torch.set_float32_matmul_precision("highest")
+
+
+def test_predictions_without_gradients_are_compared_on_as_many_rows_as_a_call_takes():
+    sizes = []
+
+    def network(rows):
+        sizes.append(len(rows))
+        return rows
+
+    for most, expected in ((3, 3), (1000, 50)):  # of 100 rows every second is one of the 64 at most
+        warn_unless_plain(network, torch.randn(100, 2), torch.nn.Identity(), most)
+        assert sizes == [expected] * 2
+        sizes.clear()
