@@ -123,7 +123,7 @@ def report_of_everything(folder: Path) -> dict[str, Any]:
         class_names=[f"class {letter}" for letter in "ABCDEFGHIJKLMN"], outside=9 * X[:20],
         influence=epk.influence(run, X[126:]), suspects=epk.label_errors(run, nodes=4),
         posterior=epk.UncertainClassifier(run, nodes=4).fit(X[98:126], y[98:126]),
-        uncertainty_map=uncertainty_on_plane(gp, coordinate_plane(X), size=18, num_samples=32),
+        uncertainty_map=uncertainty_on_plane(gp, coordinate_plane(X), size=18, square=True, num_samples=32),
     )  # fmt: skip
 
 

@@ -572,7 +572,7 @@ def _validate_loss(model: FunctionalModel, loss: Loss, moved: Tensor, X: Tensor,
         value = loss_input(signature, loss, returned, y[:n] if y.ndim else y)
         is_tensor = isinstance(value, Tensor)
         if is_tensor:
-            rows_of(loss_input(signature, loss, model.returned(params, X[:1]), y[:1]), 1)
+            rows_of(loss_input(signature, loss, model.returned(params, X[:1]), y[:1] if y.ndim else y), 1)
         C = signature.outputs(returned).shape[1]
         validate_targets(loss, y, len(X), C, tuple(value.shape[1:]) if is_tensor else None)
         if is_tensor:

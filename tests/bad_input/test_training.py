@@ -145,7 +145,7 @@ WITHOUT_MEANING = {
     "network must accept X .* positional argument": {"net": KeywordInput()},
     "its parameters are on device 'meta'": {"net": Inner().to("meta")},
     "lazy layers. Call it once": {"net": nn.Sequential(mlp(), nn.LazyLinear(3)), "optimizer": lambda net: sgd(net[0])},
-    "Remove batch statistics from .* compute in the precision of the weig": {"net": Single()},
+    "remove batch statistics from .* compute in the precision of the weig": {"net": Single()},
     "weights of '2.bias' must be finite: .* Initialise them": {"net": poisoned(NAN)},
     "steps must be at least 1: got 0": {"steps": 0},
     "batch_size must be at least 1: got 0": {"batch_size": 0},

@@ -81,7 +81,8 @@ def test_an_adaptive_rule_and_a_fine_fixed_one_agree():
 def test_the_kernel_has_the_derivative_of_its_values(name):
     run = Run(name)
     kernel = epk.EPKKernel(run.trajectory, "full", "log_softmax", RULE)
-    x, copy = run.X[:2].flatten(1).clone().requires_grad_(), torch.tensor([[1.0], [0.0]], dtype=torch.float64)
+    x = run.X[:2].flatten(1).clone().requires_grad_()
+    copy = torch.cat([epk.train_copy(run.X[:1]), epk.test_copy(run.X[1:2])])[:, -1:]
     for diag in (False, True):
         assert gradcheck(lambda x, d=diag: kernel.forward(*[torch.cat([x, copy], 1)] * 2, diag=d), (x,), fast_mode=True)
 

@@ -25,7 +25,7 @@ def problem(tmp_path_factory):
     trajectory = epk.train(net, data.inputs, data.labels, optimizer=torch.optim.SGD(net.parameters(), lr=0.3), steps=25)
     model = epk.UncertainClassifier(trajectory, nodes=4).fit(held.inputs[:24], held.labels[:24])
     gp = epk.LogitGP(trajectory, points=[0, 13, 30], rule=epk.gauss_legendre(1))
-    m = uncertainty_on_plane(gp, coordinate_plane(trajectory.inputs), size=13, num_samples=32, generator=g)
+    m = uncertainty_on_plane(gp, coordinate_plane(trajectory.inputs), size=13, square=True, num_samples=32, generator=g)
     found = {"trajectory": trajectory, "X": held.inputs[24:], "y": held.labels[24:], "model": model, "map": m}
     found["outside"] = 4 * torch.randn(15, 3, generator=g, dtype=torch.float64)
     found["suspects"] = epk.label_errors(trajectory, nodes=4)
