@@ -8,6 +8,7 @@ at the beginning of the stretch stands for all of its steps, and what that leave
 """
 
 import hashlib
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -283,7 +284,7 @@ class _StretchTerms(AttributionWork):
 @door
 def between(
     model: nn.Module,
-    checkpoints: Sequence[Checkpoint] | str,
+    checkpoints: Sequence[Checkpoint] | str | os.PathLike[str],
     X: Inputs,
     *,
     data: tuple[Inputs, Shaped[Tensor, "M ..."]] | None = None,
