@@ -138,7 +138,7 @@ class Program:
                     options |= {"by": [axis(trajectory) for axis in axes[self.by]]}
                 if self.question == "smoothing":
                     options |= {"smoothing": self.smoothing}
-                result = epk.influence(trajectory, X, head=head, **options)
+                result = epk.influence(trajectory, X, head=None if self.function else head, **options)
                 return result.values.flatten(2), result
             case "self_influence":
                 return epk.self_influence(trajectory, **options), None
@@ -219,6 +219,8 @@ class Program:
 
     @property
     def actual_head(self) -> str:
+        if self.function is not None:  # it takes what the network returns
+            return "logits"
         return self.head or ("logits" if self.loop.loss == "squares" else "log_softmax")
 
     def outputs(self, net: nn.Module) -> Tensor:

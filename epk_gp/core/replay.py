@@ -58,7 +58,7 @@ class Segment:
 
     Attributes:
         states: The state before each step, and the one after the last.
-        updates: The coefficients of each step; empty where they are held as recorded.
+        updates: The coefficients of each step; empty where no preconditioner scales any.
         after: What the steps after it begin with.
     """
 
@@ -299,7 +299,7 @@ class BitwiseReplay(Segments):
                 hint = "" if threads == own else f": the run was made with {threads} threads, here are {own}"
                 raise _MissedError(f"step {index}, made again, ends at other bits{hint}")
             states.append(w)
-            updates += [update] * bool(scaled.places)
+            updates.append(update)
         return Segment(states, updates, (w, [copy.deepcopy(optimizer.state_dict()) for optimizer in optimizers]))
 
     def _optimizers(self, module: nn.Module, recorded: Sequence[Mapping[str, Any]]) -> list[Optimizer]:

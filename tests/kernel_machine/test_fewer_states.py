@@ -22,6 +22,7 @@ OPTIMIZERS = {
     "momentum": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.01),
     "rmsprop": lambda p: torch.optim.RMSprop(p, lr=0.01, momentum=0.5, centered=True),
     "nadam": lambda p: torch.optim.NAdam(p, lr=0.02),
+    "radam": lambda p: torch.optim.RAdam(p, lr=0.02),  # no preconditioner scales its first five steps
     "adafactor": lambda p: torch.optim.Adafactor(p, lr=0.05),
     "rprop": lambda p: torch.optim.Rprop(p, lr=0.02),
 }
