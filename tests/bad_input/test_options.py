@@ -303,7 +303,9 @@ def test_reversed_and_read_only_arrays_are_taken(f):
     x.flags.writeable = y.flags.writeable = False
     model = epk.UncertainClassifier(f.t, nodes=2).fit(x, y)
     assert np.array_equal(model.predict_proba(x), model.predict_proba(x.copy()))
-    assert EPKClassifier(steps=1).fit(x, y).predict(x).shape == (20,)
+    learned = (np.arange(20) // 7)[::-1]  # which a few steps tell apart better than a constant does
+    learned.flags.writeable = False
+    assert EPKClassifier(steps=20).fit(x, learned).predict(x).shape == (20,)
 
 
 def test_training_points_in_another_dtype_were_seen(f):
