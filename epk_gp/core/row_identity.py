@@ -275,7 +275,7 @@ class RowIdentity:
     def _clearly_others(self, groups: list[_Rows], searched: int) -> tuple[int, int, str]:
         """Return how many rows are clearly those of other points, scaled and shifted, of how many; and such a pair."""
         groups = [group for group in groups if group[0].shape[1:] == self.X.shape[1:]]
-        if not groups or len(self.X) < _FEWEST_ROWS:
+        if not groups or len(self.X) < _FEWEST_PROFILES:
             return 0, 1, ""
         seen, samples, _ = map(torch.cat, zip(*groups, strict=True))
         M, count = len(self.X), max(_OTHERS, searched // max(1, self.X[0].numel()))
