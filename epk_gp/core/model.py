@@ -544,6 +544,7 @@ def _has_reentrant_checkpoint(outputs: Tensor) -> bool:
 
 
 _NUM_COMPARED = 128  # weights of each parameter, where torch has not written to it
+_FEW_WEIGHTS = 1 << 15  # that are compared sooner than looked at
 
 
 class LiveWeights:
@@ -580,7 +581,8 @@ class LiveWeights:
         """Return a copy of the weights."""
         named = self.named()
         w = self._model.flatten(named)
-        self._known = w, *self._marks(named)
+        if len(w) > _FEW_WEIGHTS:
+            self._known = w, *self._marks(named)
         return w
 
     def know_copy(self, w: Float[Tensor, " P"], copy: Float[Tensor, " P"]) -> None:
@@ -591,6 +593,9 @@ class LiveWeights:
     def are(self, w: Float[Tensor, " P"]) -> bool:
         """Return whether the network has some weights; nothing is copied."""
         named = self.named()
+        if len(w) <= _FEW_WEIGHTS:
+            present = self._model.flatten(named)
+            return present.dtype == w.dtype and torch.equal(present, w)
         (known, marks, values), (present, few) = self._known, self._marks(named)
         if w is known and not self._is_certain and marks == present and torch.equal(values, few):
             return True

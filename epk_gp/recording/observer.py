@@ -215,6 +215,7 @@ class StepObserver:
         self._rules, self._optimizers = {id(own): rule for rule, own in rules}, [own for _, own in rules]
         self._names = {id(p): name for name, p in setup.net.named_parameters()}
         self._groups = {id(own): groups_of(own, rule, self._names) for rule, own in rules}
+        self._options = {id(own): _raw_options(own) for own in self._optimizers}  # of which these groups were read
         self._hooks: list[Any] = []
         self._announced: list[AnnouncedBatch] = []
         self._inside: list[Optimizer] = []  # whose step() the loop is in
@@ -225,9 +226,11 @@ class StepObserver:
         self._last_gradient: Tensor | None = None  # of the step before, which the last check may need
         self._spare: Tensor | None = None  # the one before that, which is written anew: new memory costs more
         self._before: Mapping[str, Any] = {}
-        self._begun: list[CapturedForward | None] = []  # passes inside of which the loop is
+        # passes inside of which the loop is, each with what its record is made of
+        self._begun: list[tuple[CapturedForward, dict[str, Any]] | None] = []
+        self._parts, self._modes = [*setup.net.modules()], (list[bool](), torch.empty(0, dtype=torch.bool))
         self._waiting: list[CapturedForward] = []  # that no announced batch has taken
-        self._calls: list[str] = []  # shapes of what the network was called with
+        self._calls: list[list[tuple[int, ...]]] = []  # shapes of what the network was called with
         self._has_added, self._last_backward = False, -1  # to gradients of weights; torch's number of the last that did
         self.other_optimizer = ""  # in words, which one stepped that is none of these
         self._statistics = setup.model.statistics_of(setup.net)  # after the last pass; they may move in no other way
@@ -278,6 +281,10 @@ class StepObserver:
         self._hooks.append(self._called.register_forward_hook(hidden(self._after_forward), with_kwargs=True))
         self._hooks.append(register_optimizer_step_post_hook(hidden(self._after_other_step)))
         self._statistics = self.setup.model.statistics_of(net)
+
+    def _present_statistics(self) -> Float[Tensor, " Q"]:
+        model = self.setup.model
+        return model.statistics_of(self.setup.net) if model.statistics else self._statistics
 
     def stop(self) -> None:
         """Remove the hooks; what was seen is kept, for the last step may not be complete yet."""
@@ -377,8 +384,9 @@ class StepObserver:
         others = [batch.samples for batch in self._announced if batch.forwards and batch.targets is None]
         if any(torch.equal(samples, missing.samples) for samples in others):
             return "recorder.batch() was called twice for one forward pass, and must be called once for each", False
+        calls = [f"one on inputs of shape {', '.join(map(str, shapes))}" for shapes in self._calls]
         unseen = (
-            f"no call of the network on the batch's rows was seen, but {' and '.join(self._calls) or 'none'}: call "
+            f"no call of the network on the batch's rows was seen, but {' and '.join(calls) or 'none'}: call "
             "the network itself, net(X), not its parts or net.forward(X), on rows as X holds them (padded like X), "
             "and announce the rows that it saw (IndexedDataset gives those of a DataLoader; None means all of X)"
         )
@@ -392,8 +400,8 @@ class StepObserver:
         Raises:
             StepMismatchError: They were changed in another way than by a forward pass.
         """
-        present = self.setup.model.statistics_of(self.setup.net)
-        if not torch.equal(present, self._statistics):
+        present = self._present_statistics()
+        if present is not self._statistics and not torch.equal(present, self._statistics):
             raise StepMismatchError(
                 "moving statistics must be moved by the network's forward passes alone: they were changed in another "
                 "way. Leave them as they are, and call the network itself, net(X), not its parts or net.forward(X), "
@@ -482,39 +490,43 @@ class StepObserver:
             if values is not None:
                 difference = graph.difference(dict(zip(graph.tensors, values, strict=True)))
         rows = model.signature.pack_call(args, kwargs, setup.net.forward) if graph is None else setup.X
-        tensors = (value for value in (*args, *kwargs.values()) if isinstance(value, Tensor))
-        self._calls = [*self._calls[-2:], f"one on inputs of shape {', '.join(str(tuple(v.shape)) for v in tensors)}"]
+        shapes = [tuple(value.shape) for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
+        self._calls = [*self._calls[-2:], shapes]
         if rows is None:
             self._begun.append(None)
             return
-        inputs, statistics = rows.detach().clone(), model.statistics_of(setup.net)
-        dtype = torch.get_autocast_dtype(device.type)
-        record = ForwardPass(
-            num_rows=len(inputs),
-            random_state=torch.random.get_rng_state(),
-            device_random_state=device_random_state(device),
-            autocast=dtype if torch.is_autocast_enabled(device.type) else self._autocast,
-            memory_order=memory_order(inputs) if model.signature.layout is None else None,
-            weights=weights,
-            settings=setup.changed_settings(),
-        )
-        modes = torch.tensor([part.training for part in setup.net.modules()])
-        own = inputs, modes, statistics, statistics, record, difference
-        self._begun.append(CapturedForward(*own, num_arguments=len(args) + len(kwargs)))
+        inputs, statistics = rows.detach().clone(), self._present_statistics()
+        is_mixed = torch.is_autocast_enabled(device.type)
+        record = {
+            "num_rows": len(inputs),
+            "random_state": torch.random.get_rng_state(),
+            "device_random_state": device_random_state(device),
+            "autocast": torch.get_autocast_dtype(device.type) if is_mixed else self._autocast,
+            "memory_order": memory_order(inputs) if model.signature.layout is None else None,
+            "weights": weights,
+            "settings": setup.changed_settings(),
+        }
+        modes = [part.training for part in self._parts]
+        if modes != self._modes[0]:
+            self._modes = modes, torch.tensor(modes)
+        own = inputs, self._modes[1], statistics, statistics, ForwardPass(len(inputs)), difference
+        self._begun.append((CapturedForward(*own, num_arguments=len(args) + len(kwargs)), record))
 
     def _after_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], returned: Any) -> Any:
         """Take what a pass returned; of a loss that is not stated the loop goes on with aliases of it."""
         setup = self.setup
         self.num_passes += 1
-        self._statistics = setup.model.statistics_of(setup.net)
-        forward = self._begun.pop() if self._begun else None
-        if forward is None:
+        self._statistics = self._present_statistics()
+        begun = self._begun.pop() if self._begun else None
+        if begun is None:
             return None
-        forward.statistics_after, forward.position, begun = self._statistics, self.num_passes, forward.record
+        forward, record = begun
+        forward.statistics_after, forward.position = self._statistics, self.num_passes
         forward.random_states_after = torch.random.get_rng_state(), device_random_state(setup.model.spec.device)
-        pairs = zip((begun.random_state, begun.device_random_state), forward.random_states_after, strict=True)
-        cpu, device = (None if a is None or b is None or torch.equal(a, b) else a for a, b in pairs)  # None: no draws
-        forward.record = replace(begun, random_state=cpu, device_random_state=device)
+        for name, after in zip(("random_state", "device_random_state"), forward.random_states_after, strict=True):
+            if after is not None and torch.equal(record[name], after):  # the pass drew none
+                record[name] = None
+        forward.record = ForwardPass(**record)
         self._waiting = [*self._waiting[-_MAX_WAITING + 1 :], forward]
         if isinstance(setup.loss, UnstatedLoss):
             return forward.watch(returned, len(forward.inputs), self._counts)
@@ -566,11 +578,13 @@ class StepObserver:
         if any(each is optimizer for each in self._inside):
             return
         model, rule = self.setup.model, self.setup.update_rule
-        self._groups[id(optimizer)] = groups_of(optimizer, self._rules[id(optimizer)], self._names)
         groups = {id(p): group for group in optimizer.param_groups for p in group["params"]}
-        weights = model.unflatten(self._weights())
         if groups.keys() - self._names.keys():  # of another network, or a new one
             self._names = {id(p): name for name, p in self.setup.net.named_parameters()}
+        if (raw := _raw_options(optimizer)) != self._options[id(optimizer)]:
+            self._options[id(optimizer)] = raw
+            self._groups[id(optimizer)] = groups_of(optimizer, self._rules[id(optimizer)], self._names)
+        weights = model.unflatten(self._weights()) if WEIGHTS in rule.needs_before else {}
         for parameter in (p for group in optimizer.param_groups for p in group["params"] if id(p) in self._names):
             name = self._names[id(parameter)]
             before = dict(self._before.get(name, {}))
@@ -598,3 +612,14 @@ class StepObserver:
         self._stepped.append(optimizer)
         if len(self._stepped) == len(self._optimizers):
             self.complete()
+
+
+def _raw_options(optimizer: Optimizer) -> list[tuple[list[int], Options]]:
+    """Return the options of an optimizer's groups, copied as far as they are tensors, and which parameters they are."""
+    return [
+        (
+            [id(p) for p in group["params"]],
+            {k: v.item() if isinstance(v, Tensor) and v.numel() == 1 else v for k, v in group.items() if k != "params"},
+        )
+        for group in optimizer.param_groups
+    ]

@@ -106,19 +106,28 @@ class TrainingSetup:
         return {name: value for name, value in state if not name.endswith("num_batches_tracked")}
 
     @cached_property
-    def _settings(self) -> tuple[list[tuple[int, str]], Float64[Tensor, " K"]]:
-        places = setting_places(self.model.module)
-        return places, settings_of(self.model.module, places)
+    def _settings(self) -> tuple[list[tuple[int, str]], list[tuple[dict[str, Any], str]], list[Any]]:
+        """The network's numbers that are no tensors: their places, where they stand, and what they were."""
+        places, recorded = setting_places(self.model.module), [*self.model.module.modules()]
+        parts = [vars(part) for part in self.net.modules()]
+        return places, [(parts[k], name) for k, name in places], [vars(recorded[k])[name] for k, name in places]
 
     def changed_settings(self) -> Float64[Tensor, " K"] | None:
         """Return the network's numbers that are no tensors; None if they are those when recording began."""
-        places, recorded = self._settings
+        places, held, recorded = self._settings
+        if [own.get(name) for own, name in held] == recorded:
+            return None
         present = settings_of(self.net, places)
-        return None if torch.equal(present, recorded) or not present.isfinite().all() else present
+        is_same = torch.equal(present, settings_of(self.model.module, places))
+        return None if is_same or not present.isfinite().all() else present
 
     @cached_property
     def _modules(self) -> dict[str, nn.Module]:
         return dict(self.net.named_modules())
+
+    @cached_property
+    def _children(self) -> list[tuple[nn.Module, dict[str, nn.Module | None]]]:
+        return [(part, dict(part._modules)) for part in self._modules.values()]
 
     def validate_modules(self) -> None:
         """Raise if the network has not the modules and parameters with which recording began.
@@ -126,7 +135,10 @@ class TrainingSetup:
         Raises:
             StepMismatchError: It has others; the message names the first.
         """
-        present, named = dict(self.net.named_modules()), self.live.named()
+        named = self.live.named()
+        if len(named) == len(self.model.names) and all(part._modules == own for part, own in self._children):
+            return
+        present = dict(self.net.named_modules())
         changed = [name for name in self._modules | present if present.get(name) is not self._modules.get(name)]
         if changed := changed or [name for name in self.model.names if name not in named]:
             raise StepMismatchError(
