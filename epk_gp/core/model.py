@@ -544,7 +544,7 @@ def _has_reentrant_checkpoint(outputs: Tensor) -> bool:
 
 
 _NUM_COMPARED = 128  # weights of each parameter, where torch has not written to it
-_FEW_WEIGHTS = 1 << 15  # that are compared sooner than looked at
+FEW_WEIGHTS = 1 << 15  # that are compared sooner than looked at; steps of so small networks wait for others
 
 
 class LiveWeights:
@@ -581,7 +581,7 @@ class LiveWeights:
         """Return a copy of the weights."""
         named = self.named()
         w = self._model.flatten(named)
-        if len(w) > _FEW_WEIGHTS:
+        if len(w) > FEW_WEIGHTS:
             self._known = w, *self._marks(named)
         return w
 
@@ -593,7 +593,7 @@ class LiveWeights:
     def are(self, w: Float[Tensor, " P"]) -> bool:
         """Return whether the network has some weights; nothing is copied."""
         named = self.named()
-        if len(w) <= _FEW_WEIGHTS:
+        if len(w) <= FEW_WEIGHTS:
             present = self._model.flatten(named)
             return present.dtype == w.dtype and torch.equal(present, w)
         (known, marks, values), (present, few) = self._known, self._marks(named)

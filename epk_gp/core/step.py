@@ -138,6 +138,7 @@ class Step:
 BEFORE = "before the recording"  # the contribution of what a loaded optimizer's momentum holds
 NOT_OF_DATA = "not of the data set"  # the contribution of rows that are no training points
 
+_PLAIN = (torch.float64, torch.float32, torch.int64)  # dtypes whose arrays are hashed as they are
 _PART, _HASHING_THREADS = 1 << 22, 4  # bytes that a thread hashes at once, some 4 ms
 DIGEST_BYTES = 16  # 128 bits: two different inputs agree by chance with probability 3e-39
 
@@ -260,6 +261,10 @@ def _hash_tensor(hasher: hashlib.blake2b, value: Tensor) -> None:
 
 def _hash_bytes(hasher: hashlib.blake2b, value: Tensor) -> None:
     """Hash a tensor's bytes; of a large one the digests of its parts, which several threads compute."""
+    is_small = value.nbytes <= _PART and value.dtype in _PLAIN and value.device.type == "cpu"
+    if is_small and value.is_contiguous() and not value.requires_grad:
+        hasher.update(value.numpy())  # without the calls that make bytes of any tensor
+        return
     content = tensor_bytes(value)
     if len(content) <= _PART:
         hasher.update(content)

@@ -78,6 +78,11 @@ class LinearStep:
     inner_right: Tensor | None = None
     second: SecondBuffer | None = None
 
+    @property
+    def has_matrices(self) -> bool:
+        """Whether the step is multiplied with a matrix, or has a second buffer."""
+        return any(getattr(self, name) is not None for name in BY_PARAMETER)
+
 
 # Of a parameter without a gradient: torch moves neither it nor its buffer.
 NO_UPDATE = LinearStep(beta=1.0, grad_scale=0.0)
@@ -202,21 +207,36 @@ def stack_coefficients(steps: Sequence[LinearStep], sizes: Sequence[int]) -> Upd
             numbers = [torch.as_tensor(v, dtype=None if isinstance(v, Tensor) else torch.float64) for v in step.second]
             rows = torch.broadcast_tensors(*(value.detach().reshape(-1).to(device) for value in numbers))
             matrices[SECOND][k] = torch.stack(rows)
-    joined: dict[str, Any] = {}
-    for name in FIELDS:
-        values = [getattr(step, name) for step in steps]
-        like = next((value for value in values if isinstance(value, Tensor) and value.ndim), None)
-        if like is None:
-            joined[name] = torch.tensor([float(value) for value in values], dtype=torch.float64)
-            continue
-        dtype, numbers = like.dtype if like.is_floating_point() else torch.float64, list[Tensor]()
-        for value, size in zip(values, sizes, strict=True):
-            is_whole = isinstance(value, Tensor) and value.ndim
-            if is_whole and value.numel() != size:
-                raise ValueError(f"{name} must be one number or one per weight, {size}: got {tuple(value.shape)}.")
-            numbers.append(value.detach().flatten() if is_whole else like.new_full((size,), float(value), dtype=dtype))
-        joined[name] = torch.cat(numbers)  # which promotes their types
+    joined: dict[str, Any] = {name: _joined(name, [getattr(step, name) for step in steps], sizes) for name in FIELDS}
     return UpdateCoefficients(**joined | matrices)
+
+
+def _joined(name: str, values: Sequence[Number], sizes: Sequence[int]) -> Tensor:
+    """Return a coefficient of all parameters: one number for each, or one for each weight if any parameter has that."""
+    like = next((value for value in values if isinstance(value, Tensor) and value.ndim), None)
+    if like is None:
+        return torch.tensor([float(value) for value in values], dtype=torch.float64)
+    dtype, numbers = like.dtype if like.is_floating_point() else torch.float64, list[Tensor]()
+    for value, size in zip(values, sizes, strict=True):
+        is_whole = isinstance(value, Tensor) and value.ndim
+        if is_whole and value.numel() != size:
+            raise ValueError(f"{name} must be one number or one per weight, {size}: got {tuple(value.shape)}.")
+        numbers.append(value.detach().flatten() if is_whole else like.new_full((size,), float(value), dtype=dtype))
+    return torch.cat(numbers)  # which promotes their types
+
+
+def stack_steps(steps: Sequence[Sequence[LinearStep]], sizes: Sequence[int]) -> list[UpdateCoefficients]:
+    """Return the coefficients of several steps, as `stack_coefficients` does for one; they share their memory."""
+    if any(type(own) is not LinearStep or own.has_matrices for step in steps for own in step):
+        return [stack_coefficients(step, sizes) for step in steps]
+    columns = list[Sequence[Tensor]]()
+    for name in FIELDS:
+        rows = [[getattr(own, name) for own in step] for step in steps]
+        if any(isinstance(value, Tensor) for row in rows for value in row):
+            columns.append([_joined(name, row, sizes) for row in rows])
+        else:
+            columns.append(torch.tensor(rows, dtype=torch.float64).unbind())
+    return [UpdateCoefficients(*own) for own in zip(*columns, strict=True)]
 
 
 def broadcast_to_params(value: Tensor, sizes: Sequence[int], reference: Tensor) -> Float[Tensor, " P"]:

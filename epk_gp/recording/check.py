@@ -41,70 +41,35 @@ from epk_gp.recording.mismatches import ObservedStep, StepCheck, StepMeasures, e
 from epk_gp.recording.observer import MadeStep
 from epk_gp.recording.setup import TrainingSetup
 
-# Share of the loop's own time that recording may take, and the length of a step up to which a step is counted as that
-# long. Shorter ones pay for more than that: some milliseconds of checks are worth their time in any loop.
-_SHARE, _SHORTEST_STEP, _OF_SHORT_STEPS = 0.15, 0.02, 0.005
-_SMALLEST_SHARE = 0.01  # for checks, where recording without checks takes all the time that it may
+_SHARE = 0.05  # of the time since recording began that checks take
 _FIRST_STEPS = 3  # always checked
 
 
 class CheckSchedule:
-    """Chooses the steps that are checked: one in a fixed number, or as many as fit into a share of the loop's time.
+    """Chooses the steps that are checked: one in a fixed number, or as many as fit into a share of the time.
 
     The last step of a recording is checked too, when it ends (`Recorder`).
 
     Attributes:
         every: One step of each block of so many consecutive ones is checked. None: the first three steps, and then as
-            many as keep recording as a whole within 15 % of the time of steps of 20 ms or more.
-        device: The device of the training. Time is the thread's own on the CPU, so that nothing else counts.
+            many as take 5 % of the time.
         num_checked: Steps checked so far.
         cost: Seconds of the last check.
     """
 
-    def __init__(self, every: int | None, device: torch.device) -> None:
-        self.every, self.device, self.num_checked = every, device, 0
+    def __init__(self, every: int | None) -> None:
+        self.every, self.num_checked, self.cost = every, 0, math.inf
         self._first: int | None = None  # the first step of this recording
-        self._next = 0
-        self._loop = self._own = self._checks = 0.0  # seconds outside of the recorder, inside, and in checks
-        self._left: float | None = None  # when the recorder was left last
-        self._num_steps = 0
-        self._gain = _SHARE * _SHORTEST_STEP  # seconds of checks that a step pays for
-        self._debt = 0.0  # seconds of checks that no step has paid for
-        self.cost = self._smallest_cost = math.inf  # of the last check, and of the cheapest
-
-    @contextmanager
-    def recording(self) -> Iterator[None]:
-        """Count the time inside as the recorder's, and the time outside as the loop's."""
-        began = self.now()
-        self._loop += 0.0 if self._left is None else began - self._left
-        try:
-            yield
-        finally:
-            self._left = self.now()
-            self._own += self._left - began
+        self._next, self._began = 0, 0.0
+        self._spent, self._smallest_cost = 0.0, math.inf  # seconds of all checks, and of the cheapest
 
     @contextmanager
     def checking(self) -> Iterator[None]:
         """Count the time inside as that of a check, which the steps that follow pay for."""
-        began = self.now()
+        began = time.perf_counter()
         yield
-        self.cost = self.now() - began
-        self._checks += self.cost
-
-    def now(self) -> float:
-        """Return the time in seconds that checks are measured by."""
-        return time.thread_time() if self.device.type == "cpu" else time.perf_counter()
-
-    def begin_step(self) -> None:
-        """Settle the account of the steps before; the first is left out, for it loads and makes what all need."""
-        self._num_steps += 1
-        if self._num_steps <= 2:
-            self._loop = self._own = self._checks = 0.0
-        count = max(1, self._num_steps - 2)
-        loop, own = self._loop / count, (self._own - self._checks) / count
-        length = max(loop, _SHORTEST_STEP)
-        self._gain = max(_SHARE * length - own, _SMALLEST_SHARE * length) + _OF_SHORT_STEPS * (1 - loop / length)
-        self._debt = self._checks - (self._num_steps - 2) * self._gain
+        self.cost = time.perf_counter() - began
+        self._spent += self.cost
 
     def is_due(self, index: int) -> bool:
         """Return whether the gradient of a step is recomputed.
@@ -112,7 +77,10 @@ class CheckSchedule:
         Of each block of `every` steps it is one that a hash of the block's number chooses, the first one of the first
         block: no loop can have a period that avoids all checks.
         """
-        self._first = index if self._first is None else self._first
+        if self._first is None:
+            self._first = index
+        if index <= self._first + 1:  # what the first step loads and makes serves all
+            self._began, self._spent = time.perf_counter(), 0.0
         if index == self._first:
             return True
         if self.every is not None:
@@ -120,9 +88,13 @@ class CheckSchedule:
             return place == (_hash_of(block) % self.every if block else 0)
         return index < self._first + _FIRST_STEPS or index >= self._next
 
-    def steps_that_pay(self, cost: float) -> int:
-        """Return the number of steps that pay for a check of so many seconds; 0 where checks have fixed places."""
-        return 0 if self.every is not None else math.ceil(cost / self._gain)
+    def _gain(self, index: int) -> float:
+        """Return the seconds of checks that a step pays for."""
+        return _SHARE * (time.perf_counter() - self._began) / max(1, index - (self._first or 0)) + 1e-9
+
+    def steps_that_pay(self, index: int) -> int:
+        """Return the number of steps that pay for another check like the last; 0 where checks have fixed places."""
+        return 0 if self.every is not None else math.ceil(self.cost / self._gain(index))
 
     def add(self, index: int) -> None:
         """Count the check of a step, and choose the next one.
@@ -131,7 +103,9 @@ class CheckSchedule:
         """
         self.num_checked += 1
         self._smallest_cost = min(self._smallest_cost, self.cost)
-        steps = max(1, math.ceil((self._smallest_cost + self._debt) / self._gain))
+        gain = self._gain(index)
+        debt = self._spent - gain * (index - (self._first or 0))
+        steps = max(1, math.ceil((self._smallest_cost + debt) / gain))
         self._next = index + 1 + _hash_of(index) % (2 * steps - 1)
 
 
@@ -176,7 +150,10 @@ def measure_step(
             rates = (c["momentum_lr"], m), (c["lr"], h), (c["decoupled_decay"], w)
             found.append(_sizes_of(weighted_sum(residual, (1.0, residual), *rates), g))
     differences, largest, norms = torch.stack(found).double().unbind(dim=1)
-    return StepMeasures(momentum, float(differences.max()), float(largest.max()), float(norms.norm()))
+    difference, few = float(differences.max()), start[:: 1 + len(start) // _NUM_SAMPLES]
+    # the rounding of some weights is at most that of all, and that at most the step's: mostly it is enough
+    follows_rule = any(difference <= step_tolerance(w, w.new_zeros(1)) for w in (few, start))
+    return StepMeasures(momentum, difference, float(largest.max()), float(norms.norm()), follows_rule)
 
 
 def _sizes_of(residual: Tensor, used: Tensor) -> Float[Tensor, "3"]:
@@ -281,9 +258,7 @@ def check_step(setup: TrainingSetup, observed: ObservedStep, *, exact: bool = Tr
     """
     made, start, sizes = observed.made, observed.start, setup.model.sizes
     expected = f"the change of the weights must be {setup.update_rule.name}'s step on the gradient"
-    difference, few = observed.measures.difference, start[:: 1 + len(start) // _NUM_SAMPLES]
-    # the rounding of some weights is at most that of all, and that at most the step's: mostly it is enough
-    follows_rule, residual = any(difference <= step_tolerance(w, w.new_zeros(1)) for w in (few, start)), None
+    difference, follows_rule, residual = observed.measures.difference, observed.measures.follows_rule, None
     if not follows_rule:
         predicted, _ = predict_step(made.update, sizes, start, made.gradient, observed.momentum)
         residual = observed.end - start - predicted

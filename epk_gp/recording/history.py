@@ -141,8 +141,12 @@ class RunHistory:
         update: UpdateCoefficients,
         statistics: Float[Tensor, " Q"] | None = None,
         replay: dict[str, Tensor] | None = None,
+        *,
+        is_kept: bool = False,
     ) -> None:
         """Add a step and its results: copies, but of large weights and coefficients, which nobody may write to.
+
+        Those of a plain step that lie in large blocks of memory (`is_kept`) are taken as they are.
 
         Raises:
             TypeError: A tensor of a pass has a dtype that cannot be stored.
@@ -153,10 +157,11 @@ class RunHistory:
             validate_pass(forward)
         copy_in, index = self._arena.copy_in, self.num_steps
         after = None if statistics is None else copy_in(statistics)
-        update = update.map(copy_in if update.has_matrices else self._arena.take_in)
-        end = self._arena.take_in(end)
-        on_cpu = tuple(forward.map(Tensor.cpu) for forward in step.passes)
-        step = replace(step, passes=on_cpu).map(copy_in)
+        if not is_kept:
+            update = update.map(copy_in if update.has_matrices else self._arena.take_in)
+            end = self._arena.take_in(end)
+            on_cpu = tuple(forward.map(Tensor.cpu) for forward in step.passes)
+            step = replace(step, passes=on_cpu).map(copy_in)
         hashing = partial(fingerprint_step, before, step, update, end, after)
         num_bytes = sum(value.nbytes for value in (end, *update.tensors()))
         if num_bytes + sum(forward.num_bytes for forward in step.passes) >= _IN_BACKGROUND:

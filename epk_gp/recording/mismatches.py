@@ -61,12 +61,14 @@ class StepMeasures(NamedTuple):
         difference: Largest distance of a weight's step from the predicted one.
         largest: Largest entry of the gradient.
         norm: Its 2-norm.
+        follows_rule: Whether the difference is within the rounding of the weights; it may be rounding if it is not.
     """
 
     momentum: Float[Tensor, " B"]
     difference: float
     largest: float
     norm: float
+    follows_rule: bool
 
 
 @dataclass(frozen=True, eq=False)

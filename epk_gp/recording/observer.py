@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from epk_gp.core.checks import is_finite, parse_batch, parse_weight
 from epk_gp.core.graphs import has_rows, map_tensors, rows_of, tensors_of
 from epk_gp.core.inputs import arguments_of_call, memory_order
 from epk_gp.core.losses import UnstatedLoss, loss_input, targets_like
-from epk_gp.core.model import as_written, device_random_state
+from epk_gp.core.model import FEW_WEIGHTS, as_written, device_random_state
 from epk_gp.core.step import ForwardPass
 from epk_gp.optimizers.library_rules import NoOptimizer
 from epk_gp.optimizers.torch_rules import GivenRules, OptimizerGroup, groups_of, learning_rate, state_of, states_before
@@ -158,7 +159,8 @@ class MadeStep:
         announced: The batches that were announced for it, with their forward passes.
         gradient: The gradient that the optimizers used; zero for a parameter without one.
         without_gradient: Names of the parameters without a gradient, which torch neither clips nor moves.
-        update: The coefficients of the step, read from the optimizers, without gradient clipping.
+        linear: The coefficients of each parameter's step, read from the optimizers, without gradient clipping.
+        sizes: Number of weights of each parameter.
         groups: The parameter groups of all optimizers; None where they are those of the step before.
         options: All options of each group.
         unseen, is_seen_enough: As `StepObserver._unseen_calls` returns them.
@@ -172,7 +174,8 @@ class MadeStep:
     announced: Sequence[AnnouncedBatch]
     gradient: Float[Tensor, " P"]
     without_gradient: Set[str]
-    update: UpdateCoefficients
+    linear: Sequence[LinearStep]
+    sizes: Sequence[int]
     groups: tuple[OptimizerGroup, ...] | None
     options: Sequence[Options]
     unseen: str | None
@@ -181,6 +184,11 @@ class MadeStep:
     has_left_over: bool
     doubt: str | None = None
     is_doubtful: bool = False
+
+    @cached_property
+    def update(self) -> UpdateCoefficients:
+        """The coefficients of the step of all parameters."""
+        return stack_coefficients(self.linear, self.sizes)
 
 
 class StepObserver:
@@ -357,13 +365,14 @@ class StepObserver:
         zeros = {name: torch.zeros_like(weight) for name, weight in named if name not in self._gradients}
         present = [group for groups in self._groups.values() for group in groups]
         before, self._last_groups = self._last_groups, tuple(group.of_scale() for group in present)
-        memory, self._spare = self._spare, None
+        memory, self._spare = (None if model.num_weights <= FEW_WEIGHTS else self._spare), None
         made = MadeStep(
             lr=self._lr,
             announced=self._announced,
             gradient=model.flatten({**zeros, **self._gradients}, memory),
             without_gradient={*model.names} - self._gradients.keys(),
-            update=stack_coefficients([self._coefficients.get(n, NO_UPDATE) for n in model.names], model.sizes),
+            linear=[self._coefficients.get(name, NO_UPDATE) for name in model.names],
+            sizes=model.sizes,
             groups=None if before == self._last_groups else self._last_groups,
             options=[group.options for group in present],
             unseen=unseen,

@@ -191,7 +191,7 @@ class PassRecords:
         seen, before, after = forward.record, forward.statistics, forward.statistics_after
         is_random = seen.random_state is not None or seen.device_random_state is not None
         is_special = seen.autocast is not None or seen.settings is not None
-        needs_modes = is_random or is_special or self._differs_in(forward.modes)
+        needs_modes = is_random or is_special or self.differs_in(forward.modes)
         record = replace(
             seen,
             num_rows=len(rows),
@@ -233,7 +233,7 @@ class PassRecords:
             return layout.ends(X, seen.shape[1])
         return [X] if (seen.shape[1:], seen.dtype) == (X.shape[1:], X.dtype) else []
 
-    def _differs_in(self, modes: Bool[Tensor, " modules"]) -> bool:
+    def differs_in(self, modes: Bool[Tensor, " modules"]) -> bool:
         """Return whether the network computes something else in these modes than in evaluation mode."""
         key = modes.numpy().tobytes()
         if modes.any() and key not in self._differing:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from epk_gp.core.checks import blocks_of, door, is_finite, validate_count
 from epk_gp.core.inputs import Inputs
 from epk_gp.core.losses import CrossEntropy, Loss, as_loss
-from epk_gp.core.model import functionalize_like, uncompiled
+from epk_gp.core.model import FEW_WEIGHTS, functionalize_like, uncompiled
 from epk_gp.core.moves import LiveNetwork, Move
 from epk_gp.core.row_identity import RowIdentity
 from epk_gp.core.show import warn_caller, warn_uncertified
@@ -28,13 +28,14 @@ from epk_gp.optimizers.update_rules import Clip
 from epk_gp.recording.causes import StepMismatchError
 from epk_gp.recording.check import CheckSchedule, check_step, measure_step, needs_exact_check
 from epk_gp.recording.distributed import OTHER_RANKS, Ranks
-from epk_gp.recording.history import CommitSchedule, Held, RunHistory
-from epk_gp.recording.mismatches import ObservedStep, doubt_of_loss
+from epk_gp.recording.history import CommitSchedule, Held, RunHistory, StepResult
+from epk_gp.recording.mismatches import ObservedStep, StepMeasures, doubt_of_loss
 from epk_gp.recording.observer import MadeStep, StepObserver
 from epk_gp.recording.passes import PassRecords
 from epk_gp.recording.penalty import WeightPenalty
 from epk_gp.recording.probe import DerivativeProbe
 from epk_gp.recording.setup import make_setup
+from epk_gp.recording.stretch import MOST_BYTES, MOST_STEPS, WaitingStep, measure_together, num_bytes, plain_records
 from epk_gp.storage.chunks import with_computed_states
 from epk_gp.storage.files import map_tensors
 from epk_gp.storage.rows import Targets, TrainingInputs, num_seen
@@ -52,6 +53,13 @@ def _errors_of_step(index: int) -> Iterator[None]:
     except ValueError as error:
         cause = None if isinstance(error, StepMismatchError) else error
         raise StepMismatchError(f"step {index}: {error}") from cause
+
+
+def _validate_weights(w: Float[Tensor, " P"]) -> None:
+    if not is_finite(w):
+        raise StepMismatchError(
+            "the weights must stay finite: training diverged (NaN or infinity). Lower the learning rate."
+        )
 
 
 class Recorder:
@@ -191,7 +199,7 @@ class Recorder:
                 self._history = RunHistory(self._setup.weights(), "", steps, self._setup.statistics())
         changed = (step.groups for step in reversed(self._history.steps) if step.groups is not None)
         groups = next(changed, tuple(group.of_scale() for group in self._groups))
-        self._observer = StepObserver(self._setup, rules, groups, lambda: self._history.last.end, self._report, called)
+        self._observer = StepObserver(self._setup, rules, groups, lambda: self._last.end, self._report, called)
         self._passes = PassRecords(self._setup, start)
         self._is_recording = self._is_closed = False  # inside the `with` statement; after it, where the folder is free
         self._in_until = False  # whether the loop is `for step in recorder.until(steps)`, which ends iterations
@@ -202,7 +210,12 @@ class Recorder:
         self._probe, self._penalty = DerivativeProbe(), WeightPenalty(self._setup.model.sizes)
         self._has_said_note = False  # that the loop scales and shifts its rows
         self._identity = RowIdentity(self._setup.X, self._setup.y, loss)
-        self._schedule = CheckSchedule(check_every, self._setup.model.spec.device)
+        self._schedule = CheckSchedule(check_every)
+        self._waiting: list[WaitingStep] = []  # steps that are made, and neither checked nor recorded
+        waits = self._setup.model.num_weights <= FEW_WEIGHTS and setup.stream is None and folder is None
+        self._num_bytes = 0  # that they take
+        self._may_wait = waits and self._ranks.size == 1
+        self._first_step = self.num_steps
 
     def _open(self, folder: str | os.PathLike[str], header: dict[str, Any], storage: Storage, resume: bool) -> None:
         """Create the run's folder; or, if it holds a run to resume, bring everything to its last commit."""
@@ -246,7 +259,7 @@ class Recorder:
     @property
     def num_steps(self) -> int:
         """Number of steps recorded so far, with those of the run that was resumed."""
-        return self._history.num_steps
+        return self._history.num_steps + len(self._waiting)
 
     @property
     def num_committed(self) -> int:
@@ -261,7 +274,13 @@ class Recorder:
     @property
     def steps(self) -> tuple[Step, ...]:
         """Learning rate and batch of each step recorded so far."""
+        self._record_waiting()
         return tuple(self._history.steps)
+
+    @property
+    def _last(self) -> WaitingStep | StepResult:
+        """The last step that was made."""
+        return self._waiting[-1] if self._waiting else self._history.last
 
     def __enter__(self) -> "Recorder":
         """Start to observe the network and its optimizers."""
@@ -276,8 +295,12 @@ class Recorder:
             return
         self._is_recording, self._is_closed = False, True
         try:
+            if kind is not None:
+                with suppress(StepMismatchError):  # it would hide the error
+                    self._record_waiting()
             if kind is None:
                 self._observer.complete()
+                self._record_waiting()
                 if not self._has_refused and self._setup.has_all_weights():
                     self._follow_present(is_end=True)
                 self._complete_iteration()
@@ -350,32 +373,41 @@ class Recorder:
         if self._needs_until and not self._in_until:
             raise RuntimeError("with stateful= the loop must be 'for step in recorder.until(steps):': it is another.")
         self._observer.complete()
-        with self._schedule.recording():
-            index, last = self.num_steps, self._history.last.end
-            self._observer.announce(indices, weight, index, targets)
-            with _errors_of_step(index):
-                learning_rate(self._optimizers)
-                self._setup.validate_modules()
-                if not self._setup.is_at(last):
-                    self._follow_move(*self._observer.first_state(), is_end=False)
-                    last = self._history.last.end
-                other, is_at = self._observer.other_optimizer, self._setup.is_at(last)
-                if not is_at and (other or not self._observer.has_moved_between_passes):
-                    is_on_disk = 0 < index == self.num_committed
-                    hint = " The last step is on disk: read recorder.trajectory after such a move." * is_on_disk
-                    raise StepMismatchError(
-                        other
-                        or "the weights must be those the last recorded step left, or on the way from there to an "
-                        "earlier recorded state (Lookahead, a restored checkpoint): they were changed in between (an "
-                        f"optimizer.step() outside the recorder's sight, forward() itself, or an edit).{hint}"
-                    )
-                self._setup.validate_frozen_state(last)
-            if self._commits is not None and not self._in_until:
-                self._commits.commit_if_due()
+        index, last = self.num_steps, self._last.end
+        self._observer.announce(indices, weight, index, targets)
+        with _errors_of_step(index):
+            learning_rate(self._optimizers)
+            self._setup.validate_modules()
+            if not self._setup.is_at(last):
+                last = self._moved_from(index)
+            self._setup.validate_frozen_state(last)
+        if self._commits is not None and not self._in_until:
+            self._commits.commit_if_due()
+
+    def _moved_from(self, index: int) -> Float[Tensor, " P"]:
+        """Record the move that the loop made before step `index`, and return the weights after it.
+
+        Raises:
+            StepMismatchError: The weights were changed in another way.
+        """
+        self._record_waiting()
+        self._follow_move(*self._observer.first_state(), is_end=False)
+        last, other = self._history.last.end, self._observer.other_optimizer
+        if not self._setup.is_at(last) and (other or not self._observer.has_moved_between_passes):
+            is_on_disk = 0 < index == self.num_committed
+            hint = " The last step is on disk: read recorder.trajectory after such a move." * is_on_disk
+            raise StepMismatchError(
+                other
+                or "the weights must be those the last recorded step left, or on the way from there to an earlier "
+                "recorded state (Lookahead, a restored checkpoint): they were changed in between (an optimizer.step() "
+                f"outside the recorder's sight, forward() itself, or an edit).{hint}"
+            )
+        return last
 
     def _follow_present(self, *, is_end: bool = False) -> None:
         """Record the move to the present weights, if there was one, or that of moving statistics alone."""
-        if not self._setup.is_at(self._history.last.end):
+        if not self._setup.is_at(self._last.end):
+            self._record_waiting()
             self._follow_move(self._setup.weights(), self._setup.statistics(), is_end=is_end)
         elif self._ranks.is_writer and self.num_steps > self.num_committed:
             with suppress(StepMismatchError):  # an edit: an error at the next step, or the end
@@ -413,6 +445,7 @@ class Recorder:
             raise RuntimeError(f"the run must be asked for on rank 0, which writes it: got rank {self._ranks.rank}.")
         if self._is_recording:
             self._observer.complete()
+            self._record_waiting()
         if self._commits is not None and not self._is_closed:
             self._commits.commit()
         return self._recorded()
@@ -448,58 +481,96 @@ class Recorder:
         return with_computed_states(trajectory)
 
     def _report(self, made: MadeStep) -> None:
-        """Check and record a step that the optimizers have made."""
-        self._has_refused = True
-        together = self._ranks.together() if self._ranks.size > 1 else nullcontext()
-        with self._schedule.recording(), _errors_of_step(self.num_steps), together:
-            self._schedule.begin_step()
-            self._record_step(made)
+        """Take a step that the optimizers have made, which is checked and recorded at once, or with others."""
+        self._has_refused, setup = True, self._setup
+        with self._ranks.together() if self._ranks.size > 1 else nullcontext(), _errors_of_step(self.num_steps):
+            setup.validate_modules()
+            if self._ranks.size > 1:
+                self._record_whole(made)
+            else:
+                self._waiting.append(self._made_step(made))
+                self._num_bytes += num_bytes(made)
         self._has_refused = False
+        is_full = len(self._waiting) >= MOST_STEPS or self._num_bytes > MOST_BYTES
+        if is_full or not self._may_wait or self._history.num_steps < self._first_step + 3:
+            self._record_waiting()
         if not self._ranks.is_writer:
             batch = torch.cat([torch.zeros(0, dtype=torch.int64), *(batch.samples for batch in made.announced)])
-            self._history.follow(Step(self.num_steps, made.lr, batch), self._setup.weights(), self._setup.statistics())
+            self._history.follow(Step(self.num_steps, made.lr, batch), setup.weights(), setup.statistics())
         if not self._in_until:  # committed with the next step, for the loop may move the weights before it
             self._complete_iteration(commits=False)
 
-    def _own_step(self, made: MadeStep, end: Float[Tensor, " P"]) -> tuple[Step, Tensor, Tensor]:
-        """Return the record of this process's rows, and the moving statistics before and after the step."""
+    def _made_step(self, made: MadeStep) -> WaitingStep:
+        """Return a step with the weights and moving statistics around it."""
         if not made.announced:
             raise StepMismatchError("optimizer.step() must be preceded by recorder.batch(indices): it was not.")
         if not made.is_seen_enough:
             raise StepMismatchError(f"{made.unseen}.")
-        if not is_finite(end):
-            raise StepMismatchError(
-                "the weights must stay finite: training diverged (NaN or infinity). Lower the learning rate."
-            )
-        last, after = self._history.last, self._observer.statistics()
+        last, after = self._last, self._observer.statistics()
         before = after if last.statistics is None else last.statistics
-        known = (before, after) if self._ranks.size == 1 else (torch.full_like(after, torch.nan),) * 2
-        step = self._passes.step(self.num_steps, made, known)
-        if made.is_doubtful and (self._ranks.size > 1 or any(batch.weight is None for batch in made.announced)):
-            made.doubt = doubt_of_loss(self._setup, made, step)
-        return step, before, after
+        return WaitingStep(made, last.end, self._setup.weights(), before, after)
 
-    def _record_step(self, made: MadeStep) -> None:
-        self._setup.validate_modules()
-        index, setup, last, end = self.num_steps, self._setup, self._history.last, self._setup.weights()
-        if self._ranks.size > 1:
-            whole = self._ranks.whole_step(lambda: self._own_step(made, end), setup, made, end)
-        else:
-            whole, made.unseen = self._own_step(made, end), made.unseen or self._ranks.warning
-        if whole is None:
+    def _record_whole(self, made: MadeStep) -> None:
+        """Record the step of several processes, on the one that writes."""
+        setup, index, end = self._setup, self.num_steps, self._setup.weights()
+
+        def own_step() -> tuple[Step, Tensor, Tensor]:
+            step = self._made_step(made)
+            _validate_weights(end)
+            unknown = torch.full_like(step.statistics, torch.nan)
+            return self._record_of(index, step, (unknown, unknown)), step.before, step.statistics
+
+        whole = self._ranks.whole_step(own_step, setup, made, end)
+        if whole is not None:
+            record, before, after = whole
+            self._record_step(WaitingStep(made, self._history.last.end, end, before, after), record, None)
+
+    def _record_of(self, index: int, step: WaitingStep, statistics: tuple[Tensor, Tensor]) -> Step:
+        """Return the record of this process's rows of a step."""
+        made = step.made
+        record = self._passes.step(index, made, statistics)
+        if made.is_doubtful and (self._ranks.size > 1 or any(batch.weight is None for batch in made.announced)):
+            made.doubt = doubt_of_loss(self._setup, made, record)
+        return record
+
+    def _record_waiting(self) -> None:
+        """Check and record the steps that wait.
+
+        Raises:
+            StepMismatchError: A step is not the stated one; those before it are recorded.
+        """
+        steps, self._waiting, self._num_bytes = self._waiting, [], 0
+        if not steps:
             return
-        step, before, after = whole
-        momentum = self._training.momentum
-        measures = measure_step(setup, made, (last.end, end), momentum, self._momenta[0])
-        observed = ObservedStep(made, step, last.end, end, momentum, before, after, self._penalty, measures)
+        first, setup, self._has_refused = self._history.num_steps, self._setup, True
+        records = plain_records(setup, self._passes.differs_in, first, [own.made for own in steps])
+        measures = measure_together(setup.model.sizes, steps, self._training.momentum) if len(steps) > 1 else None
+        for number, step in enumerate(steps):
+            with _errors_of_step(first + number):
+                self._record_step(step, records[number], None if measures is None else measures[number])
+        self._has_refused = False
+
+    def _record_step(self, step: WaitingStep, record: Step | None, measures: StepMeasures | None) -> None:
+        """Check and record a step; its record and measures are made if they are not known."""
+        made, setup, momentum, index = step.made, self._setup, self._training.momentum, self._history.num_steps
+        _validate_weights(step.end)
+        if record is None:
+            made.unseen = made.unseen or self._ranks.warning
+            record = self._record_of(index, step, (step.before, step.statistics))
+        is_kept = measures is not None and not record.passes
+        if measures is None:
+            measures = measure_step(setup, made, (step.start, step.end), momentum, self._momenta[0])
+        observed = ObservedStep(
+            made, record, step.start, step.end, momentum, step.before, step.statistics, self._penalty, measures
+        )
         is_exact = self._schedule.is_due(index) or made.doubt is not None or needs_exact_check(setup, observed)
         with self._schedule.checking() if is_exact else nullcontext():
             update = check_step(setup, observed, exact=is_exact)
             self._unchecked = None if is_exact else observed
             # until something is known, every step says something; rows of a stream are numbered by what they are
-            if setup.stream is None and (is_exact or not self._identity.num_judged):
-                self._require_identity(self._identity.look_at(step))
-            if setup.stream is None and (outside := self._identity.look_outside(step)) is not None:
+            if setup.stream is None and record.passes and (is_exact or not self._identity.num_judged):
+                self._require_identity(self._identity.look_at(record))
+            if setup.stream is None and (outside := self._identity.look_outside(record)) is not None:
                 warn_uncertified(f"{outside}.")
         if is_exact:
             self._schedule.add(index)
@@ -507,8 +578,9 @@ class Recorder:
             self._probe.look_at(setup, observed, self._schedule)
         self._momenta, self._training.momentum = (self._momenta[1], momentum), measures.momentum
         replay = None if self._commits is None else self._commits.replay_of(made, self._ranks.size)
-        self._history.append(replace(step, groups=made.groups), end, update, after if len(after) else None, replay)
-        setup.live.know_copy(end, self._history.last.end)
+        after = step.statistics if len(step.statistics) else None
+        self._history.append(replace(record, groups=made.groups), step.end, update, after, replay, is_kept=is_kept)
+        setup.live.know_copy(step.end, self._history.last.end)
 
     def _complete_iteration(self, *, commits: bool = True) -> None:
         """Keep what a resumed run continues from, if the run is on disk, and commit steps if that is due."""

@@ -1,0 +1,153 @@
+"""A stretch of steps of a small network: what is compared for many steps at once.
+
+In a small network the arithmetic of a step costs less than the calls that carry it out. So steps wait until there are
+some, and rows, gradients in the outputs and changes of the weights are compared for all of them together.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from epk_gp.core.losses import Loss, PerSampleLoss, UnstatedLoss, ignored_class, loss_derivatives, sample_weights
+from epk_gp.core.step import Step
+from epk_gp.optimizers.update_rules import FIELDS, broadcast_to_params, relative_rounding, stack_steps
+from epk_gp.recording.mismatches import StepMeasures
+from epk_gp.recording.observer import CapturedForward, MadeStep
+from epk_gp.recording.passes import rounding_of
+from epk_gp.recording.setup import TrainingSetup
+
+MOST_STEPS, MOST_BYTES = 64, 1 << 22  # that wait, and that their rows and outputs take
+
+
+@dataclass(eq=False)
+class WaitingStep:
+    """A made step with the weights and moving statistics around it.
+
+    Attributes:
+        made: What the optimizers did.
+        start: The weights before it, (P,).
+        end: The weights after it, (P,).
+        before: The moving statistics before it, (Q,).
+        statistics: Those after it.
+    """
+
+    made: MadeStep
+    start: Float[Tensor, " P"]
+    end: Float[Tensor, " P"]
+    before: Float[Tensor, " Q"]
+    statistics: Float[Tensor, " Q"]
+
+
+def num_bytes(made: MadeStep) -> int:
+    """Return how much memory a step takes that waits, beside its weights."""
+    passes = [forward for batch in made.announced for forward in batch.forwards]
+    return sum(v.nbytes for f in passes for v in (f.inputs, f.outputs, f.output_gradient) if v is not None)
+
+
+def plain_records(
+    setup: TrainingSetup, differs_in: Callable[[Bool[Tensor, " modules"]], bool], index: int, steps: Sequence[MadeStep]
+) -> list[Step | None]:
+    """Return the records of steps of which everything follows from weights, data, batch and loss; None of the others.
+
+    Args:
+        setup: The training.
+        differs_in: Whether the network computes something else in some modes than in evaluation mode.
+        index: Number of the first step.
+        steps: Steps one after another.
+    """
+    forwards = [_plain_pass(setup, made) for made in steps]
+    chosen = [(k, f) for k, f in enumerate(forwards) if f is not None and not differs_in(f.modes)]
+    records: list[Step | None] = [None] * len(steps)
+    if not chosen:
+        return records
+    counts = [len(f.inputs) for _, f in chosen]
+    samples = torch.cat([steps[k].announced[0].samples for k, _ in chosen])
+    rows = samples.to(setup.X.device)
+    y, z, delta = (
+        setup.y[rows],
+        *(torch.cat(v).double() for v in zip(*((f.outputs, f.output_gradient) for _, f in chosen))),
+    )
+    is_same = (torch.cat([f.inputs for _, f in chosen]) == setup.X[rows]).reshape(len(rows), -1).all(dim=1)
+    c, derivative = _weights_of(setup.loss, y, counts)[:, None], loss_derivatives(setup.loss, z, y)
+    bound = rounding_of(chosen[0][1].outputs) * c.abs() * (1 + derivative.abs().amax(dim=1, keepdim=True))
+    is_same &= ((delta - c * derivative).abs() <= bound).all(dim=1)
+    for (k, _), own, batch in zip(chosen, is_same.split(counts), samples.split(counts), strict=True):
+        if bool(own.all()):
+            made = steps[k]
+            records[k] = Step(index + k, made.lr, None if made.announced[0].indices is None else batch)
+    return records
+
+
+def _plain_pass(setup: TrainingSetup, made: MadeStep) -> CapturedForward | None:
+    """Return the only pass of a step that may be plain, as far as single values show it."""
+    if len(made.announced) != 1 or made.others or setup.model.statistics or setup.model.signature.graph is not None:
+        return None
+    (batch,) = made.announced
+    is_one = len(batch.forwards) == 1 and batch.position >= 0 and batch.targets is None
+    if not is_one or isinstance(batch.weight, Tensor) or batch.weight != 1 or isinstance(setup.loss, UnstatedLoss):
+        return None
+    (forward,) = batch.forwards
+    record, z = forward.record, forward.outputs
+    is_alike = (forward.inputs.shape[1:], forward.inputs.dtype) == (setup.X.shape[1:], setup.X.dtype)
+    is_seen = z is not None and z.ndim == 2 and forward.output_gradient is not None
+    special = record.random_state, record.device_random_state, record.autocast, record.settings, record.weights
+    is_plain = is_alike and is_seen and all(value is None for value in special)
+    return forward if is_plain and len(forward.inputs) == len(batch.samples) else None
+
+
+def _weights_of(loss: Loss, y: Tensor, counts: Sequence[int]) -> Tensor:
+    """Return the weights of the rows of several batches in the loss of their own batch."""
+    by_target = getattr(loss, "class_weights", None) is not None or (isinstance(loss, PerSampleLoss) and loss.counts)
+    if by_target or (not y.is_floating_point() and bool((y == ignored_class(loss)).any())):
+        return torch.cat([sample_weights(loss, own) for own in y.split(list(counts))])
+    of_count = {n: sample_weights(loss, y[:n]) for n in set(counts)}
+    return torch.cat([of_count[n] for n in counts])
+
+
+def measure_together(
+    sizes: Sequence[int], steps: Sequence[WaitingStep], momentum: Float[Tensor, " B"]
+) -> list[StepMeasures] | None:
+    """Compare steps of a small network with the update rule's, as `measure_step` does for one.
+
+    Args:
+        sizes: Number of weights of each parameter.
+        steps: Steps one after another.
+        momentum: The momentum buffer before the first one.
+
+    Returns:
+        None where a step is multiplied with matrices, or has a second buffer.
+    """
+    updates = stack_steps([own.made.linear for own in steps], sizes)
+    for own, update in zip(steps, updates, strict=True):
+        own.made.update = update
+    if any(update.has_matrices for update in updates) or len(momentum) > len(steps[0].start):
+        return None
+    columns = (
+        [own.start for own in steps], [own.end for own in steps], [own.made.gradient for own in steps]
+    )  # fmt: skip
+    w, ends, g = map(torch.stack, columns)
+    c = {name: _of_steps([getattr(update, name) for update in updates], sizes, w) for name in FIELDS}
+    h = c["grad_scale"] * g + c["weight_decay"] * w
+    momenta, added = [momentum], c["one_minus_dampening"] * h
+    for own, beta in zip(added, c["beta"], strict=True):
+        momenta.append(torch.addcmul(own, beta, momenta[-1]))
+    predicted = -(c["momentum_lr"] * torch.stack(momenta[1:]) + c["lr"] * h + c["decoupled_decay"] * w)
+    largest = [value.abs().amax(dim=1) for value in (ends - w - predicted, predicted, w, g)]
+    numbers = torch.stack([*largest, torch.linalg.vector_norm(g, dim=1)]).double().T.tolist()
+    rounding, eps = relative_rounding(w.dtype), torch.finfo(w.dtype).eps
+    return [
+        StepMeasures(m, difference, of_g, norm, difference <= rounding * step + 4 * eps * weight)
+        for m, (difference, step, weight, of_g, norm) in zip(momenta[1:], numbers, strict=True)
+    ]
+
+
+def _of_steps(values: Sequence[Tensor], sizes: Sequence[int], like: Float[Tensor, "k P"]) -> Tensor:
+    """Return a coefficient of several steps as a column, or as one number per weight, in the dtype of `like`."""
+    if all(len(value) == len(sizes) for value in values):
+        rows = torch.stack(list(values))
+        if bool((rows == rows[:, :1]).all()):
+            return rows[:, :1].to(like)
+    return torch.stack([broadcast_to_params(value, sizes, like) for value in values])
