@@ -409,9 +409,11 @@ class Recorder:
         if not self._setup.is_at(self._last.end):
             self._record_waiting()
             self._follow_move(self._setup.weights(), self._setup.statistics(), is_end=is_end)
-        elif self._ranks.is_writer and self.num_steps > self.num_committed:
+        elif self._ranks.is_writer and self.num_steps > self.num_committed and self._setup.model.statistics:
             with suppress(StepMismatchError):  # an edit: an error at the next step, or the end
-                self._history.move_statistics(self._observer.statistics())
+                statistics = self._observer.statistics()
+                self._record_waiting()
+                self._history.move_statistics(statistics)
 
     def _follow_move(self, w: Float[Tensor, " P"], statistics: Float[Tensor, " Q"] | None, *, is_end: bool) -> None:
         """Record a move of the weights since the last step, without a gradient, if it leads towards a recorded state.
@@ -554,8 +556,8 @@ class Recorder:
         """Check and record a step; its record and measures are made if they are not known."""
         made, setup, momentum, index = step.made, self._setup, self._training.momentum, self._history.num_steps
         _validate_weights(step.end)
+        made.unseen = made.unseen or (self._ranks.warning if self._ranks.size == 1 else None)
         if record is None:
-            made.unseen = made.unseen or self._ranks.warning
             record = self._record_of(index, step, (step.before, step.statistics))
         is_kept = measures is not None and not record.passes
         if measures is None:
