@@ -579,11 +579,15 @@ class LiveWeights:
 
     def copy(self) -> Float[Tensor, " P"]:
         """Return a copy of the weights."""
-        named = self.named()
-        w = self._model.flatten(named)
+        with torch.no_grad():
+            w = torch.cat([module._parameters[leaf].view(-1) for _, module, leaf in self._owners])
         if len(w) > FEW_WEIGHTS:
-            self._known = w, *self._marks(named)
+            self._known = w, *self._marks(self.named())
         return w
+
+    def versions(self) -> list[int]:
+        """Return torch's counts of writes to each parameter."""
+        return [module._parameters[leaf]._version for _, module, leaf in self._owners]
 
     def know_copy(self, w: Float[Tensor, " P"], copy: Float[Tensor, " P"]) -> None:
         """Let a copy stand for weights that the network is known to have had."""
@@ -592,10 +596,10 @@ class LiveWeights:
 
     def are(self, w: Float[Tensor, " P"]) -> bool:
         """Return whether the network has some weights; nothing is copied."""
-        named = self.named()
         if len(w) <= FEW_WEIGHTS:
-            present = self._model.flatten(named)
+            present = self.copy()
             return present.dtype == w.dtype and torch.equal(present, w)
+        named = self.named()
         (known, marks, values), (present, few) = self._known, self._marks(named)
         if w is known and not self._is_certain and marks == present and torch.equal(values, few):
             return True

@@ -226,11 +226,10 @@ def fingerprint_step(
     """
     hasher = hashlib.blake2b(start.encode(), digest_size=DIGEST_BYTES)
     hasher.update(repr(step.lr).encode())
-    hasher.update(b"all" if step.batch is None else tensor_bytes(step.batch))
-    if step.sample_weights is not None:
-        hasher.update(tensor_bytes(step.sample_weights))
-    for value in (*update.tensors(), end):
-        _hash_bytes(hasher, value)
+    hasher.update(b"" if step.batch is not None else b"all")
+    for value in (step.batch, step.sample_weights, *update.tensors(), end):
+        if value is not None:
+            _hash_bytes(hasher, value)
     if statistics is not None:
         _hash_tensor(hasher, statistics)
     for forward in step.passes:

@@ -19,6 +19,7 @@ torch's optimizers, `epk_gp.optimizers.library_rules` those of other libraries'.
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -81,12 +82,13 @@ class LinearStep:
     @property
     def has_matrices(self) -> bool:
         """Whether the step is multiplied with a matrix, or has a second buffer."""
-        return any(getattr(self, name) is not None for name in BY_PARAMETER)
+        return _MATRICES_OF(self) != (None,) * len(BY_PARAMETER)
 
 
 # Of a parameter without a gradient: torch moves neither it nor its buffer.
 NO_UPDATE = LinearStep(beta=1.0, grad_scale=0.0)
 FIELDS = tuple(item.name for item in fields(LinearStep) if item.name not in BY_PARAMETER)
+_FIELDS_OF, _MATRICES_OF = attrgetter(*FIELDS), attrgetter(*BY_PARAMETER)
 
 Coefficients = Callable[[nn.Parameter, Options, Options, Options], LinearStep]
 
@@ -177,7 +179,7 @@ class UpdateCoefficients:
     def tensors(self) -> Iterator[Tensor]:
         """Iterate over all tensors: the coefficients, and then the matrices by the position of their parameter."""
         yield from self
-        for name in BY_PARAMETER:
+        for name in BY_PARAMETER if self.has_matrices else ():
             yield from (matrix for _, matrix in sorted(getattr(self, name).items()))
 
     def map(self, function: Callable[[Tensor], Tensor]) -> "UpdateCoefficients":
@@ -230,10 +232,9 @@ def stack_steps(steps: Sequence[Sequence[LinearStep]], sizes: Sequence[int]) -> 
     if any(type(own) is not LinearStep or own.has_matrices for step in steps for own in step):
         return [stack_coefficients(step, sizes) for step in steps]
     columns = list[Sequence[Tensor]]()
-    for name in FIELDS:
-        rows = [[getattr(own, name) for own in step] for step in steps]
+    for rows in zip(*(zip(*map(_FIELDS_OF, step), strict=True) for step in steps), strict=True):
         if any(isinstance(value, Tensor) for row in rows for value in row):
-            columns.append([_joined(name, row, sizes) for row in rows])
+            columns.append([_joined(FIELDS[len(columns)], row, sizes) for row in rows])
         else:
             columns.append(torch.tensor(rows, dtype=torch.float64).unbind())
     return [UpdateCoefficients(*own) for own in zip(*columns, strict=True)]

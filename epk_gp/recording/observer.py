@@ -236,6 +236,7 @@ class StepObserver:
         self._before: Mapping[str, Any] = {}
         # passes inside of which the loop is, each with what its record is made of
         self._begun: list[tuple[CapturedForward, dict[str, Any]] | None] = []
+        self._versions = list[int]()  # of the weights when the last pass found those of the last step
         self._parts, self._modes = [*setup.net.modules()], (list[bool](), torch.empty(0, dtype=torch.bool))
         self._waiting: list[CapturedForward] = []  # that no announced batch has taken
         self._calls: list[list[tuple[int, ...]]] = []  # shapes of what the network was called with
@@ -257,6 +258,11 @@ class StepObserver:
         """The passes since the last step, in their order."""
         taken = (forward for batch in self._announced for forward in batch.forwards)
         return sorted([*taken, *self._waiting], key=lambda forward: forward.position)
+
+    @property
+    def is_unmoved(self) -> bool:
+        """Whether a pass since the last step found the weights of that step, and torch wrote to none since."""
+        return bool(self._waiting) and self._versions == self.setup.live.versions()
 
     @property
     def has_moved_between_passes(self) -> bool:
@@ -361,8 +367,10 @@ class StepObserver:
             for batch in self._announced:
                 rows = torch.cat([forward.inputs for forward in batch.forwards])
                 batch.indices = batch.samples = self.setup.number(rows, batch.targets, stream)
-        named = model.unflatten(self._weights()).items()
-        zeros = {name: torch.zeros_like(weight) for name, weight in named if name not in self._gradients}
+        zeros = dict[str, Tensor]()
+        if len(self._gradients) < len(model.names):
+            named = model.unflatten(self._weights()).items()
+            zeros = {name: torch.zeros_like(weight) for name, weight in named if name not in self._gradients}
         present = [group for groups in self._groups.values() for group in groups]
         before, self._last_groups = self._last_groups, tuple(group.of_scale() for group in present)
         memory, self._spare = (None if model.num_weights <= FEW_WEIGHTS else self._spare), None
@@ -491,6 +499,7 @@ class StepObserver:
         self._assign_forwards()
         self._look_at_gradients(is_backward=False)
         weights = None if self.setup.live.are(self._weights()) else self.setup.weights()
+        self._versions = self.setup.live.versions() if weights is None else []
         setup, model, device = self.setup, self.setup.model, self.setup.model.spec.device
         graph, difference = model.signature.graph, None
         if graph is not None:
@@ -518,7 +527,7 @@ class StepObserver:
         modes = [part.training for part in self._parts]
         if modes != self._modes[0]:
             self._modes = modes, torch.tensor(modes)
-        own = inputs, self._modes[1], statistics, statistics, ForwardPass(len(inputs)), difference
+        own = inputs, self._modes[1], statistics, statistics, None, difference
         self._begun.append((CapturedForward(*own, num_arguments=len(args) + len(kwargs)), record))
 
     def _after_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], returned: Any) -> Any:

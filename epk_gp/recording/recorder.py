@@ -1,5 +1,6 @@
 """The recorder: records each step of the user's own training loop."""
 
+import math
 import os
 import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -46,13 +47,13 @@ from epk_gp.storage.writer import Storage, thinning_header
 
 
 @contextmanager
-def _errors_of_step(index: int) -> Iterator[None]:
+def _errors_of_step(index: Callable[[], int]) -> Iterator[None]:
     """Make `StepMismatchError` of each `ValueError` inside, with the number of the step before its message."""
     try:
         yield
     except ValueError as error:
         cause = None if isinstance(error, StepMismatchError) else error
-        raise StepMismatchError(f"step {index}: {error}") from cause
+        raise StepMismatchError(f"step {index()}: {error}") from cause
 
 
 def _validate_weights(w: Float[Tensor, " P"]) -> None:
@@ -375,10 +376,10 @@ class Recorder:
         self._observer.complete()
         index, last = self.num_steps, self._last.end
         self._observer.announce(indices, weight, index, targets)
-        with _errors_of_step(index):
+        with _errors_of_step(lambda: index):
             learning_rate(self._optimizers)
             self._setup.validate_modules()
-            if not self._setup.is_at(last):
+            if not self._observer.is_unmoved and not self._setup.is_at(last):
                 last = self._moved_from(index)
             self._setup.validate_frozen_state(last)
         if self._commits is not None and not self._in_until:
@@ -485,7 +486,7 @@ class Recorder:
     def _report(self, made: MadeStep) -> None:
         """Take a step that the optimizers have made, which is checked and recorded at once, or with others."""
         self._has_refused, setup = True, self._setup
-        with self._ranks.together() if self._ranks.size > 1 else nullcontext(), _errors_of_step(self.num_steps):
+        with self._ranks.together() if self._ranks.size > 1 else nullcontext(), _errors_of_step(lambda: self.num_steps):
             setup.validate_modules()
             if self._ranks.size > 1:
                 self._record_whole(made)
@@ -547,15 +548,16 @@ class Recorder:
         first, setup, self._has_refused = self._history.num_steps, self._setup, True
         records = plain_records(setup, self._passes.differs_in, first, [own.made for own in steps])
         measures = measure_together(setup.model.sizes, steps, self._training.momentum) if len(steps) > 1 else None
-        for number, step in enumerate(steps):
-            with _errors_of_step(first + number):
+        with _errors_of_step(lambda: self._history.num_steps):
+            for number, step in enumerate(steps):
                 self._record_step(step, records[number], None if measures is None else measures[number])
         self._has_refused = False
 
     def _record_step(self, step: WaitingStep, record: Step | None, measures: StepMeasures | None) -> None:
         """Check and record a step; its record and measures are made if they are not known."""
         made, setup, momentum, index = step.made, self._setup, self._training.momentum, self._history.num_steps
-        _validate_weights(step.end)
+        if measures is None or not math.isfinite(measures.difference):
+            _validate_weights(step.end)
         made.unseen = made.unseen or (self._ranks.warning if self._ranks.size == 1 else None)
         if record is None:
             record = self._record_of(index, step, (step.before, step.statistics))
@@ -581,7 +583,8 @@ class Recorder:
         self._momenta, self._training.momentum = (self._momenta[1], momentum), measures.momentum
         replay = None if self._commits is None else self._commits.replay_of(made, self._ranks.size)
         after = step.statistics if len(step.statistics) else None
-        self._history.append(replace(record, groups=made.groups), step.end, update, after, replay, is_kept=is_kept)
+        record = record if made.groups is None else replace(record, groups=made.groups)
+        self._history.append(record, step.end, update, after, replay, is_kept=is_kept)
         setup.live.know_copy(step.end, self._history.last.end)
 
     def _complete_iteration(self, *, commits: bool = True) -> None:

@@ -13,7 +13,14 @@ from torch import Tensor
 
 from epk_gp.core.losses import Loss, PerSampleLoss, UnstatedLoss, ignored_class, loss_derivatives, sample_weights
 from epk_gp.core.step import Step
-from epk_gp.optimizers.update_rules import FIELDS, broadcast_to_params, relative_rounding, stack_steps
+from epk_gp.optimizers.update_rules import (
+    FIELDS,
+    Number,
+    broadcast_to_params,
+    relative_rounding,
+    stack_steps,
+    weighted_sum,
+)
 from epk_gp.recording.mismatches import StepMeasures
 from epk_gp.recording.observer import CapturedForward, MadeStep
 from epk_gp.recording.passes import rounding_of
@@ -130,11 +137,14 @@ def measure_together(
     )  # fmt: skip
     w, ends, g = map(torch.stack, columns)
     c = {name: _of_steps([getattr(update, name) for update in updates], sizes, w) for name in FIELDS}
-    h = c["grad_scale"] * g + c["weight_decay"] * w
-    momenta, added = [momentum], c["one_minus_dampening"] * h
-    for own, beta in zip(added, c["beta"], strict=True):
-        momenta.append(torch.addcmul(own, beta, momenta[-1]))
-    predicted = -(c["momentum_lr"] * torch.stack(momenta[1:]) + c["lr"] * h + c["decoupled_decay"] * w)
+    h = weighted_sum(None, (c["grad_scale"], g), (c["weight_decay"], w))
+    momenta, (beta, added) = [momentum], (c["beta"], weighted_sum(None, (c["one_minus_dampening"], h)))
+    for k, own in enumerate(added):
+        momenta.append(
+            torch.add(own, momenta[-1], alpha=beta) if isinstance(beta, float) else own + beta[k] * momenta[-1]
+        )
+    rates = (c["momentum_lr"], torch.stack(momenta[1:])), (c["lr"], h), (c["decoupled_decay"], w)
+    predicted = -weighted_sum(None, *rates)
     largest = [value.abs().amax(dim=1) for value in (ends - w - predicted, predicted, w, g)]
     numbers = torch.stack([*largest, torch.linalg.vector_norm(g, dim=1)]).double().T.tolist()
     rounding, eps = relative_rounding(w.dtype), torch.finfo(w.dtype).eps
@@ -144,10 +154,13 @@ def measure_together(
     ]
 
 
-def _of_steps(values: Sequence[Tensor], sizes: Sequence[int], like: Float[Tensor, "k P"]) -> Tensor:
-    """Return a coefficient of several steps as a column, or as one number per weight, in the dtype of `like`."""
+def _of_steps(values: Sequence[Tensor], sizes: Sequence[int], like: Float[Tensor, "k P"]) -> Number:
+    """Return a coefficient of several steps: a number, a column, or one number per weight, in the dtype of `like`."""
     if all(len(value) == len(sizes) for value in values):
         rows = torch.stack(list(values))
+        low, high = (float(value) for value in rows.aminmax())
+        if low == high:
+            return low
         if bool((rows == rows[:, :1]).all()):
             return rows[:, :1].to(like)
     return torch.stack([broadcast_to_params(value, sizes, like) for value in values])
