@@ -152,27 +152,34 @@ class RunHistory:
             TypeError: A tensor of a pass has a dtype that cannot be stored.
             ValueError: A pass is not as `ForwardPass` says, or holds NaN or infinity.
         """
-        before = self.last.digest()
-        for forward in step.passes:
-            validate_pass(forward)
-        copy_in, index = self._arena.copy_in, self.num_steps
-        after = None if statistics is None else copy_in(statistics)
-        if not is_kept:
+        copy_in, index, before = self._arena.copy_in, self.num_steps, self.last.digest()
+        after, places = None if statistics is None else copy_in(statistics), self.samples.places
+        if is_kept:
+            digest = partial(str, fingerprint_step(before, step, update, end, after))
+            self.samples.rows[index + 1] = end[places]
+        else:
+            for forward in step.passes:
+                validate_pass(forward)
             update = update.map(copy_in if update.has_matrices else self._arena.take_in)
             end = self._arena.take_in(end)
             on_cpu = tuple(forward.map(Tensor.cpu) for forward in step.passes)
             step = replace(step, passes=on_cpu).map(copy_in)
-        hashing = partial(fingerprint_step, before, step, update, end, after)
-        num_bytes = sum(value.nbytes for value in (end, *update.tensors()))
-        if num_bytes + sum(forward.num_bytes for forward in step.passes) >= _IN_BACKGROUND:
-            self._thread = self._thread or ThreadPoolExecutor(1, thread_name_prefix="epk_gp-recorder")
-            digest = self._thread.submit(hashing).result
-        else:
-            digest = partial(str, hashing())
+            digest = self._digest_of(before, step, update, end, after)
+            self.samples.rows[index + 1] = copy_in(end[places])
         self._results[index] = StepResult(digest, end, update, after, replay)
-        self.samples.rows[index + 1] = copy_in(end[self.samples.places])
         # Last, for the number of steps counts them: an interrupt before this line leaves the history as it was.
         self.steps.append(step)
+
+    def _digest_of(
+        self, before: str, step: Step, update: UpdateCoefficients, end: Float[Tensor, " P"], statistics: Tensor | None
+    ) -> Callable[[], str]:
+        """Return the digest of the run up to a step, which another thread computes if there is much to hash."""
+        hashing = partial(fingerprint_step, before, step, update, end, statistics)
+        num_bytes = sum(value.nbytes for value in (end, *update.tensors()))
+        if num_bytes + sum(forward.num_bytes for forward in step.passes) < _IN_BACKGROUND:
+            return partial(str, hashing())
+        self._thread = self._thread or ThreadPoolExecutor(1, thread_name_prefix="epk_gp-recorder")
+        return self._thread.submit(hashing).result
 
     def find_move(
         self, w: Float[Tensor, " P"], sizes: tuple[int, ...], recorded: Callable[[], Trajectory]

@@ -220,6 +220,7 @@ class StepObserver:
         self.setup, self.num_passes, self._called = setup, 0, called
         setup.validate_modules()  # from here on
         self._weights, self._report, self._last_groups = weights, report, groups
+        self._present = list[OptimizerGroup]()  # all groups in the last step
         self._rules, self._optimizers = {id(own): rule for rule, own in rules}, [own for _, own in rules]
         self._names = {id(p): name for name, p in setup.net.named_parameters()}
         self._groups = {id(own): groups_of(own, rule, self._names) for rule, own in rules}
@@ -236,6 +237,7 @@ class StepObserver:
         self._before: Mapping[str, Any] = {}
         # passes inside of which the loop is, each with what its record is made of
         self._begun: list[tuple[CapturedForward, dict[str, Any]] | None] = []
+        self._shapes = dict[torch.Size, Tensor]()  # of the targets of the last passes, by those of the rows
         self._versions = list[int]()  # of the weights when the last pass found those of the last step
         self._parts, self._modes = [*setup.net.modules()], (list[bool](), torch.empty(0, dtype=torch.bool))
         self._waiting: list[CapturedForward] = []  # that no announced batch has taken
@@ -371,8 +373,9 @@ class StepObserver:
         if len(self._gradients) < len(model.names):
             named = model.unflatten(self._weights()).items()
             zeros = {name: torch.zeros_like(weight) for name, weight in named if name not in self._gradients}
-        present = [group for groups in self._groups.values() for group in groups]
-        before, self._last_groups = self._last_groups, tuple(group.of_scale() for group in present)
+        present, before = [group for groups in self._groups.values() for group in groups], self._last_groups
+        if present != self._present:
+            self._present, self._last_groups = present, tuple(group.of_scale() for group in present)
         memory, self._spare = (None if model.num_weights <= FEW_WEIGHTS else self._spare), None
         made = MadeStep(
             lr=self._lr,
@@ -381,7 +384,7 @@ class StepObserver:
             without_gradient={*model.names} - self._gradients.keys(),
             linear=[self._coefficients.get(name, NO_UPDATE) for name in model.names],
             sizes=model.sizes,
-            groups=None if before == self._last_groups else self._last_groups,
+            groups=None if before is self._last_groups or before == self._last_groups else self._last_groups,
             options=[group.options for group in present],
             unseen=unseen,
             is_seen_enough=is_enough,
@@ -464,6 +467,8 @@ class StepObserver:
         if not hasattr(self._called, "parameters"):
             return  # ranks hold parts of the gradients, which are gathered at the step
         has_gradient = any(bool(g.any()) for g in self._present_gradients())
+        if not has_gradient and not self._announced and all(f.output_gradient is None for f in self._waiting):
+            return
         self._has_left_over |= is_backward and has_gradient and not self._has_added
         # what was sent has been cleared; where nothing was, the loss is 0
         seen = ((f, f.outputs is None, f.output_gradient) for f in self._passes if not has_gradient)
@@ -476,6 +481,8 @@ class StepObserver:
 
     def _counts(self) -> bool:
         """Return whether a backward pass adds to gradients of weights, or none of the step does, as by hand."""
+        if self._has_added and torch._C._current_graph_task_id() == self._last_backward:
+            return True
         held = (p for o in self._optimizers for group in o.param_groups for p in group["params"] if p.requires_grad)
         nodes, adds = (torch.autograd.graph.get_gradient_edge(p).node for p in held), False
         with suppress(RuntimeError):  # of `torch.autograd.grad`, which returns the gradients of weights
@@ -548,9 +555,7 @@ class StepObserver:
         self._waiting = [*self._waiting[-_MAX_WAITING + 1 :], forward]
         if isinstance(setup.loss, UnstatedLoss):
             return forward.watch(returned, len(forward.inputs), self._counts)
-        targets = setup.y.new_empty(len(forward.inputs), *setup.y.shape[1:])  # only their shape matters
-        targets = targets_like(setup.model.signature, setup.loss, setup.X, forward.inputs, targets)[0]
-        value = loss_input(setup.model.signature, setup.loss, returned, targets)
+        value = loss_input(setup.model.signature, setup.loss, returned, self._targets_of(forward.inputs))
         # one value per row is (n, 1) to the loss, but the loop goes on with the tensor that the network returned
         source = returned if isinstance(returned, Tensor) and returned.ndim == 1 else value
         if isinstance(value, Tensor) and isinstance(source, Tensor) and source.requires_grad:
@@ -558,6 +563,13 @@ class StepObserver:
             source.register_hook(lambda gradient: forward.add_gradient(gradient) if self._counts() else None)
             forward.watch_original(source.grad_fn, self._counts)
         return None
+
+    def _targets_of(self, inputs: Shaped[Tensor, "n ..."]) -> Shaped[Tensor, "n ..."]:
+        """Return a tensor in the shape of the targets that rows may have; its entries mean nothing."""
+        if inputs.shape not in self._shapes:
+            setup, targets = self.setup, self.setup.y.new_empty(len(inputs), *self.setup.y.shape[1:])
+            self._shapes = {inputs.shape: targets_like(setup.model.signature, setup.loss, setup.X, inputs, targets)[0]}
+        return self._shapes[inputs.shape]
 
     def _after_other_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:  # torch's hook signature
         """Note the step of an optimizer that the recorder did not get, if it holds weights that are recorded."""

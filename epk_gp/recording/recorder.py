@@ -24,7 +24,7 @@ from epk_gp.core.show import warn_caller, warn_uncertified
 from epk_gp.core.step import Step, fingerprint_data, fingerprint_start
 from epk_gp.core.trajectory import Trajectory
 from epk_gp.optimizers.library_rules import NoOptimizer
-from epk_gp.optimizers.torch_rules import Optimizers, Rules, as_optimizers, given_rules, groups_of, learning_rate
+from epk_gp.optimizers.torch_rules import Optimizers, Rules, as_optimizers, given_rules, groups_of
 from epk_gp.optimizers.update_rules import Clip
 from epk_gp.recording.causes import StepMismatchError
 from epk_gp.recording.check import CheckSchedule, check_step, measure_step, needs_exact_check
@@ -377,7 +377,6 @@ class Recorder:
         index, last = self.num_steps, self._last.end
         self._observer.announce(indices, weight, index, targets)
         with _errors_of_step(lambda: index):
-            learning_rate(self._optimizers)
             self._setup.validate_modules()
             if not self._observer.is_unmoved and not self._setup.is_at(last):
                 last = self._moved_from(index)

@@ -73,10 +73,8 @@ def plain_records(
     counts = [len(f.inputs) for _, f in chosen]
     samples = torch.cat([steps[k].announced[0].samples for k, _ in chosen])
     rows = samples.to(setup.X.device)
-    y, z, delta = (
-        setup.y[rows],
-        *(torch.cat(v).double() for v in zip(*((f.outputs, f.output_gradient) for _, f in chosen))),
-    )
+    y, z = setup.y[rows], torch.cat([f.outputs for _, f in chosen]).double()
+    delta = torch.cat([f.output_gradient for _, f in chosen]).double()
     is_same = (torch.cat([f.inputs for _, f in chosen]) == setup.X[rows]).reshape(len(rows), -1).all(dim=1)
     c, derivative = _weights_of(setup.loss, y, counts)[:, None], loss_derivatives(setup.loss, z, y)
     bound = rounding_of(chosen[0][1].outputs) * c.abs() * (1 + derivative.abs().amax(dim=1, keepdim=True))
@@ -140,9 +138,7 @@ def measure_together(
     h = weighted_sum(None, (c["grad_scale"], g), (c["weight_decay"], w))
     momenta, (beta, added) = [momentum], (c["beta"], weighted_sum(None, (c["one_minus_dampening"], h)))
     for k, own in enumerate(added):
-        momenta.append(
-            torch.add(own, momenta[-1], alpha=beta) if isinstance(beta, float) else own + beta[k] * momenta[-1]
-        )
+        momenta.append(own + (beta[k] if isinstance(beta, Tensor) else beta) * momenta[-1])
     rates = (c["momentum_lr"], torch.stack(momenta[1:])), (c["lr"], h), (c["decoupled_decay"], w)
     predicted = -weighted_sum(None, *rates)
     largest = [value.abs().amax(dim=1) for value in (ends - w - predicted, predicted, w, g)]
