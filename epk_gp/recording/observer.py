@@ -191,6 +191,37 @@ class MadeStep:
         return stack_coefficients(self.linear, self.sizes)
 
 
+@dataclass(eq=False)
+class StepInProgress:
+    """What was seen since the last step: forward passes, then backward passes, batches, and the optimizers' own steps.
+
+    Attributes:
+        waiting: Forward passes that no announced batch has taken.
+        calls: Shapes of what the network was called with.
+        has_added: Whether a backward pass has added to gradients of weights.
+        last_backward: Torch's number of the last one that did.
+        has_left_over: Whether parameters had a gradient already when the first of them began.
+        announced: The batches whose gradient the step uses.
+        before: What the optimizer that makes its step held of each parameter before it.
+        stepped: The optimizers that have made their part of the step.
+        lr: The learning rate of the first of them.
+        coefficients: The coefficients of each parameter's step.
+        gradients: The gradient that was used of each parameter.
+    """
+
+    waiting: list[CapturedForward] = field(default_factory=list)
+    calls: list[list[tuple[int, ...]]] = field(default_factory=list)
+    has_added: bool = False
+    last_backward: int = -1
+    has_left_over: bool = False
+    announced: list[AnnouncedBatch] = field(default_factory=list)
+    before: Mapping[str, Any] = field(default_factory=dict)
+    stepped: list[Optimizer] = field(default_factory=list)
+    lr: float = 0.0
+    coefficients: dict[str, LinearStep] = field(default_factory=dict)
+    gradients: dict[str, Tensor] = field(default_factory=dict)
+
+
 class StepObserver:
     """Watches a loop through hooks, and reports each step once all optimizers have made theirs.
 
@@ -224,25 +255,16 @@ class StepObserver:
         self._rules, self._optimizers = {id(own): rule for rule, own in rules}, [own for _, own in rules]
         self._names = {id(p): name for name, p in setup.net.named_parameters()}
         self._groups = {id(own): groups_of(own, rule, self._names) for rule, own in rules}
-        self._options = {id(own): _raw_options(own) for own in self._optimizers}  # of which these groups were read
         self._hooks: list[Any] = []
-        self._announced: list[AnnouncedBatch] = []
+        self._step = StepInProgress()
         self._inside: list[Optimizer] = []  # whose step() the loop is in
-        self._stepped: list[Optimizer] = []  # that have made their part of the present step
-        self._coefficients: dict[str, LinearStep] = {}  # of the present step, by parameter
-        self._gradients: dict[str, Tensor] = {}
-        self._lr, self._has_left_over = 0.0, False
         self._last_gradient: Tensor | None = None  # of the step before, which the last check may need
         self._spare: Tensor | None = None  # the one before that, which is written anew: new memory costs more
-        self._before: Mapping[str, Any] = {}
         # passes inside of which the loop is, each with what its record is made of
         self._begun: list[tuple[CapturedForward, dict[str, Any]] | None] = []
         self._shapes = dict[torch.Size, Tensor]()  # of the targets of the last passes, by those of the rows
         self._versions = list[int]()  # of the weights when the last pass found those of the last step
         self._parts, self._modes = [*setup.net.modules()], (list[bool](), torch.empty(0, dtype=torch.bool))
-        self._waiting: list[CapturedForward] = []  # that no announced batch has taken
-        self._calls: list[list[tuple[int, ...]]] = []  # shapes of what the network was called with
-        self._has_added, self._last_backward = False, -1  # to gradients of weights; torch's number of the last that did
         self.other_optimizer = ""  # in words, which one stepped that is none of these
         self._statistics = setup.model.statistics_of(setup.net)  # after the last pass; they may move in no other way
         with as_written(setup.net) as self._autocast:  # which begins inside of a pass
@@ -253,18 +275,18 @@ class StepObserver:
         """Number of batches that wait for their step; not those whose gradients are not finite, which have none."""
         if not all(map(is_finite, self._present_gradients())):
             return 0  # a GradScaler skips such a step
-        return sum(not batch.is_void for batch in self._announced)
+        return sum(not batch.is_void for batch in self._step.announced)
 
     @property
     def _passes(self) -> list[CapturedForward]:
         """The passes since the last step, in their order."""
-        taken = (forward for batch in self._announced for forward in batch.forwards)
-        return sorted([*taken, *self._waiting], key=lambda forward: forward.position)
+        taken = (forward for batch in self._step.announced for forward in batch.forwards)
+        return sorted([*taken, *self._step.waiting], key=lambda forward: forward.position)
 
     @property
     def is_unmoved(self) -> bool:
         """Whether a pass since the last step found the weights of that step, and torch wrote to none since."""
-        return bool(self._waiting) and self._versions == self.setup.live.versions()
+        return bool(self._step.waiting) and self._versions == self.setup.live.versions()
 
     @property
     def has_moved_between_passes(self) -> bool:
@@ -280,10 +302,10 @@ class StepObserver:
 
     def take_up(self, w: Float[Tensor, " P"], statistics: Float[Tensor, " Q"] | None) -> None:
         """Take weights and moving statistics, which the loop moved without a gradient, as those of the last step."""
-        for forward in self._waiting:
+        for forward in self._step.waiting:
             if forward.record.weights is not None and torch.equal(forward.record.weights, w):
                 forward.record = replace(forward.record, weights=None)
-        if not self._waiting and statistics is not None:
+        if not self._step.waiting and statistics is not None:
             self._statistics = statistics
 
     def start(self) -> None:
@@ -327,12 +349,12 @@ class StepObserver:
             num_points = self._num_waiting_rows() if targets is None else len(targets)
         samples = torch.arange(num_points) if batch is None else batch.cpu()
         factor = None if weight is None else parse_weight(weight, len(samples), index)
-        self._announced.append(AnnouncedBatch(batch, samples, factor, self.num_passes, targets=targets))
+        self._step.announced.append(AnnouncedBatch(batch, samples, factor, self.num_passes, targets=targets))
         if not len(samples):  # as a Poisson sampler may draw: a row without weight and pass stands for them
             row = torch.zeros(1, dtype=torch.int64)
-            self._announced[-1] = AnnouncedBatch(row, row, 0.0, -1)
+            self._step.announced[-1] = AnnouncedBatch(row, row, 0.0, -1)
         if isinstance(self._optimizers[0], NoOptimizer):
-            self._before = self._optimizers[0].keep(dict(setup.net.named_parameters()))
+            self._step.before = self._optimizers[0].keep(dict(setup.net.named_parameters()))
 
     def _num_waiting_rows(self) -> int:
         """Count the rows of a stream that no batch has taken, of passes that had a backward pass.
@@ -341,7 +363,7 @@ class StepObserver:
             ValueError: There are none, or the loss needs their targets.
         """
         self._assign_forwards()
-        count = sum(len(f.inputs) for f in self._waiting if f.output_gradient is not None)
+        count = sum(len(f.inputs) for f in self._step.waiting if f.output_gradient is not None)
         if not isinstance(self.setup.loss, UnstatedLoss) or not count:
             raise ValueError(
                 "recorder.batch(targets=y) of a Stream must get the targets of the rows, after backward(): got none."
@@ -351,60 +373,59 @@ class StepObserver:
     def complete(self) -> None:
         """Report the step that the optimizers have made together, if they have made one."""
         first = self._optimizers[0]
-        if self._announced and not self._stepped and isinstance(first, NoOptimizer) and first.has_moved():
+        if self._step.announced and not self._step.stepped and isinstance(first, NoOptimizer) and first.has_moved():
             self._after_step(first, (), {})
-        if not self._announced and not self._gradients:  # no weight had a gradient: no step was made
-            self._stepped = []
-        if not self._stepped:
+        if not self._step.announced and not self._step.gradients:  # no weight had a gradient: no step was made
+            self._step.stepped = []
+        if not self._step.stepped:
             return
         self.other_optimizer = ""
         self._assign_forwards()
-        for batch in self._announced:  # the gradient is that of a pass at other weights inside of step(closure)
-            later = [f for f in self._waiting if f.record.weights is not None and f.position > batch.position]
+        for batch in self._step.announced:  # the gradient is that of a pass at other weights inside of step(closure)
+            later = [f for f in self._step.waiting if f.record.weights is not None and f.position > batch.position]
             if later := self._last_with_rows(later, batch, sum(len(f.inputs) for f in batch.forwards)):
                 batch.forwards, batch.is_void = later, False
-        self._announced = [batch for batch in self._announced if not batch.is_void]
+        self._step.announced = [batch for batch in self._step.announced if not batch.is_void]
         model, stream, (unseen, is_enough) = self.setup.model, self.setup.stream, self._unseen_calls()
         if stream is not None and is_enough:
-            for batch in self._announced:
+            for batch in self._step.announced:
                 rows = torch.cat([forward.inputs for forward in batch.forwards])
                 batch.indices = batch.samples = self.setup.number(rows, batch.targets, stream)
         zeros = dict[str, Tensor]()
-        if len(self._gradients) < len(model.names):
+        if len(self._step.gradients) < len(model.names):
             named = model.unflatten(self._weights()).items()
-            zeros = {name: torch.zeros_like(weight) for name, weight in named if name not in self._gradients}
+            zeros = {name: torch.zeros_like(weight) for name, weight in named if name not in self._step.gradients}
         present, before = [group for groups in self._groups.values() for group in groups], self._last_groups
         if present != self._present:
             self._present, self._last_groups = present, tuple(group.of_scale() for group in present)
         memory, self._spare = (None if model.num_weights <= FEW_WEIGHTS else self._spare), None
         made = MadeStep(
-            lr=self._lr,
-            announced=self._announced,
-            gradient=model.flatten({**zeros, **self._gradients}, memory),
-            without_gradient={*model.names} - self._gradients.keys(),
-            linear=[self._coefficients.get(name, NO_UPDATE) for name in model.names],
+            lr=self._step.lr,
+            announced=self._step.announced,
+            gradient=model.flatten({**zeros, **self._step.gradients}, memory),
+            without_gradient={*model.names} - self._step.gradients.keys(),
+            linear=[self._step.coefficients.get(name, NO_UPDATE) for name in model.names],
             sizes=model.sizes,
             groups=None if before is self._last_groups or before == self._last_groups else self._last_groups,
             options=[group.options for group in present],
             unseen=unseen,
             is_seen_enough=is_enough,
-            others=[forward for forward in self._waiting if forward.output_gradient is not None],
-            has_left_over=self._has_left_over,
+            others=[forward for forward in self._step.waiting if forward.output_gradient is not None],
+            has_left_over=self._step.has_left_over,
         )
-        self._announced, self._stepped, self._waiting, self._calls = [], [], [], []
-        self._coefficients, self._gradients, self._has_left_over, self._has_added = {}, {}, False, False
+        self._step = StepInProgress()
         self._report(made)
         self._spare, self._last_gradient = self._last_gradient, made.gradient
 
     def _unseen_calls(self) -> tuple[str | None, bool]:
         """Say, as a clause, which calls were seen where a batch has none, and whether the step can do without."""
-        missing = next((batch for batch in self._announced if not batch.forwards), None)
+        missing = next((batch for batch in self._step.announced if not batch.forwards), None)
         if missing is None:
             return None, True
-        others = [batch.samples for batch in self._announced if batch.forwards and batch.targets is None]
+        others = [batch.samples for batch in self._step.announced if batch.forwards and batch.targets is None]
         if any(torch.equal(samples, missing.samples) for samples in others):
             return "recorder.batch() was called twice for one forward pass, and must be called once for each", False
-        calls = [f"one on inputs of shape {', '.join(map(str, shapes))}" for shapes in self._calls]
+        calls = [f"one on inputs of shape {', '.join(map(str, shapes))}" for shapes in self._step.calls]
         unseen = (
             f"no call of the network on the batch's rows was seen, but {' and '.join(calls) or 'none'}: call "
             "the network itself, net(X), not its parts or net.forward(X), on rows as X holds them (padded like X), "
@@ -437,12 +458,12 @@ class StepObserver:
         many rows, or the last ones that saw as many together; where there are more passes than batches, of those that
         saw its own rows. One announced before takes the first that fits. A pass of a graph has a row for each node.
         """
-        for batch in reversed([batch for batch in self._announced if not batch.forwards and batch.position >= 0]):
+        for batch in reversed([batch for batch in self._step.announced if not batch.forwards and batch.position >= 0]):
             rows = len(self.setup.X if self.setup.model.signature.graph is not None else batch.samples)
-            earlier = [forward for forward in self._waiting if forward.position <= batch.position]
-            later = self._last_with_rows(self._waiting[::-1], batch, rows)[::-1]
+            earlier = [forward for forward in self._step.waiting if forward.position <= batch.position]
+            later = self._last_with_rows(self._step.waiting[::-1], batch, rows)[::-1]
             batch.forwards = self._last_with_rows(earlier, batch, rows) or later
-            self._waiting = [forward for forward in self._waiting if forward not in batch.forwards]
+            self._step.waiting = [forward for forward in self._step.waiting if forward not in batch.forwards]
 
     def _last_with_rows(
         self, forwards: list[CapturedForward], batch: AnnouncedBatch, num_rows: int
@@ -450,7 +471,7 @@ class StepObserver:
         """Return the last pass of a batch's rows, or the last passes that have as many together; empty if none do."""
         whole = [forward for forward in forwards if len(forward.inputs) == num_rows]
         if whole := [forward for forward in whole if forward.output_gradient is not None] or whole:
-            own = sum(not b.forwards and len(b.samples) == len(batch.samples) for b in self._announced)
+            own = sum(not b.forwards and len(b.samples) == len(batch.samples) for b in self._step.announced)
             if len(whole) > max(own, 1) and batch.targets is None:  # more passes than batches; no rows of a stream
                 X = self.setup.X[batch.samples.to(self.setup.X.device)]
                 whole = [f for f in whole if f.inputs.shape == X.shape and torch.equal(f.inputs, X)] or whole
@@ -467,30 +488,30 @@ class StepObserver:
         if not hasattr(self._called, "parameters"):
             return  # ranks hold parts of the gradients, which are gathered at the step
         has_gradient = any(bool(g.any()) for g in self._present_gradients())
-        if not has_gradient and not self._announced and all(f.output_gradient is None for f in self._waiting):
+        if not has_gradient and not self._step.announced and all(f.output_gradient is None for f in self._step.waiting):
             return
-        self._has_left_over |= is_backward and has_gradient and not self._has_added
+        self._step.has_left_over |= is_backward and has_gradient and not self._step.has_added
         # what was sent has been cleared; where nothing was, the loss is 0
         seen = ((f, f.outputs is None, f.output_gradient) for f in self._passes if not has_gradient)
         cleared = [f for f, is_hidden, sent in seen if is_hidden or (sent is not None and bool(sent.any()))]
-        for batch in self._announced:
+        for batch in self._step.announced:
             batch.is_void |= any(forward in cleared for forward in batch.forwards)
         for forward in self._passes if is_backward else ():
-            if forward in cleared or not self._has_added:
+            if forward in cleared or not self._step.has_added:
                 forward.output_gradient, forward.num_backwards, forward.stray = None, 0, None
 
     def _counts(self) -> bool:
         """Return whether a backward pass adds to gradients of weights, or none of the step does, as by hand."""
-        if self._has_added and torch._C._current_graph_task_id() == self._last_backward:
+        if self._step.has_added and torch._C._current_graph_task_id() == self._step.last_backward:
             return True
         held = (p for o in self._optimizers for group in o.param_groups for p in group["params"] if p.requires_grad)
         nodes, adds = (torch.autograd.graph.get_gradient_edge(p).node for p in held), False
         with suppress(RuntimeError):  # of `torch.autograd.grad`, which returns the gradients of weights
             adds = any(map(torch._C._will_engine_execute_node, nodes))
-        if adds and (number := torch._C._current_graph_task_id()) > self._last_backward:
+        if adds and (number := torch._C._current_graph_task_id()) > self._step.last_backward:
             self._look_at_gradients()
-            self._has_added, self._last_backward = True, number
-        return adds or not self._has_added
+            self._step.has_added, self._step.last_backward = True, number
+        return adds or not self._step.has_added
 
     def _present_gradients(self) -> Iterator[Tensor]:
         held = (p for optimizer in self._optimizers for group in optimizer.param_groups for p in group["params"])
@@ -516,7 +537,7 @@ class StepObserver:
                 difference = graph.difference(dict(zip(graph.tensors, values, strict=True)))
         rows = model.signature.pack_call(args, kwargs, setup.net.forward) if graph is None else setup.X
         shapes = [tuple(value.shape) for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
-        self._calls = [*self._calls[-2:], shapes]
+        self._step.calls = [*self._step.calls[-2:], shapes]
         if rows is None:
             self._begun.append(None)
             return
@@ -552,7 +573,7 @@ class StepObserver:
             if after is not None and torch.equal(record[name], after):  # the pass drew none
                 record[name] = None
         forward.record = ForwardPass(**record)
-        self._waiting = [*self._waiting[-_MAX_WAITING + 1 :], forward]
+        self._step.waiting = [*self._step.waiting[-_MAX_WAITING + 1 :], forward]
         if isinstance(setup.loss, UnstatedLoss):
             return forward.watch(returned, len(forward.inputs), self._counts)
         value = loss_input(setup.model.signature, setup.loss, returned, self._targets_of(forward.inputs))
@@ -574,7 +595,11 @@ class StepObserver:
     def _after_other_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:  # torch's hook signature
         """Note the step of an optimizer that the recorder did not get, if it holds weights that are recorded."""
         held = (self._names.get(id(p)) for group in optimizer.param_groups for p in group["params"])
-        if not self._stepped and id(optimizer) not in self._rules and not {*self.setup.model.names}.isdisjoint(held):
+        if (
+            not self._step.stepped
+            and id(optimizer) not in self._rules
+            and not {*self.setup.model.names}.isdisjoint(held)
+        ):
             kind = type(optimizer).__name__
             self.other_optimizer = f"Another {kind} stepped: pass the recorder both, or end it and record the new one."
 
@@ -583,18 +608,18 @@ class StepObserver:
         self._inside.append(optimizer)
         if sum(each is optimizer for each in self._inside) > 1:
             return None  # a class that calls its parent's step()
-        if any(stepped is optimizer for stepped in self._stepped):
+        if any(stepped is optimizer for stepped in self._step.stepped):
             self.complete()
         held = [p for group in optimizer.param_groups for p in group["params"]]
         own = {self._names[id(p)]: p for p in held if id(p) in self._names}
-        self._before = states_before(optimizer, own, self.setup.update_rule.needs_before)
+        self._step.before = states_before(optimizer, own, self.setup.update_rule.needs_before)
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
         if closure is None or GRADIENT not in self.setup.update_rule.needs_before:
             return None
 
         def watched() -> Any:
             value = closure()
-            self._before = states_before(optimizer, own, self.setup.update_rule.needs_before)
+            self._step.before = states_before(optimizer, own, self.setup.update_rule.needs_before)
             return value
 
         return ((args[0], watched, *args[2:]), kwargs) if len(args) > 1 else (args, {**kwargs, "closure": watched})
@@ -611,13 +636,11 @@ class StepObserver:
         groups = {id(p): group for group in optimizer.param_groups for p in group["params"]}
         if groups.keys() - self._names.keys():  # of another network, or a new one
             self._names = {id(p): name for name, p in self.setup.net.named_parameters()}
-        if (raw := _raw_options(optimizer)) != self._options[id(optimizer)]:
-            self._options[id(optimizer)] = raw
-            self._groups[id(optimizer)] = groups_of(optimizer, self._rules[id(optimizer)], self._names)
+        self._groups[id(optimizer)] = groups_of(optimizer, self._rules[id(optimizer)], self._names)
         weights = model.unflatten(self._weights()) if WEIGHTS in rule.needs_before else {}
         for parameter in (p for group in optimizer.param_groups for p in group["params"] if id(p) in self._names):
             name = self._names[id(parameter)]
-            before = dict(self._before.get(name, {}))
+            before = dict(self._step.before.get(name, {}))
             g = before.get(GRADIENT, parameter.grad)
             if g is None:
                 continue
@@ -634,22 +657,11 @@ class StepObserver:
             state = state_of(optimizer, parameter)
             linear = rule.coefficients(parameter, groups[id(parameter)], before, state)
             if parameter.requires_grad or bool(g.any()):
-                self._gradients[name] = g.clone() if len(self._optimizers) > 1 else g
+                self._step.gradients[name] = g.clone() if len(self._optimizers) > 1 else g
             else:
                 linear = replace(linear, grad_scale=0.0)
-            self._coefficients[name] = linear
-        self._lr = self._lr if self._stepped else learning_rate(optimizer)
-        self._stepped.append(optimizer)
-        if len(self._stepped) == len(self._optimizers):
+            self._step.coefficients[name] = linear
+        self._step.lr = self._step.lr if self._step.stepped else learning_rate(optimizer)
+        self._step.stepped.append(optimizer)
+        if len(self._step.stepped) == len(self._optimizers):
             self.complete()
-
-
-def _raw_options(optimizer: Optimizer) -> list[tuple[list[int], Options]]:
-    """Return the options of an optimizer's groups, copied as far as they are tensors, and which parameters they are."""
-    return [
-        (
-            [id(p) for p in group["params"]],
-            {k: v.item() if isinstance(v, Tensor) and v.numel() == 1 else v for k, v in group.items() if k != "params"},
-        )
-        for group in optimizer.param_groups
-    ]
