@@ -1,10 +1,11 @@
 """The recorded steps of a run: what stays in memory, and when steps are written to disk."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 from zlib import crc32
 
 import torch
@@ -30,7 +31,7 @@ from epk_gp.storage.writer import RunWriter, Storage
 Held = tuple[Float[Tensor, " P"], Float[Tensor, " Q"] | None]  # weights and moving statistics of a state
 Recorded = tuple[States, Updates, States | None, tuple[str, ...]]  # the last: digests of the runs up to each state
 _ANCHORS = 4  # results of moves that stay in memory, from which the slow weights of Lookahead go on
-_BLOCK_BYTES = 4 << 20  # some 100 states of a network of 10 000 float32 weights
+_BLOCK_BYTES = 1 << 20  # some 25 states of a network of 10 000 float32 weights
 
 
 class TensorArena:
@@ -328,7 +329,7 @@ class CommitSchedule:
         self._stream, self._num_points = stream, 0 if stream is None else len(stream.X)  # the points that are on disk
         self.writer, self._limits, self._history, self._training = writer, storage, history, training
         self._num_completed = self._num_counted = history.num_steps
-        self._training_state: dict[str, Tensor] = {}  # after the last completed step
+        self._training_state: tuple[Mapping[str, Any], Tensor] | None = None  # after the last completed step
         self._last_commit = time.monotonic()
         self._num_bytes = 0.0  # of the completed steps that are not on disk
         self._digests = read_digests(writer.path, writer.chunks)
@@ -352,11 +353,15 @@ class CommitSchedule:
             return None
         return self._training.replay_row(made.options, is_kept=state % schema.keep_every == 0)
 
-    def complete_iteration(self, *, commits: bool = True) -> None:
-        """Keep the training state after the steps so far, and commit them if a limit of the storage is reached."""
-        self._num_completed, self._training_state = self._history.num_steps, self._training.state_dict()
-        if commits:
-            self.commit_if_due()
+    def complete_iteration(self, snapshot: Mapping[str, Any]) -> None:
+        """Keep what the training goes on from after the steps so far: a snapshot, and the momentum."""
+        self._num_completed, self._training_state = self._history.num_steps, (snapshot, self._training.momentum.clone())
+
+    def needs_steps(self, waiting: int) -> bool:
+        """Return whether a limit of the storage is reached once `waiting` steps more are recorded."""
+        limits, count = self._limits, self._history.num_steps + waiting - self.num_committed
+        is_late = time.monotonic() - self._last_commit >= limits.seconds
+        return is_late or (limits.steps is not None and count >= limits.steps)
 
     def commit_if_due(self) -> None:
         """Commit the completed steps if a limit of the storage is reached."""
@@ -386,7 +391,8 @@ class CommitSchedule:
             states = [results[s - first - 1].end for s in schema.held_between(first + 1, count)]
             statistics = [r.statistics for r in results if r.statistics is not None]
             digests = tuple(result.digest() for result in results)
-            kept = (states, steps, updates, digests, self._training_state, statistics)
+            state = self._training.state_dict(*(self._training_state or ()))
+            kept = (states, steps, updates, digests, state, statistics)
             made = [(state, r.replay) for state, r in enumerate(results, first + 1) if r.replay]
             replay = [row | {CHECKSUM: torch.tensor(self._history.checksum(state))} for state, row in made]
             rows = dict[str, Tensor]()

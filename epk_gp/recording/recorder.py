@@ -213,7 +213,7 @@ class Recorder:
         self._identity = RowIdentity(self._setup.X, self._setup.y, loss)
         self._schedule = CheckSchedule(check_every)
         self._waiting: list[WaitingStep] = []  # steps that are made, and neither checked nor recorded
-        waits = self._setup.model.num_weights <= FEW_WEIGHTS and setup.stream is None and folder is None
+        waits = self._setup.model.num_weights <= FEW_WEIGHTS and setup.stream is None and storage.keep_every == 1
         self._num_bytes = 0  # that they take
         self._may_wait = waits and self._ranks.size == 1
         self._first_step = self.num_steps
@@ -585,13 +585,24 @@ class Recorder:
         record = record if made.groups is None else replace(record, groups=made.groups)
         self._history.append(record, step.end, update, after, replay, is_kept=is_kept)
         setup.live.know_copy(step.end, self._history.last.end)
+        if step.snapshot is not None and self._commits is not None:
+            self._commits.complete_iteration(step.snapshot)
 
     def _complete_iteration(self, *, commits: bool = True) -> None:
         """Keep what a resumed run continues from, if the run is on disk, and commit steps if that is due."""
         if self._ranks.is_divided:
             self._ranks.complete_iteration(self._training)
-        if self._commits is not None:
-            self._commits.complete_iteration(commits=commits)
+        if self._commits is None:
+            return
+        snapshot = self._training.snapshot()
+        if not self._waiting:
+            self._commits.complete_iteration(snapshot)
+        else:
+            self._waiting[-1].snapshot = snapshot
+            if self._commits.needs_steps(len(self._waiting)):
+                self._record_waiting()
+        if commits:
+            self._commits.commit_if_due()
 
     def _require_identity(self, error: str | None, end: str = "") -> None:
         """Raise if rows are not those of the announced indices, and say once that the loop scales and shifts them."""

@@ -4,8 +4,9 @@ In a small network the arithmetic of a step costs less than the calls that carry
 some, and rows, gradients in the outputs and changes of the weights are compared for all of them together.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from jaxtyping import Bool, Float
@@ -39,6 +40,7 @@ class WaitingStep:
         end: The weights after it, (P,).
         before: The moving statistics before it, (Q,).
         statistics: Those after it.
+        snapshot: What a resumed run continues from after it, of a run on disk.
     """
 
     made: MadeStep
@@ -46,6 +48,7 @@ class WaitingStep:
     end: Float[Tensor, " P"]
     before: Float[Tensor, " Q"]
     statistics: Float[Tensor, " Q"]
+    snapshot: Mapping[str, Any] | None = None
 
 
 def num_bytes(made: MadeStep) -> int:

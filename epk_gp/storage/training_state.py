@@ -139,18 +139,15 @@ class TrainingState:
         groups = [group.to_json() for group in self.groups]
         return {"optimizer": options, "num_optimizers": len(self.optimizers), "groups": groups}
 
-    def state_dict(self) -> dict[str, Tensor]:
-        """Copy the state of all objects, and torch's random numbers, into tensors that can be stored.
+    def snapshot(self) -> dict[str, Any]:
+        """Return a copy of the state of all objects, and of torch's random numbers, but not of the momentum.
 
         Raises:
-            TypeError: A state holds something that only a pickle could store.
             ValueError: A parameter group was removed whose state is still there.
         """
-        tensors: dict[str, Tensor] = {_RANDOM: torch.random.get_rng_state()}
-        if self.momentum.any():
-            tensors[_MOMENTUM] = self.momentum.clone()
+        random = {_RANDOM: torch.random.get_rng_state()}
         if (device := self._accelerator()) is not None:
-            tensors[_DEVICE_RANDOM] = torch.get_device_module(device).get_rng_state(device)
+            random[_DEVICE_RANDOM] = torch.get_device_module(device).get_rng_state(device)
         try:
             states = [optimizer.state_dict() for optimizer in self.optimizers]
         except KeyError as error:
@@ -163,7 +160,21 @@ class TrainingState:
             },
             "buffers": {name: value for name, value in self._buffers().items() if self._has_changed(name, value)},
         }
-        return tensors | _encoded(state)
+        return {"random": random, "state": _copied(state)}
+
+    def state_dict(
+        self, snapshot: Mapping[str, Any] | None = None, momentum: Tensor | None = None
+    ) -> dict[str, Tensor]:
+        """Return a snapshot, by default of now, and the momentum with it, as tensors that can be stored.
+
+        Raises:
+            TypeError: A state holds something that only a pickle could store.
+            ValueError: As of `snapshot`.
+        """
+        snapshot = self.snapshot() if snapshot is None else snapshot
+        momentum = self.momentum if momentum is None else momentum
+        held = {_MOMENTUM: momentum.clone()} if momentum.any() else {}
+        return {**snapshot["random"], **held, **_encoded(snapshot["state"])}
 
     def replay_row(self, options: Sequence[Mapping[str, Any]], *, is_kept: bool) -> dict[str, Tensor]:
         """Return what a step needs to be made again: options of the groups, and the number of threads.
@@ -268,6 +279,15 @@ def _encoded(state: Any) -> dict[str, Tensor]:
     tensors = dict[str, Tensor]()
     text = json.dumps(_encode(state, tensors, "state"))
     return tensors | {_STATE: torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)}
+
+
+def _copied(value: Any) -> Any:
+    """Return a state with copies of its tensors, in new lists and dictionaries."""
+    if isinstance(value, Tensor):
+        return value.detach().clone()
+    if type(value) is dict:
+        return {key: _copied(entry) for key, entry in value.items()}
+    return [_copied(entry) for entry in value] if type(value) is list else value
 
 
 def decoded_state(tensors: Mapping[str, Tensor], message: str) -> Any:
