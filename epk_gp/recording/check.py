@@ -57,18 +57,26 @@ class CheckSchedule:
         cost: Seconds of the last check.
     """
 
+    now = staticmethod(time.perf_counter)
+
     def __init__(self, every: int | None) -> None:
         self.every, self.num_checked, self.cost = every, 0, math.inf
+        self._num_made, self._began = 0, 0.0  # steps, and when the second one was made: the first loads what all need
         self._first: int | None = None  # the first step of this recording
-        self._next, self._began = 0, 0.0
-        self._spent, self._smallest_cost = 0.0, math.inf  # seconds of all checks, and of the cheapest
+        self._next, self._spent, self._smallest_cost = 0, 0.0, math.inf  # seconds of all checks, and of the cheapest
+
+    def count_step(self) -> None:
+        """Count a step that the loop has made."""
+        self._num_made += 1
+        if self._num_made <= 2:
+            self._began, self._spent = self.now(), 0.0
 
     @contextmanager
     def checking(self) -> Iterator[None]:
         """Count the time inside as that of a check, which the steps that follow pay for."""
-        began = time.perf_counter()
+        began = self.now()
         yield
-        self.cost = time.perf_counter() - began
+        self.cost = self.now() - began
         self._spent += self.cost
 
     def is_due(self, index: int) -> bool:
@@ -77,10 +85,7 @@ class CheckSchedule:
         Of each block of `every` steps it is one that a hash of the block's number chooses, the first one of the first
         block: no loop can have a period that avoids all checks.
         """
-        if self._first is None:
-            self._first = index
-        if index <= self._first + 1:  # what the first step loads and makes serves all
-            self._began, self._spent = time.perf_counter(), 0.0
+        self._first = index if self._first is None else self._first
         if index == self._first:
             return True
         if self.every is not None:
@@ -88,13 +93,14 @@ class CheckSchedule:
             return place == (_hash_of(block) % self.every if block else 0)
         return index < self._first + _FIRST_STEPS or index >= self._next
 
-    def _gain(self, index: int) -> float:
-        """Return the seconds of checks that a step pays for."""
-        return _SHARE * (time.perf_counter() - self._began) / max(1, index - (self._first or 0)) + 1e-9
+    @property
+    def _gain(self) -> float:
+        """Seconds of checks that a step pays for."""
+        return _SHARE * max(self.now() - self._began, 1e-9) / max(1, self._num_made - 2)
 
-    def steps_that_pay(self, index: int) -> int:
+    def steps_that_pay(self) -> int:
         """Return the number of steps that pay for another check like the last; 0 where checks have fixed places."""
-        return 0 if self.every is not None else math.ceil(self.cost / self._gain(index))
+        return 0 if self.every is not None else math.ceil(self.cost / self._gain)
 
     def add(self, index: int) -> None:
         """Count the check of a step, and choose the next one.
@@ -102,8 +108,7 @@ class CheckSchedule:
         A hash chooses within a range whose mean is the number of steps that pay for the checks so far.
         """
         self.num_checked += 1
-        self._smallest_cost = min(self._smallest_cost, self.cost)
-        gain = self._gain(index)
+        self._smallest_cost, gain = min(self._smallest_cost, self.cost), self._gain
         debt = self._spent - gain * (index - (self._first or 0))
         steps = max(1, math.ceil((self._smallest_cost + debt) / gain))
         self._next = index + 1 + _hash_of(index) % (2 * steps - 1)

@@ -19,7 +19,7 @@ from epk_gp.core.losses import UnstatedLoss, loss_input, targets_like
 from epk_gp.core.model import FEW_WEIGHTS, as_written, device_random_state
 from epk_gp.core.step import ForwardPass
 from epk_gp.optimizers.library_rules import NoOptimizer
-from epk_gp.optimizers.torch_rules import GivenRules, OptimizerGroup, groups_of, learning_rate, state_of, states_before
+from epk_gp.optimizers.torch_rules import GivenRules, OptimizerGroup, groups_of, state_of, states_before
 from epk_gp.optimizers.update_rules import (
     GRADIENT,
     NO_UPDATE,
@@ -155,7 +155,7 @@ class MadeStep:
     """A step that the optimizers of a loop have made together.
 
     Attributes:
-        lr: The learning rate of the first optimizer that took part.
+        rates: The learning rates of all groups of the optimizers, in the order in which these took part.
         announced: The batches that were announced for it, with their forward passes.
         gradient: The gradient that the optimizers used; zero for a parameter without one.
         without_gradient: Names of the parameters without a gradient, which torch neither clips nor moves.
@@ -170,7 +170,7 @@ class MadeStep:
         has_left_over: Whether parameters had a gradient already when the first backward pass began.
     """
 
-    lr: float
+    rates: Sequence[float]
     announced: Sequence[AnnouncedBatch]
     gradient: Float[Tensor, " P"]
     without_gradient: Set[str]
@@ -184,6 +184,11 @@ class MadeStep:
     has_left_over: bool
     doubt: str | None = None
     is_doubtful: bool = False
+
+    @property
+    def lr(self) -> float:
+        """The learning rate of the first group."""
+        return self.rates[0]
 
     @cached_property
     def update(self) -> UpdateCoefficients:
@@ -204,7 +209,7 @@ class StepInProgress:
         announced: The batches whose gradient the step uses.
         before: What the optimizer that makes its step held of each parameter before it.
         stepped: The optimizers that have made their part of the step.
-        lr: The learning rate of the first of them.
+        rates: The learning rates of their groups.
         coefficients: The coefficients of each parameter's step.
         gradients: The gradient that was used of each parameter.
     """
@@ -217,7 +222,7 @@ class StepInProgress:
     announced: list[AnnouncedBatch] = field(default_factory=list)
     before: Mapping[str, Any] = field(default_factory=dict)
     stepped: list[Optimizer] = field(default_factory=list)
-    lr: float = 0.0
+    rates: list[float] = field(default_factory=list)
     coefficients: dict[str, LinearStep] = field(default_factory=dict)
     gradients: dict[str, Tensor] = field(default_factory=dict)
 
@@ -400,7 +405,7 @@ class StepObserver:
             self._present, self._last_groups = present, tuple(group.of_scale() for group in present)
         memory, self._spare = (None if model.num_weights <= FEW_WEIGHTS else self._spare), None
         made = MadeStep(
-            lr=self._step.lr,
+            rates=self._step.rates,
             announced=self._step.announced,
             gradient=model.flatten({**zeros, **self._step.gradients}, memory),
             without_gradient={*model.names} - self._step.gradients.keys(),
@@ -661,7 +666,9 @@ class StepObserver:
             else:
                 linear = replace(linear, grad_scale=0.0)
             self._step.coefficients[name] = linear
-        self._step.lr = self._step.lr if self._step.stepped else learning_rate(optimizer)
+        self._step.rates += [
+            float("nan" if group.get("lr") is None else group["lr"]) for group in optimizer.param_groups
+        ]
         self._step.stepped.append(optimizer)
         if len(self._step.stepped) == len(self._optimizers):
             self.complete()

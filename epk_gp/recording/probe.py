@@ -110,7 +110,7 @@ class DerivativeProbe:
             cause = _find_fault(setup.model, path, rows if batch is None else setup.X[rows])
         gradients = setup.model.unflatten(observed.made.gradient).values()
         hides = not index and not all(bool(g.any()) for g in gradients)  # layers that begin at zero hide others
-        wait = _FIRST_WAIT if hides else max(_LEAST_WAIT, 3 * index, 2 * schedule.steps_that_pay(index))
+        wait = _FIRST_WAIT if hides else max(_LEAST_WAIT, 3 * index, 2 * schedule.steps_that_pay())
         self.next = index + 1 + wait
         if cause is None:
             return

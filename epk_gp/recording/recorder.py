@@ -24,7 +24,7 @@ from epk_gp.core.show import warn_caller, warn_uncertified
 from epk_gp.core.step import Step, fingerprint_data, fingerprint_start
 from epk_gp.core.trajectory import Trajectory
 from epk_gp.optimizers.library_rules import NoOptimizer
-from epk_gp.optimizers.torch_rules import Optimizers, Rules, as_optimizers, given_rules, groups_of
+from epk_gp.optimizers.torch_rules import Optimizers, Rules, as_optimizers, given_rules, groups_of, learning_rate
 from epk_gp.optimizers.update_rules import Clip
 from epk_gp.recording.causes import StepMismatchError
 from epk_gp.recording.check import CheckSchedule, check_step, measure_step, needs_exact_check
@@ -485,6 +485,7 @@ class Recorder:
     def _report(self, made: MadeStep) -> None:
         """Take a step that the optimizers have made, which is checked and recorded at once, or with others."""
         self._has_refused, setup = True, self._setup
+        self._schedule.count_step()
         with self._ranks.together() if self._ranks.size > 1 else nullcontext(), _errors_of_step(lambda: self.num_steps):
             setup.validate_modules()
             if self._ranks.size > 1:
@@ -508,6 +509,8 @@ class Recorder:
             raise StepMismatchError("optimizer.step() must be preceded by recorder.batch(indices): it was not.")
         if not made.is_seen_enough:
             raise StepMismatchError(f"{made.unseen}.")
+        if not all(0 <= rate < math.inf for rate in made.rates):
+            learning_rate(self._optimizers)
         last, after = self._last, self._observer.statistics()
         before = after if last.statistics is None else last.statistics
         return WaitingStep(made, last.end, self._setup.weights(), before, after)

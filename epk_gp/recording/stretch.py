@@ -12,7 +12,15 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from epk_gp.core.losses import Loss, PerSampleLoss, UnstatedLoss, ignored_class, loss_derivatives, sample_weights
+from epk_gp.core.losses import (
+    ClassLoss,
+    Loss,
+    PerSampleLoss,
+    UnstatedLoss,
+    ignored_class,
+    loss_derivatives,
+    sample_weights,
+)
 from epk_gp.core.step import Step
 from epk_gp.optimizers.update_rules import (
     FIELDS,
@@ -108,8 +116,10 @@ def _plain_pass(setup: TrainingSetup, made: MadeStep) -> CapturedForward | None:
 
 def _weights_of(loss: Loss, y: Tensor, counts: Sequence[int]) -> Tensor:
     """Return the weights of the rows of several batches in the loss of their own batch."""
-    by_target = getattr(loss, "class_weights", None) is not None or (isinstance(loss, PerSampleLoss) and loss.counts)
-    if by_target or (not y.is_floating_point() and bool((y == ignored_class(loss)).any())):
+    by_target = isinstance(loss, PerSampleLoss) and loss.counts is not None
+    if isinstance(loss, ClassLoss) and not y.is_floating_point():
+        by_target = loss.class_weights is not None or bool((y == ignored_class(loss)).any())
+    if by_target:
         return torch.cat([sample_weights(loss, own) for own in y.split(list(counts))])
     of_count = {n: sample_weights(loss, y[:n]) for n in set(counts)}
     return torch.cat([of_count[n] for n in counts])

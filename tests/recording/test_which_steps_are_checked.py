@@ -19,64 +19,52 @@ class Clock:
 
     def __init__(self, every=None):
         self.time, self.checked = 0.0, []
-        self.schedule = CheckSchedule(every, torch.device("cpu"))
+        self.schedule = CheckSchedule(every)
         self.schedule.now = lambda: self.time
 
-    def run(self, steps, loop, own, check, first=0.0):
-        """Make steps; the first one takes longer to record. Return the share of the loop's time that is added."""
+    def run(self, steps, loop, check, first=0.0, waiting=1):
+        """Make steps, some of which wait for others; the first one takes longer. Return the share of the checks."""
         for index in range(steps):
-            self.time += loop
-            with self.schedule.recording():
-                self.schedule.begin_step()
-                self.time += own + (first if index == 0 else 0.0)
-                if self.schedule.is_due(index):
+            self.time += loop + (first if index == 0 else 0.0)
+            self.schedule.count_step()
+            for own in range(index + 1 - waiting, index + 1) if (index + 1) % waiting == 0 else ():
+                if self.schedule.is_due(own):
                     with self.schedule.checking():
                         self.time += check
-                    self.schedule.add(index)
-                    self.checked.append(index)
-        return self.time / (steps * loop) - 1
+                    self.schedule.add(own)
+                    self.checked.append(own)
+        return (self.time - first) / (steps * loop) - 1
 
 
-@pytest.mark.parametrize(
-    ("loop", "own", "check", "least", "most"),
-    [(loop * MS, own * MS, 1.2 * loop * MS, 0.145, 0.155) for loop in (20, 35, 200) for own in (0.1, 1, 2)]
-    + [(20 * MS, 4 * MS, 25 * MS, 0.2, 0.215)],  # where recording alone takes the time, some steps are checked
-)
-def test_recording_takes_its_share_of_the_time_and_uses_it(loop, own, check, least, most):
+@pytest.mark.parametrize("waiting", [1, 64])
+@pytest.mark.parametrize("loop", [0.4 * MS, 20 * MS, 200 * MS])
+@pytest.mark.parametrize("steps", [0.5, 1.2, 6])
+def test_checks_take_their_share_of_the_time(loop, steps, waiting):
     clock = Clock()
-    assert least < clock.run(4000, loop, own, check) < most
+    assert 0.04 < clock.run(6400, loop, steps * loop, waiting=waiting) < 0.06
     assert 20 < len(clock.checked) == clock.schedule.num_checked
     gaps = {b - a for a, b in zip(clock.checked[5:], clock.checked[6:], strict=False)}
     assert len(gaps) > 8  # no period
 
 
-def test_a_short_step_counts_as_20_ms():
-    clock = Clock()
-    clock.run(2000, 1 * MS, own=0.5 * MS, check=2 * MS)
-    assert len(clock.checked) > 2000 / 2
-
-
 def test_a_slow_first_step_is_not_paid_for_by_others_and_other_checks_are():
     slow, quick = Clock(), Clock()
-    slow.run(500, 20 * MS, own=1 * MS, check=25.3 * MS, first=5.0)
-    quick.run(500, 20 * MS, own=1 * MS, check=25.3 * MS)
+    slow.run(500, 20 * MS, check=25.3 * MS, first=5.0)
+    quick.run(500, 20 * MS, check=25.3 * MS)
     assert slow.checked[:5] == quick.checked[:5]
     before = len(quick.checked)
-    with quick.schedule.recording(), quick.schedule.checking():
+    with quick.schedule.checking():
         quick.time += 2.0
-    cost = quick.schedule.cost
-    assert quick.schedule.steps_that_pay(cost) == pytest.approx(
-        1000, rel=0.05
-    )  # 15 % of 20 ms are 3, of which 1 is taken
-    quick.run(500, 20 * MS, own=1 * MS, check=25 * MS)
+    assert quick.schedule.steps_that_pay() == pytest.approx(1500, rel=0.2)  # 5 % of some 25 ms
+    quick.run(500, 20 * MS, check=25 * MS)
     assert len(quick.checked) - before < 10
 
 
 def test_a_fixed_number_is_kept_whatever_the_time():
     clock = Clock(every=10)
-    clock.run(100, 20 * MS, own=1 * MS, check=900 * MS)
+    clock.run(100, 20 * MS, check=900 * MS)
     assert [index // 10 for index in clock.checked] == list(range(10))
-    assert clock.schedule.steps_that_pay(1.0) == 0
+    assert clock.schedule.steps_that_pay() == 0
 
 
 @pytest.fixture
