@@ -1,6 +1,7 @@
 """The cost of recording, on one thread: of the first steps and of later ones, and of an MNIST CNN's whole training.
 
 Usage: EPK_GP_DATA=FOLDER python benchmarks/recording_overhead.py networks
+       python benchmarks/recording_overhead.py small
        EPK_GP_DATA=FOLDER python benchmarks/recording_overhead.py training --batch-size 64 --rounds 6
 The loop of a usual training (dropout, BatchNorm, augmentation): add --network random --augments
 """
@@ -100,6 +101,47 @@ def network(name: str, steps: Annotated[int, typer.Option(help="Later steps.")] 
         "checked_share": checked / steps,
     }
     typer.echo(json.dumps({"training": training.name, **numbers}))
+
+
+@app.command()
+def small(
+    steps: Annotated[int, typer.Option(help="Steps of a training.")] = 1000,
+    rounds: Annotated[int, typer.Option(help="Trainings of each kind, in turns; the medians count.")] = 5,
+) -> None:
+    """Time whole recordings of a network 2-32-32-3 in plain trainings: batches of 30, float64, one thread."""
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    X, y = torch.randn(300, 2, dtype=torch.float64), torch.randint(3, (300,))
+    batches = [torch.randint(300, (30,)) for _ in range(steps)]
+
+    def seconds(kind: str, make: Callable[..., torch.optim.Optimizer]) -> float:
+        net = nn.Sequential(nn.Linear(2, 32), nn.Tanh(), nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 3)).double()
+        optimizer = make(net.parameters())
+        with tempfile.TemporaryDirectory() as folder:
+            begun = time.thread_time()
+            path = Path(folder) / "run" if kind == "on disk" else None
+            recorder = None if kind == "plain" else epk.Recorder(net, optimizer, X, y, folder=path)
+            with nullcontext() if recorder is None else recorder:
+                for batch in batches:
+                    optimizer.zero_grad()
+                    F.cross_entropy(net(X[batch]), y[batch]).backward()
+                    if recorder is not None:
+                        recorder.batch(batch)
+                    optimizer.step()
+            return time.thread_time() - begun
+
+    optimizers = {
+        "SGD": lambda params: torch.optim.SGD(params, lr=0.05, momentum=0.9),
+        "Adam": lambda params: torch.optim.Adam(params, lr=1e-3),
+    }
+    for name, make in optimizers.items():
+        taken = [{kind: seconds(kind, make) for kind in ("plain", "in memory", "on disk")} for _ in range(rounds + 1)]
+        for kind in ("in memory", "on disk"):
+            ratios = [times[kind] / times["plain"] for times in taken[1:]]  # the first round warms up
+            typer.echo(
+                f"{name} {kind}: {statistics.median(ratios):.2f} plain trainings "
+                f"({min(ratios):.2f} to {max(ratios):.2f}, {rounds} rounds of {steps} steps)"
+            )
 
 
 def table(rows: list[dict[str, Any]]) -> str:

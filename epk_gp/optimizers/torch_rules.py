@@ -203,21 +203,26 @@ def _muon_of_library(p: nn.Parameter, group: Options, before: Options, after: Op
     return _muon(seen, {**group, **own}, before, {"momentum_buffer": buffer.reshape(shape)})
 
 
+_MOMENTS = ("exp_avg_sq", "max_exp_avg_sq")
 GRADIENT_DESCENT = UpdateRule("gradient descent", lambda p, group, *_: LinearStep(lr=float(group["lr"]), beta=1.0))
 RULES: dict[type[Optimizer], UpdateRule] = {NoOptimizer: GRADIENT_DESCENT} | {
     getattr(optim, rule.name): rule
     for rule in (
-        UpdateRule("SGD", _sgd),
-        UpdateRule("Adam", _adam),
-        UpdateRule("AdamW", lambda p, o, *states: _adam(p, {**o, "decoupled_weight_decay": True}, *states)),
-        UpdateRule("RMSprop", _rmsprop),
-        UpdateRule("Adagrad", _adagrad),
+        UpdateRule("SGD", _sgd, of_entries=()),
+        UpdateRule("Adam", _adam, of_entries=_MOMENTS),
+        UpdateRule(
+            "AdamW",
+            lambda p, o, *states: _adam(p, {**o, "decoupled_weight_decay": True}, *states),
+            of_entries=_MOMENTS,
+        ),
+        UpdateRule("RMSprop", _rmsprop, of_entries=("square_avg", "grad_avg")),
+        UpdateRule("Adagrad", _adagrad, of_entries=("sum",)),
         UpdateRule("Adadelta", _adadelta, ("acc_delta",)),
         UpdateRule("Adafactor", _adafactor, (WEIGHTS,)),
-        UpdateRule("Adamax", _adamax),
+        UpdateRule("Adamax", _adamax, of_entries=("exp_inf",)),
         UpdateRule("ASGD", _asgd, ("eta",)),
-        UpdateRule("NAdam", _nadam),
-        UpdateRule("RAdam", _radam),
+        UpdateRule("NAdam", _nadam, of_entries=_MOMENTS),
+        UpdateRule("RAdam", _radam, of_entries=_MOMENTS),
         UpdateRule("Rprop", _rprop),
         UpdateRule("SparseAdam", _sparse_adam),
         UpdateRule("Muon", _muon, unexplained=0.5),

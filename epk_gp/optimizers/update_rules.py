@@ -117,6 +117,8 @@ class UpdateRule:
         buffers: Function of parameter, options and state that returns m, and n if there is one, of an optimizer that
             has made steps before the recording: its "momentum_buffer" or "exp_avg" by default.
         refusal: The error if one of the first two steps is another one, of a rule that is a guess.
+        of_entries: Names of the entries of the state that the function reads, where each weight's coefficients follow
+            from its own entries by the same formula: then it is called once for all parameters. None where they do not.
     """
 
     name: str
@@ -125,6 +127,7 @@ class UpdateRule:
     unexplained: float = 0.0
     buffers: Callable[[nn.Parameter, Options, Options], tuple[Tensor, ...]] = _momentum_buffer
     refusal: str = ""
+    of_entries: tuple[str, ...] | None = None
 
 
 def validate_unexplained(rule: UpdateRule, unexplained: float | None) -> None:
@@ -227,16 +230,22 @@ def _joined(name: str, values: Sequence[Number], sizes: Sequence[int]) -> Tensor
     return torch.cat(numbers)  # which promotes their types
 
 
-def stack_steps(steps: Sequence[Sequence[LinearStep]], sizes: Sequence[int]) -> list[UpdateCoefficients]:
-    """Return the coefficients of several steps, as `stack_coefficients` does for one; they share their memory."""
-    if any(type(own) is not LinearStep or own.has_matrices for step in steps for own in step):
-        return [stack_coefficients(step, sizes) for step in steps]
+def stack_steps(steps: Sequence[Sequence[LinearStep] | LinearStep], sizes: Sequence[int]) -> list[UpdateCoefficients]:
+    """Return the coefficients of several steps, as `stack_coefficients` does for one; they share their memory.
+
+    One `LinearStep` in the place of those of the parameters has the coefficients of all weights in their order.
+    """
+    several = [(own,) if isinstance(own, LinearStep) else own for own in steps]
+    if any(type(own) is not LinearStep or own.has_matrices for step in several for own in step):
+        return [stack_coefficients(step, sizes) for step in several]
     columns = list[Sequence[Tensor]]()
-    for rows in zip(*(zip(*map(_FIELDS_OF, step), strict=True) for step in steps), strict=True):
+    for rows in zip(*(zip(*map(_FIELDS_OF, step), strict=True) for step in several), strict=True):
         if any(isinstance(value, Tensor) for row in rows for value in row):
-            columns.append([_joined(FIELDS[len(columns)], row, sizes) for row in rows])
+            columns.append(
+                [row[0] if len(row) < len(sizes) else _joined(FIELDS[len(columns)], row, sizes) for row in rows]
+            )
         else:
-            columns.append(torch.tensor(rows, dtype=torch.float64).unbind())
+            columns.append(torch.tensor([row * (len(sizes) // len(row)) for row in rows], dtype=torch.float64).unbind())
     return [UpdateCoefficients(*own) for own in zip(*columns, strict=True)]
 
 

@@ -27,7 +27,7 @@ from epk_gp.optimizers.update_rules import (
     LinearStep,
     Options,
     UpdateCoefficients,
-    stack_coefficients,
+    stack_steps,
 )
 from epk_gp.recording.causes import StepMismatchError
 from epk_gp.recording.setup import TrainingSetup
@@ -159,7 +159,7 @@ class MadeStep:
         announced: The batches that were announced for it, with their forward passes.
         gradient: The gradient that the optimizers used; zero for a parameter without one.
         without_gradient: Names of the parameters without a gradient, which torch neither clips nor moves.
-        linear: The coefficients of each parameter's step, read from the optimizers, without gradient clipping.
+        linear: The coefficients of each parameter's step, or of all weights, without gradient clipping.
         sizes: Number of weights of each parameter.
         groups: The parameter groups of all optimizers; None where they are those of the step before.
         options: All options of each group.
@@ -174,7 +174,7 @@ class MadeStep:
     announced: Sequence[AnnouncedBatch]
     gradient: Float[Tensor, " P"]
     without_gradient: Set[str]
-    linear: Sequence[LinearStep]
+    linear: Sequence[LinearStep] | LinearStep
     sizes: Sequence[int]
     groups: tuple[OptimizerGroup, ...] | None
     options: Sequence[Options]
@@ -193,7 +193,7 @@ class MadeStep:
     @cached_property
     def update(self) -> UpdateCoefficients:
         """The coefficients of the step of all parameters."""
-        return stack_coefficients(self.linear, self.sizes)
+        return stack_steps([self.linear], self.sizes)[0]
 
 
 @dataclass(eq=False)
@@ -211,6 +211,7 @@ class StepInProgress:
         stepped: The optimizers that have made their part of the step.
         rates: The learning rates of their groups.
         coefficients: The coefficients of each parameter's step.
+        joint: Those of all weights together, where they are read so.
         gradients: The gradient that was used of each parameter.
     """
 
@@ -224,6 +225,7 @@ class StepInProgress:
     stepped: list[Optimizer] = field(default_factory=list)
     rates: list[float] = field(default_factory=list)
     coefficients: dict[str, LinearStep] = field(default_factory=dict)
+    joint: LinearStep | None = None
     gradients: dict[str, Tensor] = field(default_factory=dict)
 
 
@@ -409,7 +411,7 @@ class StepObserver:
             announced=self._step.announced,
             gradient=model.flatten({**zeros, **self._step.gradients}, memory),
             without_gradient={*model.names} - self._step.gradients.keys(),
-            linear=[self._step.coefficients.get(name, NO_UPDATE) for name in model.names],
+            linear=self._step.joint or [self._step.coefficients.get(name, NO_UPDATE) for name in model.names],
             sizes=model.sizes,
             groups=None if before is self._last_groups or before == self._last_groups else self._last_groups,
             options=[group.options for group in present],
@@ -637,11 +639,47 @@ class StepObserver:
         del self._inside[-1:]
         if any(each is optimizer for each in self._inside):
             return
-        model, rule = self.setup.model, self.setup.update_rule
         groups = {id(p): group for group in optimizer.param_groups for p in group["params"]}
         if groups.keys() - self._names.keys():  # of another network, or a new one
             self._names = {id(p): name for name, p in self.setup.net.named_parameters()}
         self._groups[id(optimizer)] = groups_of(optimizer, self._rules[id(optimizer)], self._names)
+        if (joint := self._joint_coefficients(optimizer)) is not None:
+            self._step.joint = joint
+            self._step.gradients = {self._names[id(p)]: p.grad for p in optimizer.param_groups[0]["params"]}
+        else:
+            self._read_parameters(optimizer, groups)
+        self._step.rates += [
+            float("nan" if group.get("lr") is None else group["lr"]) for group in optimizer.param_groups
+        ]
+        self._step.stepped.append(optimizer)
+        if len(self._step.stepped) == len(self._optimizers):
+            self.complete()
+
+    def _joint_coefficients(self, optimizer: Optimizer) -> LinearStep | None:
+        """Return the coefficients of all weights together, where one group holds them all and a rule reads entries."""
+        model, rule, params = self.setup.model, self.setup.update_rule, optimizer.param_groups[0]["params"]
+        names = [self._names.get(id(p)) for p in params]
+        is_whole = len(self._optimizers) == len(optimizer.param_groups) == 1 and (*names,) == model.names
+        if rule.of_entries is None or not is_whole or len(params) == 1:
+            return None
+        states, before = [optimizer.state.get(p, {}) for p in params], [self._step.before.get(n, {}) for n in names]
+        is_alike = all(own.keys() == states[0].keys() for own in states) and before.count(before[0]) == len(before)
+        if not is_alike or any(p.grad is None or p.grad.is_sparse or not p.requires_grad for p in params):
+            return None
+        state: dict[str, Any] = dict.fromkeys(states[0])
+        for name in state:
+            values = [own[name] for own in states]
+            if name in rule.of_entries:
+                state[name] = torch.cat([value.reshape(-1) for value in values])
+            elif not isinstance(values[0], Tensor) or not values[0].ndim:
+                state[name] = values[0]
+                if any(value != values[0] for value in values):
+                    return None
+        return rule.coefficients(params[0], optimizer.param_groups[0], before[0], state)
+
+    def _read_parameters(self, optimizer: Optimizer, groups: Mapping[int, Options]) -> None:
+        """Read gradients and coefficients of an optimizer's parameters one by one."""
+        model, rule = self.setup.model, self.setup.update_rule
         weights = model.unflatten(self._weights()) if WEIGHTS in rule.needs_before else {}
         for parameter in (p for group in optimizer.param_groups for p in group["params"] if id(p) in self._names):
             name = self._names[id(parameter)]
@@ -666,9 +704,3 @@ class StepObserver:
             else:
                 linear = replace(linear, grad_scale=0.0)
             self._step.coefficients[name] = linear
-        self._step.rates += [
-            float("nan" if group.get("lr") is None else group["lr"]) for group in optimizer.param_groups
-        ]
-        self._step.stepped.append(optimizer)
-        if len(self._step.stepped) == len(self._optimizers):
-            self.complete()
