@@ -1,5 +1,6 @@
 """Arguments that many functions share: checks, which raise if a value is not what its name says, and options."""
 
+import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields
@@ -393,6 +394,8 @@ def parse_batch(indices: Any, num_points: int, index: int, least: int) -> Int64[
 
 def parse_weight(weight: Any, num_rows: int, index: int) -> float | Tensor:
     """Return the factor of a batch's loss, or of each of its rows, as a number or as float64."""
+    if type(weight) is float and math.isfinite(weight):
+        return weight
     if not isinstance(weight, Tensor):
         validate_number(weight, f"step {index}: weight")
     factor = torch.as_tensor(weight, dtype=torch.float64).detach().cpu()

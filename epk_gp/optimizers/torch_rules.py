@@ -403,6 +403,14 @@ def groups_of(optimizer: Optimizer, given: UpdateRule | None, names: Mapping[int
     return tuple(groups)
 
 
+def options_of(optimizer: Optimizer) -> list[Any]:
+    """Return all options of the groups and the number of their parameters: equal where `groups_of` gives the same."""
+    values = (value for group in optimizer.param_groups for key, value in group.items() if key != "params")
+    return [_plain(v) if isinstance(v, Tensor | list) else v for v in values] + [
+        len(group["params"]) for group in optimizer.param_groups
+    ]
+
+
 def _plain(option: Any) -> Any:
     """Return an option with numbers in the place of tensors; None for what is no number, text or sequence of them."""
     if isinstance(option, tuple | list):
@@ -531,10 +539,12 @@ def states_before(
         where the optimizer has no state of the parameter yet.
     """
     result: dict[str, dict[str, Any]] = {}
-    groups = {id(p): group for group in optimizer.param_groups for p in group["params"]}
+    groups = {id(p): group for group in optimizer.param_groups for p in group["params"]} if needs_before else {}
     for name, parameter in parameters.items():
         state = state_of(optimizer, parameter)
         held = result[name] = dict.fromkeys(state if any(value is not None for value in state.values()) else ())
+        if not needs_before:
+            continue
         for key in held.keys() & {*needs_before}:
             held[key] = state[key].detach().clone() if isinstance(state[key], Tensor) else state[key]
         if GRADIENT in needs_before and parameter.grad is not None:

@@ -19,7 +19,7 @@ from epk_gp.core.losses import UnstatedLoss, loss_input, targets_like
 from epk_gp.core.model import FEW_WEIGHTS, as_written, device_random_state
 from epk_gp.core.step import ForwardPass
 from epk_gp.optimizers.library_rules import NoOptimizer
-from epk_gp.optimizers.torch_rules import GivenRules, OptimizerGroup, groups_of, state_of, states_before
+from epk_gp.optimizers.torch_rules import GivenRules, OptimizerGroup, groups_of, options_of, state_of, states_before
 from epk_gp.optimizers.update_rules import (
     GRADIENT,
     NO_UPDATE,
@@ -262,6 +262,7 @@ class StepObserver:
         self._rules, self._optimizers = {id(own): rule for rule, own in rules}, [own for _, own in rules]
         self._names = {id(p): name for name, p in setup.net.named_parameters()}
         self._groups = {id(own): groups_of(own, rule, self._names) for rule, own in rules}
+        self._options = dict[int, list[Any]]()  # of which these groups were read
         self._hooks: list[Any] = []
         self._step = StepInProgress()
         self._inside: list[Optimizer] = []  # whose step() the loop is in
@@ -642,7 +643,9 @@ class StepObserver:
         groups = {id(p): group for group in optimizer.param_groups for p in group["params"]}
         if groups.keys() - self._names.keys():  # of another network, or a new one
             self._names = {id(p): name for name, p in self.setup.net.named_parameters()}
-        self._groups[id(optimizer)] = groups_of(optimizer, self._rules[id(optimizer)], self._names)
+        if (options := options_of(optimizer)) != self._options.get(id(optimizer)):
+            self._options[id(optimizer)] = options
+            self._groups[id(optimizer)] = groups_of(optimizer, self._rules[id(optimizer)], self._names)
         if (joint := self._joint_coefficients(optimizer)) is not None:
             self._step.joint = joint
             self._step.gradients = {self._names[id(p)]: p.grad for p in optimizer.param_groups[0]["params"]}

@@ -487,7 +487,6 @@ class Recorder:
         self._has_refused, setup = True, self._setup
         self._schedule.count_step()
         with self._ranks.together() if self._ranks.size > 1 else nullcontext(), _errors_of_step(lambda: self.num_steps):
-            setup.validate_modules()
             if self._ranks.size > 1:
                 self._record_whole(made)
             else:
