@@ -26,7 +26,8 @@ from epk_gp.recording.mismatches import ObservedStep
 from epk_gp.recording.setup import TrainingSetup, evenly_spread
 
 _FIRST_WAIT, _LEAST_WAIT = 2, 12  # steps; the first where a layer that begins at zero may have hidden others
-_NUM_ROWS, _FEW_ROWS = 16, 4  # rows of the batch that are looked at; those of the first looks at derivatives
+# rows of the batch that are looked at; those in which jumps are looked for; those of the first looks at derivatives
+_NUM_ROWS, _GRID_ROWS, _FEW_ROWS = 16, 8, 4
 _NUM_COMBINATIONS = 3  # random combinations of rows and outputs whose derivatives are compared
 _POSITIONS = (0.0, -0.29, 0.33)  # from the middle of the step; at its ends a kink is likelier than elsewhere
 _NUM_INTERVALS = 4  # of the step, in which jumps are looked for
@@ -72,8 +73,9 @@ class _Segment:
         with torch.no_grad():
             return self.at(self.weights(t))
 
-    def on_grid(self) -> Float[Tensor, "k n C"]:
-        return torch.stack([self.outputs(t) for t in _GRID])
+    def on_grid(self) -> Float[Tensor, "k m C"]:
+        few = replace(self, X=self.X[:_GRID_ROWS])
+        return torch.stack([few.outputs(t) for t in _GRID])
 
     def weights(self, t: float) -> Float[Tensor, " P"]:
         return torch.add(self.middle, self.d, alpha=t) if t else self.middle
@@ -134,7 +136,7 @@ def _find_fault(model: FunctionalModel, path: tuple[Tensor, Tensor, Tensor], X: 
         wide = model if model.spec == spec else model.converted(spec)
         segment = _Segment(wide, own.middle.double(), d.double(), spec.cast(X), statistics)
         F = segment.on_grid()
-        few = (F[-1] - F[0]).abs().amax(dim=1).topk(min(_FEW_ROWS, len(X))).indices  # where there is most to see
+        few = (F[-1] - F[0]).abs().amax(dim=1).topk(min(_FEW_ROWS, F.shape[1])).indices  # where there is most to see
         look = _Look.at(segment, 0.0, few, 1)
         is_wide = look.f.dtype == torch.float64
     except (RuntimeError, TypeError, ValueError):  # the network, or its derivative, needs its own dtype
@@ -146,7 +148,8 @@ def _find_fault(model: FunctionalModel, path: tuple[Tensor, Tensor, Tensor], X: 
         return None
     if (fault := _derivative_fault(look, segment, few, own_dtype)) not in (None, _SINGLE):
         return fault
-    lost = float((own.outputs(0.0).double() - F[_NUM_INTERVALS // 2]).abs().max()) / look.size
+    middle = replace(own, X=X[:_GRID_ROWS]).outputs(0.0).double()
+    lost = float((middle - F[_NUM_INTERVALS // 2]).abs().max()) / look.size
     if lost > _LOST_PRECISION:
         return (
             f"the network computes in less precision than its weights have: its outputs are off by {lost:.1e} of "
@@ -262,21 +265,25 @@ def _largest_jump(segment: _Segment, F: Float[Tensor, "k n C"], rounding: float)
         k, row = divmod(suspect, distance.shape[1])
         if float(distance[k, row]) > rounding / 2:
             own = replace(segment, X=segment.X[row : row + 1])
-            largest = max(largest, _jump(own, _GRID[k], smooth[k, row] * _NUM_INTERVALS, rounding))
+            ends = F[k : k + 2, row : row + 1]
+            largest = max(largest, _jump(own, _GRID[k], ends, smooth[k, row] * _NUM_INTERVALS, rounding))
     return largest
 
 
-def _jump(segment: _Segment, a: float, slope: Float[Tensor, " C"], rounding: float) -> float:
+def _jump(
+    segment: _Segment, a: float, ends: Float[Tensor, "2 1 C"], slope: Float[Tensor, " C"], rounding: float
+) -> float:
     """Return the size of a jump of one row's outputs in the interval from a on; 0 if they are continuous there.
 
-    The interval is halved: at a kink the distance from the line falls with its length, at a jump it does not.
+    The interval, at whose ends the outputs are known, is halved: at a kink the distance from the line falls with its
+    length, at a jump it does not.
     """
 
     def from_line(t: float) -> Float[Tensor, "1 C"]:
         return segment.outputs(t) - t * slope
 
     b = a + 1 / _NUM_INTERVALS
-    f_a, f_b = from_line(a), from_line(b)
+    f_a, f_b = ends[0] - a * slope, ends[1] - b * slope
     jumps = [float((f_b - f_a).abs().max())]
     for _ in range(_HALVINGS[slope.dtype]):
         middle = (a + b) / 2
