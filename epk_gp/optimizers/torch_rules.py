@@ -29,6 +29,7 @@ from epk_gp.optimizers.library_rules import NoOptimizer, orthogonalising_matrix
 from epk_gp.optimizers.update_rules import GRADIENT, OPTIONS, WEIGHTS, LinearStep, Options, UpdateRule
 
 Memory = tuple[Tensor, ...]
+_BLOCK = 1 << 16  # entries on which several operations are made while they are in the processor's cache
 StatesBefore = Mapping[str, Mapping[str, Any]]
 
 
@@ -81,7 +82,9 @@ def _adam(p: nn.Parameter, group: Options, before: Options, after: Options) -> L
     elif is_capturable:  # torch multiplies float32 numbers first
         momentum_lr = 1 / (v.sqrt() / float(root * (lr / left)) + float(eps / (lr / left)))
     else:
-        momentum_lr = v.sqrt().div_(float(root)).add_(eps).reciprocal_().mul_(float(lr / left))
+        momentum_lr = torch.empty_like(v, memory_format=torch.contiguous_format)
+        for own, memory in zip(v.reshape(-1).split(_BLOCK), momentum_lr.view(-1).split(_BLOCK), strict=True):
+            torch.sqrt(own, out=memory).div_(float(root)).add_(eps).reciprocal_().mul_(float(lr / left))
     return _step(group, momentum_lr=momentum_lr, **_mean(group, before))
 
 

@@ -34,6 +34,7 @@ from epk_gp.recording.setup import TrainingSetup
 
 # Forward passes that are kept until a batch is announced: those of an attack on the inputs are dropped for later ones.
 _MAX_WAITING = 16
+_FEW_ENOUGH = 1 << 21  # weights whose optimizer's state is joined; joining more costs more than reading one by one
 
 
 @dataclass(eq=False)
@@ -663,7 +664,7 @@ class StepObserver:
         model, rule, params = self.setup.model, self.setup.update_rule, optimizer.param_groups[0]["params"]
         names = [self._names.get(id(p)) for p in params]
         is_whole = len(self._optimizers) == len(optimizer.param_groups) == 1 and (*names,) == model.names
-        if rule.of_entries is None or not is_whole or len(params) == 1:
+        if rule.of_entries is None or not is_whole or len(params) == 1 or model.num_weights > _FEW_ENOUGH:
             return None
         states, before = [optimizer.state.get(p, {}) for p in params], [self._step.before.get(n, {}) for n in names]
         is_alike = all(own.keys() == states[0].keys() for own in states) and before.count(before[0]) == len(before)
