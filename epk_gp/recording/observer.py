@@ -31,6 +31,8 @@ from epk_gp.optimizers.update_rules import (
 from epk_gp.recording.causes import StepMismatchError
 from epk_gp.recording.setup import TrainingSetup
 
+_after_backward: Any = torch.autograd.Variable._execution_engine.queue_callback
+
 # Forward passes that are kept until a batch is announced: those of an attack on the inputs are dropped for later ones.
 _MAX_WAITING = 16
 
@@ -157,6 +159,8 @@ class MadeStep:
         lr: The learning rate of the first optimizer that took part.
         announced: The batches that were announced for it, with their forward passes.
         gradient: The gradient that the optimizers used; zero for a parameter without one.
+        arrived: The gradient as the last backward pass left it, before clipping, masks and noise: `gradient` itself
+            where nothing changed it. None where that is not seen: gradients that are written by hand, or in parts.
         without_gradient: Names of the parameters without a gradient, which torch neither clips nor moves.
         update: The coefficients of the step, read from the optimizers, without gradient clipping.
         groups: The parameter groups of all optimizers; None where they are those of the step before.
@@ -171,6 +175,7 @@ class MadeStep:
     lr: float
     announced: Sequence[AnnouncedBatch]
     gradient: Float[Tensor, " P"]
+    arrived: Float[Tensor, " P"] | None
     without_gradient: Set[str]
     update: UpdateCoefficients
     groups: tuple[OptimizerGroup, ...] | None
@@ -229,6 +234,8 @@ class StepObserver:
         self._waiting: list[CapturedForward] = []  # that no announced batch has taken
         self._calls: list[str] = []  # shapes of what the network was called with
         self._has_added, self._last_backward = False, -1  # to gradients of weights; torch's number of the last that did
+        self._arrived: Tensor | None = None  # the gradient as the last of these left it
+        self._room: Tensor | None = None  # memory for the next one
         self.other_optimizer = ""  # in words, which one stepped that is none of these
         self._statistics = setup.model.statistics_of(setup.net)  # after the last pass; they may move in no other way
         with as_written(setup.net) as self._autocast:  # which begins inside of a pass
@@ -351,10 +358,18 @@ class StepObserver:
         present = [group for groups in self._groups.values() for group in groups]
         before, self._last_groups = self._last_groups, tuple(group.of_scale() for group in present)
         memory, self._spare = self._spare, None
+        gradient, arrived = model.flatten({**zeros, **self._gradients}, memory), self._arrived
+        if arrived is not None:
+            for name, part in zip(model.names, arrived.split(model.sizes), strict=True):
+                if name in zeros:
+                    part.zero_()
+            if torch.equal(arrived, gradient):
+                arrived, self._room = gradient, arrived
         made = MadeStep(
             lr=self._lr,
             announced=self._announced,
-            gradient=model.flatten({**zeros, **self._gradients}, memory),
+            gradient=gradient,
+            arrived=arrived,
             without_gradient={*model.names} - self._gradients.keys(),
             update=stack_coefficients([self._coefficients.get(n, NO_UPDATE) for n in model.names], model.sizes),
             groups=None if before == self._last_groups else self._last_groups,
@@ -366,6 +381,7 @@ class StepObserver:
         )
         self._announced, self._stepped, self._waiting, self._calls = [], [], [], []
         self._coefficients, self._gradients, self._has_left_over, self._has_added = {}, {}, False, False
+        self._arrived = None
         self._report(made)
         self._spare, self._last_gradient = self._last_gradient, made.gradient
 
@@ -458,7 +474,21 @@ class StepObserver:
         if adds and (number := torch._C._current_graph_task_id()) > self._last_backward:
             self._look_at_gradients()
             self._has_added, self._last_backward = True, number
+            if hasattr(self._called, "parameters"):
+                _after_backward(lambda: _after_backward(self._keep_arrived))  # after DDP's, which is queued in between
         return adds or not self._has_added
+
+    def _keep_arrived(self) -> None:
+        """Copy the gradient that a backward pass left."""
+        model, named, memory = self.setup.model, self.setup.live.named(), self._room
+        if not {*model.names} <= named.keys():
+            return
+        gradients = {n: torch.zeros_like(p) if (p := named[n]).grad is None else p.grad for n in model.names}
+        gradients = {n: g.to_dense() if g.is_sparse else g for n, g in gradients.items()}
+        if self._arrived is not None:  # what an optimizer has used already came before
+            before = model.unflatten(self._arrived)
+            gradients |= {n: before[n] for n in self._gradients}
+        self._arrived, self._room = model.flatten(gradients, memory), self._arrived
 
     def _present_gradients(self) -> Iterator[Tensor]:
         held = (p for optimizer in self._optimizers for group in optimizer.param_groups for p in group["params"])

@@ -26,13 +26,13 @@ from epk_gp.optimizers.library_rules import NoOptimizer
 from epk_gp.optimizers.torch_rules import Optimizers, Rules, as_optimizers, given_rules, groups_of, learning_rate
 from epk_gp.optimizers.update_rules import Clip
 from epk_gp.recording.causes import StepMismatchError
-from epk_gp.recording.check import CheckSchedule, check_step, measure_step, needs_exact_check
+from epk_gp.recording.check import CheckSchedule, check_step, edit_of, measure_step, needs_exact_check
 from epk_gp.recording.distributed import OTHER_RANKS, Ranks
+from epk_gp.recording.gradient_fit import GradientTerms
 from epk_gp.recording.history import CommitSchedule, Held, RunHistory
 from epk_gp.recording.mismatches import ObservedStep, doubt_of_loss
 from epk_gp.recording.observer import MadeStep, StepObserver
 from epk_gp.recording.passes import PassRecords
-from epk_gp.recording.penalty import WeightPenalty
 from epk_gp.recording.probe import DerivativeProbe
 from epk_gp.recording.setup import make_setup
 from epk_gp.storage.chunks import with_computed_states
@@ -108,7 +108,8 @@ class Recorder:
                 (contrastive pairs, teachers, critics); `influence` and `retrain` need it stated.
             update_rule: How the optimizer's step follows from the gradient; known for all optimizers of torch that take
                 one gradient a step. Of several optimizers a sequence, None for torch's own.
-            clip: The loop's gradient clipping. A bound of at most three digits shows once it is reached.
+            clip: The loop's gradient clipping, for `influence` and `retrain`: a bound of the 2-norm or of the entries
+                shows once two steps were clipped to it. What was done to a gradient is seen without it.
             folder: New folder for the run; it is kept in memory if None.
             resume: Continue the run at `folder`, if there is one, from its last commit: network, optimizer, torch's
                 random numbers (CPU) and the objects in `stateful` get the state they had there. Python's and NumPy's
@@ -142,8 +143,6 @@ class Recorder:
         stateful = {} if stateful is None else stateful
         if check_every is not None:
             validate_count(check_every, "check_every")
-        if check_every not in (None, 1) and clip is not None:
-            raise ValueError(f"check_every must be 1 where gradients are clipped: got {check_every}.")
         self._ranks = Ranks(net, optimizer)
         called = called if self._ranks.called is net else self._ranks.called  # a wrapper moves buffers before it calls
         net, optimizer = self._ranks.net, self._ranks.optimizer
@@ -199,7 +198,7 @@ class Recorder:
         self._unchecked: ObservedStep | None = None  # the last step, if its gradient was not recomputed
         # momentum buffers before the last two steps; the first is written anew, for new memory costs more
         self._momenta: tuple[Tensor | None, Tensor | None] = None, None
-        self._probe, self._penalty = DerivativeProbe(), WeightPenalty(self._setup.model.sizes)
+        self._probe, self._terms = DerivativeProbe(), GradientTerms(self._setup.model.sizes)
         self._has_said_note = False  # that the loop scales and shifts its rows
         self._identity = RowIdentity(self._setup.X, self._setup.y, loss)
         self._schedule = CheckSchedule(check_every, self._setup.model.spec.device)
@@ -491,7 +490,9 @@ class Recorder:
         step, before, after = whole
         momentum = self._training.momentum
         measures = measure_step(setup, made, (last.end, end), momentum, self._momenta[0])
-        observed = ObservedStep(made, step, last.end, end, momentum, before, after, self._penalty, measures)
+        scale, came, edit = edit_of(setup, made, step, last.end, self._terms)
+        known = measures, self._terms, scale, came, edit
+        observed = ObservedStep(made, step, last.end, end, momentum, before, after, *known)
         is_exact = self._schedule.is_due(index) or made.doubt is not None or needs_exact_check(setup, observed)
         with self._schedule.checking() if is_exact else nullcontext():
             update = check_step(setup, observed, exact=is_exact)
@@ -567,7 +568,7 @@ class Recorder:
                 "indices, which nothing confirms."
             )
         if (unchecked := self._unchecked) is not None:
-            self._penalty.is_fixed = True
+            self._terms.is_fixed = True
             try:
                 check_step(self._setup, unchecked)
                 self._schedule.num_checked += 1
