@@ -360,9 +360,15 @@ class UpdateLaw:
             is_known = [name in named or not run.optimizer_groups for name in model.names]
             self._at.append((tuple(of_step), torch.tensor(is_known, device=reference.device)))
 
+    @cached_property
+    def clipped_steps(self) -> tuple[int, ...]:
+        """Numbers of the steps that clipped their gradient."""
+        run = self.trajectory
+        return tuple(s for s in range(run.num_steps) if is_clipped(held_coefficients(run, s)))
+
     def see_clip(self, index: int, g: Float[Tensor, " P"]) -> None:
         """Take the clipping that a step shows on the gradient of its loss, if none is known."""
-        if self.clip is None:
+        if self.clip is None and index in self.clipped_steps:
             update = held_coefficients(self.trajectory, index)
             self.clip = shown_clip(update, broadcast_to_params(update.grad_scale, self.sizes, g), g)
 
@@ -372,7 +378,7 @@ class UpdateLaw:
         run = self.trajectory
         if run.clip is not None:
             return f"{run.clip}, as stated"
-        if any(is_clipped(held_coefficients(run, s)) for s in range(run.num_steps)):
+        if self.clipped_steps:
             return "as the clipped steps show it; it was not stated"
         return "none: no bound was stated or reached. One that other weights of the samples reach is not known"
 

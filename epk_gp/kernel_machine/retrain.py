@@ -31,7 +31,7 @@ from epk_gp.core.trajectory import (
 from epk_gp.core.update_law import StepLaw, UpdateLaw
 from epk_gp.gram.path_kernel import require_training
 from epk_gp.kernel_machine.certificate import run_findings, step_mismatches, warn_unless_certified
-from epk_gp.optimizers.update_rules import ClipValue, UpdateCoefficients, apply_matrices, is_clipped
+from epk_gp.optimizers.update_rules import ClipValue, UpdateCoefficients, apply_matrices
 from epk_gp.work.run import Piece, Place, RunWork, Sums, run
 
 # By how much the run that is replayed with all weights 1 may miss the recorded one, relative to the way that the
@@ -95,7 +95,8 @@ class StackedTraining:
         """Train with these weights of the samples, and yield every step; a run with all weights 1 comes first."""
         recorded, P = self.law.trajectory, self.net.num_weights
         every = torch.cat([torch.ones_like(weights[:1]), weights])
-        self._see_clip()
+        for index in self.law.clipped_steps[:1]:
+            self.law.see_clip(index, self.run.gradient(recorded.steps[index])[0])
         states = flat_state(recorded, 0, self.trajectory.inputs).expand(len(every), -1).clone()
         memory = self.law.initial((len(every),))
         for step in recorded.steps:
@@ -107,13 +108,6 @@ class StackedTraining:
             w = w - apply_matrices(held, law.sizes, direction) - law.recorded["decoupled_decay"] * w
             states = torch.cat([w, before.pop()], dim=1)
             yield StackedStep(step, before, after, {**coefficients, **clipped}, states)
-
-    def _see_clip(self) -> None:
-        """Let the law know the clipping that the first clipped step shows, where it is not stated."""
-        recorded = self.law.trajectory
-        clipped = (step for step in recorded.steps if is_clipped(held_coefficients(recorded, step.index)))
-        if self.law.clip is None and (first := next(clipped, None)) is not None:
-            self.law.see_clip(first.index, self.run.gradient(first)[0])
 
     def _gradients(
         self, step: Step, states: Float[Tensor, "m PQ"], weights: Float[Tensor, "m M"]

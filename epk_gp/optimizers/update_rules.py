@@ -469,7 +469,7 @@ def clip_kind(update: UpdateCoefficients, num_weights: int) -> type[ClipNorm | C
 def shown_clip(update: UpdateCoefficients, scale: Tensor, g: Float[Tensor, " P"]) -> Clip | None:
     """Return the clipping, of the 2-norm or entry by entry, that the factors of a step show; None if it has none.
 
-    One step shows the bound alone: that it was such a clipping is shown by another step with the same bound.
+    That it was one of this norm shows where another step has the same bound.
 
     Args:
         update: The recorded coefficients of the step.

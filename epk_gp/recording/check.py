@@ -226,9 +226,7 @@ def edit_of(
 def _edit(
     setup: TrainingSetup, made: MadeStep, came: Float[Tensor, " P"], w: Float[Tensor, " P"], terms: GradientTerms
 ) -> GradientFit | None:
-    edit = fit_gradient(made.gradient, came, w, setup.model.sizes, known=terms.edit)
-    terms.edit = terms.edit if edit is None else edit
-    return edit
+    return fit_gradient(made.gradient, came, w, terms.nothing, setup.model.sizes)
 
 
 def needs_exact_check(setup: TrainingSetup, observed: ObservedStep) -> bool:
@@ -370,16 +368,16 @@ def _fitted(setup: TrainingSetup, check: StepCheck) -> StepCheck:
         "own" if made.arrived is None else "common" if observed.scale is None else "none"
     )
     room, sizes = _room(setup, check), setup.model.sizes
-    inner = fit_gradient(came, gradient, w, sizes, room=room, factors=factors, known=terms.inner)
+    inner = fit_gradient(came, gradient, w, terms.inner, sizes, room=room, factors=factors)
     if inner is None:
         return check
     if observed.scale is None:
-        common = float(torch.as_tensor(inner.factor).max())
+        common = float(torch.as_tensor(inner.factor, dtype=torch.float64).max())
         inner, terms.scale, came = replace(inner, factor=inner.factor / common), scale * common, came / common
         edit = _edit(setup, made, came, w, terms)
         observed = replace(observed, scale=terms.scale, came=came, edit=edit)
-    factor = torch.as_tensor(inner.factor)
-    if bool(((factor == 0) | (factor == 1)).all()):
+    own = torch.as_tensor(inner.factor, dtype=torch.float64)
+    if bool(((own == 0) | (own == 1)).all()):
         terms.learn(inner, w, came)
     else:
         terms.is_always_checked = True

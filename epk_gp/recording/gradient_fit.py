@@ -12,7 +12,8 @@ from epk_gp.optimizers.update_rules import UpdateCoefficients, broadcast_to_para
 
 _ROUNDINGS = 16  # of an entry that was multiplied and added to a few times
 _LEFT = 0.2  # share of a difference's norm that a decay may leave, which is then compared with rounding
-_MOST_CHANGES = 1  # of what checked steps show; after more, every step is checked
+_MOST_CHANGES = 1  # of the decays between checked steps; after more, every step is checked
+_TINY = 1e-300
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,178 +46,113 @@ class GradientFit:
         return replace(update, weight_decay=decay + scale * rates)
 
 
-def fit_gradient(
-    used: Float[Tensor, " P"],
-    base: Float[Tensor, " P"],
-    w: Float[Tensor, " P"],
-    sizes: Sequence[int],
-    *,
-    room: float = 0.0,
-    factors: Literal["none", "common", "own"] = "own",
-    known: GradientFit | None = None,
-) -> GradientFit | None:
-    """Return the factor and the decay of each parameter that make one gradient of another; None if none do.
-
-    These are tried in this order: one factor, or one for each parameter; a decay; both. Each is tried for all entries,
-    then without those that are 0 in the gradient alone, then without those that are clipped to a bound too.
-
-    Args:
-        used: The gradient.
-        base: The other one.
-        w: The weights.
-        sizes: Number of weights of each parameter.
-        room: By how much an entry may differ beside the rounding of its own terms.
-        factors: Whether there may be a factor beside 0: none, one for all parameters, or any.
-        known: The fit of a step before: entries that it sets to 0 remain so where the base is 0.
-    """
-    none = torch.zeros(len(sizes), dtype=torch.float64)
-    if not used.any() or not (torch.isfinite(used).all() and torch.isfinite(base).all()):
-        return None
-    masked = known.factor == 0 if known is not None and isinstance(known.factor, Tensor) else None
-    has_mask = masked is not None and len(masked) == len(w) and bool(masked.any())
-    if factors != "none" and not has_mask and (factor := _exact_factor(used, base)) is not None:
-        return GradientFit(factor, none)
-    fitting = _Fitting((used, base, w), sizes, room, None if known is None else known.decay)
-    for kind in ("factor", "decay", "both"):
-        for inside, is_clipped in fitting.insides(masked if has_mask else None, clips=factors == "own"):
-            for own, decay in fitting.candidates(kind, inside, factors):
-                whole, whole_decay = own[fitting.part], decay[fitting.part]
-                predicted = fitting.g + whole_decay * fitting.v
-                whole = torch.where(inside, whole, torch.where(is_clipped, fitting.u / predicted, 0.0))
-                if not bool((whole < 0)[is_clipped].any()) and bool(fitting.explains(whole, whole_decay).all()):
-                    if not bool(inside.all()):
-                        return GradientFit(whole.to(w), decay.cpu())
-                    is_one = bool((own == own[0]).all())
-                    return GradientFit(float(own[0]) if is_one else own.cpu(), decay.cpu())
-    return None
-
-
 def _exact_factor(used: Tensor, base: Tensor) -> float | None:
     """Return the number whose product with one gradient is another, bit by bit; None if there is none."""
     if int(base.count_nonzero()) < 2:  # one number shows no factor
         return None
     place = base.abs().argmax()
     ratio = used[place] / base[place]
-    one = torch.ones((), dtype=used.dtype, device=used.device)
-    down, up = (torch.nextafter(ratio, ratio + sign * one) for sign in (-1, 1))
-    further = (torch.nextafter(value, value + sign * one) for value, sign in ((down, -1), (up, 1)))
-    return next((float(f) for f in (ratio, down, up, *further) if torch.equal(base * f, used)), None)
+    for end in (-torch.inf, torch.inf):  # rounding leaves at most two numbers on either side
+        factor = ratio
+        for _ in range(3):
+            if torch.equal(base * factor, used):
+                return float(factor)
+            factor = torch.nextafter(factor, torch.full_like(factor, end))
+    return None
 
 
-class _Fitting:
-    """Two gradients and the weights in float64, with the number of each entry's parameter."""
+def fit_gradient(
+    used: Float[Tensor, " P"],
+    base: Float[Tensor, " P"],
+    w: Float[Tensor, " P"],
+    known: GradientFit,
+    sizes: Sequence[int],
+    *,
+    room: float = 0.0,
+    factors: Literal["none", "common", "own"] = "own",
+) -> GradientFit | None:
+    """Return the factor and the decay of each parameter that make one gradient of another; None if none do.
 
-    def __init__(self, vectors: Sequence[Tensor], sizes: Sequence[int], room: float, known: Tensor | None) -> None:
-        self.used, self.base, _ = vectors
-        self.u, self.g, self.v = (value.double() for value in vectors)
-        self.room, self.eps, self.count = room, torch.finfo(vectors[0].dtype).eps, len(sizes)
-        self.known = self.u.new_zeros(len(sizes)) if known is None else known.to(self.u)
-        self.part = torch.repeat_interleave(torch.tensor(list(sizes))).to(self.u.device)
+    These are tried in this order: nothing, a factor, a decay, both. Each is tried for all entries, then without those
+    that are 0 in the gradient alone, then without those that are clipped to a bound too.
 
-    def by_parameter(self, values: Float[Tensor, " P"], inside: Bool[Tensor, " P"]) -> Float[Tensor, " L"]:
-        """Return the sums of each parameter's entries."""
-        return self.u.new_zeros(self.count).index_add_(0, self.part, torch.where(inside, values, 0.0))
+    Args:
+        used: The gradient.
+        base: The other one.
+        w: The weights.
+        known: The fit of a step before, whose decays are taken where they fit as well.
+        sizes: Number of weights of each parameter.
+        room: By how much an entry may differ beside the rounding of its own terms.
+        factors: Whether there may be a factor beside 0: none, one for all parameters, or one for each.
+    """
+    eps = _ROUNDINGS * torch.finfo(used.dtype).eps
+    if not used.any() or not (torch.isfinite(used).all() and torch.isfinite(base).all()):
+        return None
+    if bool(((used - base).abs() <= room + eps * base.abs()).all()):
+        return GradientFit(1.0, torch.zeros_like(known.decay))
+    if factors != "none" and (exact := _exact_factor(used, base)) is not None:
+        return GradientFit(exact, torch.zeros_like(known.decay))
+    u, g, v = used.double(), base.double(), w.double()
+    part = torch.repeat_interleave(torch.tensor(list(sizes))).to(u.device)
+    ones, none = u.new_ones(len(sizes)), u.new_zeros(len(sizes))
 
-    def explains(self, factor: Float[Tensor, " P"], decay: Float[Tensor, " P"]) -> Bool[Tensor, " P"]:
-        """Return which entries are factor * (base + decay * w) up to rounding."""
-        added = decay * self.v
-        allowed = self.room + _ROUNDINGS * self.eps * factor.abs() * (self.g.abs() + added.abs())
-        return (self.u - factor * (self.g + added)).abs() <= allowed
+    def sums(values: Float[Tensor, " P"]) -> Float[Tensor, " L"]:
+        return none.index_add(0, part, torch.where(inside, values, 0.0))
 
-    def insides(
-        self, masked: Bool[Tensor, " P"] | None, *, clips: bool
-    ) -> Iterator[tuple[Bool[Tensor, " P"], Bool[Tensor, " P"]]]:
-        """Yield which entries a factor and a decay must make: all, those that are no mask's, those not clipped."""
-        u, g = self.u, self.g
-        nowhere = torch.zeros_like(u, dtype=torch.bool)
-        zero = (u == 0) & (g != 0) if masked is None else (u == 0) & ((g != 0) | masked)
-        if masked is None:
-            yield ~nowhere, nowhere
-        if bool(zero.any()) or masked is not None:
-            yield ~zero, nowhere
-        if clips:
-            most = u.new_zeros(self.count).scatter_reduce_(0, self.part, u.abs(), "amax")[self.part]
-            at = (u.abs() == most) & (g.abs() > most) & (u * g > 0)
-            bounds, number, counts = u.abs()[at].unique(return_inverse=True, return_counts=True)
-            is_shown = (counts > 1) | (bounds == u.abs().max())  # one entry of a parameter alone shows no bound
-            at = at.masked_scatter(at, is_shown[number])
-            if bool(at.any()):
-                yield ~zero & ~at, at
+    def left(difference: Float[Tensor, " P"], rate: Float[Tensor, " L"]) -> Float[Tensor, " L"]:
+        return sums((difference - rate[part] * v).square()).sqrt()
 
-    def candidates(
-        self, kind: str, inside: Bool[Tensor, " P"], factors: Literal["none", "common", "own"]
-    ) -> Iterator[tuple[Float[Tensor, " L"], Float[Tensor, " L"]]]:
-        """Yield factors and decays of the parameters, (L,)."""
-        u, g, v = self.u, self.g, self.v
-        none, ones = u.new_zeros(self.count), u.new_ones(self.count)
-        if kind == "decay":
-            yield from ((ones, decay) for decay in self.decays(ones, inside))
-            return
-        if kind == "factor":
+    def factors_of(u: Float[Tensor, " P"], g: Float[Tensor, " P"]) -> Iterator[Float[Tensor, " L"]]:
+        products, squares = sums(u * g), sums(g * g)
+        common = _exact_factor(used[inside], base[inside]) or products.sum() / squares.sum().clamp(min=_TINY)
+        yield common * ones
+        own = torch.where(squares > 0, products / squares.clamp(min=_TINY), 1.0)
+        own = torch.where((own - 1).abs() <= eps, 1.0, own)
+        if factors == "own" and bool(((own != 1) & (sums((g != 0).double()) > 1)).any()):
+            yield own  # which one number alone does not show
+
+    def decays_of(factor: Float[Tensor, " L"]) -> Iterator[Float[Tensor, " L"]]:
+        d = u / factor[part] - g
+        products, squares, terms = sums(d * v), sums(v * v), sums(g.square() + d.square()).sqrt()
+        own = products / squares.clamp(min=_TINY)
+        shows = (left(d, own) <= _LEFT * left(d, none)) & (left(d, none) > eps * terms) & (sums((v != 0).double()) > 1)
+        if bool(shows.any()):
+            same = shows & ((own / own[shows].median() - 1).abs() <= 0.1)
+            common, own = products[same].sum() / squares[same].sum() * ones, torch.where(shows, own, none)
+            most, rate = 2 * left(d, own).minimum(left(d, common)) + eps * terms, known.decay.to(u)
+            for other in (common, none, own):  # the first that comes as near as any
+                rate = torch.where(left(d, rate) <= most, rate, other)
+            yield rate
+
+    def candidates(kind: str) -> Iterator[tuple[Tensor, Tensor]]:
+        if kind == "mask":
             yield ones, none
-        if factors == "none":
-            return
-        if kind == "both":  # the factor is that of what stands at right angles to the weights
-            square = self.by_parameter(v * v, inside).clamp(min=1e-300)
-            u, g = (x - (self.by_parameter(x * v, inside) / square)[self.part] * v for x in (u, g))
-        products, squares = self.by_parameter(u * g, inside), self.by_parameter(g * g, inside)
-        common = ones * (self.exactly(inside) or products.sum() / squares.sum().clamp(min=1e-300))
-        own = torch.where(squares > 0, products / squares.clamp(min=1e-300), 1.0)
-        if kind == "factor":
-            yield common, none
-        else:
-            yield from ((common, decay) for decay in self.decays(common, inside))
-        if factors == "own":
-            number = self.by_parameter((self.g != 0).to(u) + (v != 0) * (kind == "both"), inside)
-            if kind == "both":
-                many = torch.where(number > 3, own, common)
-                yield from ((many, decay) for decay in self.decays(many, inside))
-                return
-            off = ~self.holds(ones, none, inside)
-            exact = self.exactly(inside & off[self.part])
-            together = exact or products[off].sum() / squares[off].sum().clamp(min=1e-300)
-            shared = torch.where(off, together, 1.0)
-            chosen = torch.where(self.holds(shared, none, inside), shared, own)
-            if bool(((chosen != 1) & (number > 1)).any()):  # one number alone shows no factor
-                yield chosen, none
+        elif kind == "decay":
+            yield from ((ones, decay) for decay in decays_of(ones))
+        elif kind == "factor" and factors != "none":
+            yield from ((factor, none) for factor in factors_of(u, g))
+        elif kind == "both" and factors != "none":  # the factor is that of what stands at right angles to the weights
+            square = sums(v * v).clamp(min=_TINY)
+            across = (x - (sums(x * v) / square)[part] * v for x in (u, g))
+            yield from ((factor, decay) for factor in factors_of(*across) for decay in decays_of(factor))
 
-    def exactly(self, inside: Bool[Tensor, " P"]) -> float | None:
-        """Return the number that some entries were multiplied with, if they were, bit by bit."""
-        return _exact_factor(self.used[inside], self.base[inside])
-
-    def holds(
-        self, factor: Float[Tensor, " L"], decay: Float[Tensor, " L"], inside: Bool[Tensor, " P"]
-    ) -> Bool[Tensor, " L"]:
-        """Return which parameters are explained."""
-        missed = ~self.explains(factor[self.part], decay[self.part])
-        return self.by_parameter(missed.to(self.u), inside) == 0
-
-    def decays(self, factor: Float[Tensor, " L"], inside: Bool[Tensor, " P"]) -> Iterator[Float[Tensor, " L"]]:
-        """Yield the decays of all parameters, given their factors, if there are any.
-
-        Each parameter has the known one, the common one, none or its own: the first that comes as near as any, up to
-        rounding. One with less than two weights that are not 0 shows none of its own.
-        """
-        v, d = self.v, self.u / factor[self.part] - self.g
-        products, squares = self.by_parameter(d * v, inside), self.by_parameter(v * v, inside)
-        own, none = products / squares.clamp(min=1e-300), torch.zeros_like(products)
-        terms = self.by_parameter(self.g.square() + d.square(), inside).sqrt()
-
-        def left(rate: Float[Tensor, " L"]) -> Float[Tensor, " L"]:
-            return self.by_parameter((d - rate[self.part] * v).square(), inside).sqrt()
-
-        number = self.by_parameter((v != 0).to(v), inside)
-        shows = (number > 1) & (left(own) <= _LEFT * left(none)) & (left(none) > 4 * self.eps * terms)
-        if not bool(shows.any()):
-            return
-        middle = own[shows].median()
-        same = shows & ((own - middle).abs() <= 0.1 * middle.abs())
-        common = products[same].sum() / squares[same].sum() * torch.ones_like(own)
-        room = 2 * torch.where(shows, left(own), left(none)).minimum(left(common)) + self.eps * terms
-        rate = self.known
-        for other in (common, none, torch.where(shows, own, none)):
-            rate = torch.where(left(rate) <= room, rate, other)
-        yield rate
+    zero, at = (u == 0) & (g != 0), torch.zeros_like(u, dtype=torch.bool)
+    if factors == "own":  # clipped entries have the largest value of their parameter
+        at = (u != 0) & (u.abs() == none.scatter_reduce(0, part, u.abs(), "amax")[part])
+        bounds, number, counts = u.abs()[at].unique(return_inverse=True, return_counts=True)
+        at = at.masked_scatter(at, ((counts > 1) | (bounds == bounds.max()))[number])
+    for kind in ("mask", "factor", "decay", "both"):
+        for inside in (torch.ones_like(zero), ~zero, ~(zero | at)):
+            for factor, decay in candidates(kind):
+                predicted = g + decay[part] * v
+                whole = torch.where(inside, factor[part], torch.where(zero, 0.0, u / predicted))
+                allowed = room + eps * whole.abs() * (g.abs() + (decay[part] * v).abs())
+                is_shrunk = inside | ((whole >= 0) & (whole <= 1 + eps))
+                if bool((((u - whole * predicted).abs() <= allowed) & is_shrunk).all()):
+                    is_one, is_all = bool((factor == factor[0]).all()), bool(inside.all())
+                    own = whole.to(w) if not is_all else float(factor[0]) if is_one else factor.cpu()
+                    return GradientFit(own, decay.cpu())
+    return None
 
 
 class GradientTerms:
@@ -227,7 +163,6 @@ class GradientTerms:
 
     Attributes:
         inner: The masks and decays of the last checked step, which hold for the steps after it.
-        edit: What the last step with an edit did to its gradient after backward().
         scale: The factor of a GradScaler in the last checked step.
         is_fixed: Whether nothing else is accepted, because the step is recorded already.
         is_always_checked: Whether every step must be checked, because edits of its gradient are not seen.
@@ -235,31 +170,26 @@ class GradientTerms:
 
     def __init__(self, sizes: Sequence[int]) -> None:
         self.sizes = tuple(sizes)
-        self.nothing = GradientFit(1.0, torch.zeros(len(sizes), dtype=torch.float64))
-        self.inner, self.edit, self.scale = self.nothing, self.nothing, 1.0
-        self.is_fixed = self.is_always_checked = False
-        # decays that no step has shown yet, for the weights were zero; the others' decay is taken for theirs until then
-        self._is_guess, self._num_changes = torch.zeros(len(sizes), dtype=torch.bool), 0
+        self.inner = self.nothing = GradientFit(1.0, torch.zeros(len(sizes), dtype=torch.float64))
+        self.scale, self.is_fixed, self.is_always_checked = 1.0, False, False
+        self._has_shown = torch.zeros(len(sizes), dtype=torch.bool)  # whose decay a checked step showed
+        self._num_changes = 0
 
     def needs_check(self, w: Float[Tensor, " P"], came: Float[Tensor, " P"]) -> bool:
         """Return whether a step must be checked: terms move, or are seen for the first time, or a mask is another."""
-        factor = self.inner.factor
-        if self.is_always_checked or self._num_changes > _MOST_CHANGES:
-            return True
-        if isinstance(factor, Tensor) and bool(came[factor == 0].any()):
-            return True
-        return bool(self._is_guess.any()) and bool((self._is_guess & self._is_seen(w, came)).any())
+        factor, has_decay = self.inner.factor, bool(self.inner.decay.any())
+        is_other = isinstance(factor, Tensor) and bool(came[factor == 0].any())
+        is_new = has_decay and bool((self._shows(w, came) & ~self._has_shown).any())
+        return is_other or is_new or self.is_always_checked or self._num_changes > _MOST_CHANGES
 
     def learn(self, inner: GradientFit, w: Float[Tensor, " P"], came: Float[Tensor, " P"]) -> None:
         """Take what a checked step shows, from weights w with a gradient."""
-        rates, before, is_seen = inner.decay, self.inner.decay, self._is_seen(w, came)
-        is_new = not bool(before.any())
-        is_known = is_seen & ~self._is_guess
-        self._num_changes += not torch.equal(rates[is_known], before[is_known])
-        rates = torch.where(is_seen | is_new | self._is_guess, rates, before)
-        self._is_guess = ~is_seen & (self._is_guess | is_new) & bool(rates.any())
-        self.inner = replace(inner, decay=rates)
+        before, shows = self.inner.decay, self._shows(w, came)
+        again = shows & (self._has_shown | ~self._has_shown.any())
+        self._num_changes += not torch.equal(inner.decay[again], before[again])
+        self.inner = replace(inner, decay=torch.where(shows, inner.decay, before))
+        self._has_shown |= shows
 
-    def _is_seen(self, w: Float[Tensor, " P"], came: Float[Tensor, " P"]) -> Bool[Tensor, " L"]:
+    def _shows(self, w: Float[Tensor, " P"], came: Float[Tensor, " P"]) -> Bool[Tensor, " L"]:
         pairs = zip(w.split(list(self.sizes)), came.split(list(self.sizes)), strict=True)
         return torch.tensor([bool(v.any()) and bool(g.any()) for v, g in pairs], dtype=torch.bool)
