@@ -6,7 +6,6 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Literal
 
 import torch
 from jaxtyping import Float
@@ -35,7 +34,6 @@ from epk_gp.recording.causes import StepMismatchError, changed_setting
 from epk_gp.recording.gradient_fit import GradientFit, GradientTerms, fit_gradient
 from epk_gp.recording.mismatches import ObservedStep, StepCheck, StepMeasures, explain_mismatch, scale_of_outputs
 from epk_gp.recording.observer import MadeStep
-from epk_gp.recording.passes import common_factor
 from epk_gp.recording.setup import TrainingSetup
 
 # Share of the loop's own time that recording may take, and the length of a step up to which a step is counted as that
@@ -201,7 +199,7 @@ def _blocks(
 
 def edit_of(
     setup: TrainingSetup, made: MadeStep, step: Step, w: Float[Tensor, " P"], terms: GradientTerms
-) -> tuple[float | None, Float[Tensor, " P"], GradientFit | None]:
+) -> tuple[bool, Float[Tensor, " P"], GradientFit | None]:
     """Return what a loop did to a gradient between backward() and the optimizer's step.
 
     Args:
@@ -212,26 +210,21 @@ def edit_of(
         terms: What the steps before it show.
 
     Returns:
-        The factor by which the gradient came scaled, as by a GradScaler, None if a check must say it; the gradient as
-        it came, without that factor; and what makes of it the gradient that was used, None if a factor and a decay of
-        each parameter do not.
+        Whether it is seen; the gradient as it came, without the factor of a GradScaler, that was used where it is not
+        seen; and what made of it the one that was used, None if a factor and a decay of each parameter do not.
     """
     if made.arrived is None or made.arrived is made.gradient:
-        return 1.0, made.gradient, terms.nothing
-    scale = scale_of_outputs(setup, made, step, terms.scale)
-    came = made.arrived if scale in (None, 1.0) else made.arrived / scale
-    return scale, came, _edit(setup, made, came, w, terms)
-
-
-def _edit(
-    setup: TrainingSetup, made: MadeStep, came: Float[Tensor, " P"], w: Float[Tensor, " P"], terms: GradientTerms
-) -> GradientFit | None:
-    return fit_gradient(made.gradient, came, w, terms.nothing, setup.model.sizes)
+        return made.arrived is not None, made.gradient, terms.nothing
+    if (scale := scale_of_outputs(setup, made, step, terms.scale)) is None:
+        return False, made.gradient, terms.nothing
+    terms.scale, came = scale, made.arrived if scale == 1 else made.arrived / scale
+    return True, came, fit_gradient(made.gradient, came, w, terms.nothing, setup.model.sizes)
 
 
 def needs_exact_check(setup: TrainingSetup, observed: ObservedStep) -> bool:
     """Return whether a step's record takes its exact gradient: where what else is known does not say what it was."""
-    if observed.scale is None or observed.terms.needs_check(observed.start, observed.came):
+    is_unclear = not observed.is_edit_seen and (observed.made.arrived is not None or setup.clip is not None)
+    if is_unclear or observed.terms.needs_check(observed.start, observed.came):
         return True
     return observed.edit is None and not _is_accepted(setup, observed, _unexplained(setup, observed, observed.came))
 
@@ -290,6 +283,8 @@ def check_step(setup: TrainingSetup, observed: ObservedStep, *, exact: bool = Tr
     w = _without_gradient_of(setup, observed.made, start.clone()) if observed.made.without_gradient else start
     check = _explained(setup, StepCheck(observed, gradient, w, observed.terms.inner))
     observed = check.observed
+    if not check.is_explained and not observed.is_edit_seen:
+        observed = replace(observed, edit=_stated_edit(setup, observed, check.expected))
     if not (follows_rule and check.is_explained):
         residual = _unexplained(setup, observed, check.expected)
         if not _is_accepted(setup, observed, residual):
@@ -313,7 +308,7 @@ def _recorded(setup: TrainingSetup, observed: ObservedStep, inner: GradientFit) 
         StepMismatchError: The gradient was not clipped as stated.
     """
     made, sizes, clip = observed.made, setup.model.sizes, setup.clip
-    if clip is not None and observed.edit is not None and made.arrived is not None:
+    if clip is not None and observed.edit is not None and observed.is_edit_seen:
         factor = observed.edit.factor
         kept = replace(observed.edit, factor=(factor != 0).to(made.gradient) if isinstance(factor, Tensor) else 1.0)
         whole = kept.of(observed.came, observed.start, sizes)
@@ -324,64 +319,47 @@ def _recorded(setup: TrainingSetup, observed: ObservedStep, inner: GradientFit) 
                 f"the gradient must be clipped as stated, {clip}: its {clip.norm_type:g}-norm was {before:.6g} after "
                 f"backward() and {after:.6g} at the step. State the loop's clipping, or none (clip=None)."
             )
-    return inner.added_to(_edit_or_stated(setup, observed).added_to(made.update, sizes), sizes)
+    edit = observed.edit or _stated_edit(setup, observed, observed.came)
+    return inner.added_to(edit.added_to(made.update, sizes), sizes)
 
 
-def _edit_or_stated(setup: TrainingSetup, observed: ObservedStep) -> GradientFit:
-    """Return what was done to the gradient; where that is not known, the stated clipping."""
+def _stated_edit(setup: TrainingSetup, observed: ObservedStep, came: Float[Tensor, " P"]) -> GradientFit:
+    """Return the stated clipping of a gradient, where what the loop did to it is not known."""
     nothing, clip = observed.terms.nothing, setup.clip
-    return observed.edit or (nothing if clip is None else replace(nothing, factor=clip.factor(observed.came)))
+    return nothing if clip is None else replace(nothing, factor=clip.factor(came))
 
 
 def _unexplained(setup: TrainingSetup, observed: ObservedStep, came: Float[Tensor, " P"]) -> Float[Tensor, " P"]:
     """Return what a step has beside the update rule's step on a gradient that is edited as the loop's was."""
     sizes = setup.model.sizes
-    used = _edit_or_stated(setup, observed).of(came, observed.start, sizes)
+    edit = observed.edit or _stated_edit(setup, observed, came)
+    used = edit.of(came, observed.start, sizes)
     predicted, _ = predict_step(observed.made.update, sizes, observed.start, used, observed.momentum)
     return observed.end - observed.start - predicted
 
 
 def _explained(setup: TrainingSetup, check: StepCheck) -> StepCheck:
-    """Return the check with what came beside the outputs, masks and decays, and with the scale that it came in."""
-    found, observed = _fitted(setup, check), check.observed
-    if found.is_explained or observed.made.arrived is None:
-        return found
-    # gradients that the loop wrote itself after a backward pass that only looked
-    by_hand = replace(observed, scale=1.0, came=observed.made.gradient, edit=observed.terms.nothing)
-    other = _fitted(setup, replace(check, observed=by_hand))
-    return other if other.is_explained else found
-
-
-def _fitted(setup: TrainingSetup, check: StepCheck) -> StepCheck:
-    observed, gradient, w = check.observed, check.gradient, check.w
-    terms, made, scale = observed.terms, observed.made, observed.scale
-    if scale is not None and _is_consistent(setup, check):
+    """Return the check with the masks and decays that came beside what came through the outputs."""
+    observed, terms, w = check.observed, check.observed.terms, check.w
+    if observed.edit is None:  # or the loop wrote the gradient itself, after a backward pass that only looked
+        by_hand = replace(check, observed=replace(observed, came=observed.made.gradient, edit=terms.nothing))
+        return other if (other := _explained(setup, by_hand)).is_explained else check
+    if _is_consistent(setup, check):
         terms.learn(check.inner, w, observed.came)
-        return replace(check, is_explained=observed.edit is not None)
-    if terms.is_fixed or made.is_doubtful:  # a penalty on outputs may look like one on weights
+        return replace(check, is_explained=True)
+    if terms.is_fixed or observed.made.is_doubtful:  # a penalty on outputs may look like one on weights
         return check
-    came = observed.came
-    if scale is None:
-        scale = common_factor(came, gradient)
-        came = came / scale
-    factors: Literal["none", "common", "own"] = (
-        "own" if made.arrived is None else "common" if observed.scale is None else "none"
-    )
-    room, sizes = _room(setup, check), setup.model.sizes
-    inner = fit_gradient(came, gradient, w, terms.inner, sizes, room=room, factors=factors)
+    room, given = _room(setup, check), (observed.came, check.gradient, w, terms.inner, setup.model.sizes)
+    inner = fit_gradient(*given, room=room, has_factors=not observed.is_edit_seen)
     if inner is None:
         return check
-    if observed.scale is None:
-        common = float(torch.as_tensor(inner.factor, dtype=torch.float64).max())
-        inner, terms.scale, came = replace(inner, factor=inner.factor / common), scale * common, came / common
-        edit = _edit(setup, made, came, w, terms)
-        observed = replace(observed, scale=terms.scale, came=came, edit=edit)
-    own = torch.as_tensor(inner.factor, dtype=torch.float64)
-    if bool(((own == 0) | (own == 1)).all()):
-        terms.learn(inner, w, came)
-    else:
-        terms.is_always_checked = True
-    return replace(check, observed=observed, inner=inner, is_explained=observed.edit is not None)
+    own, made = torch.as_tensor(inner.factor, dtype=torch.float64), observed.made
+    has_factor = not bool(((own == 0) | (own == 1)).all())
+    terms.is_always_checked |= has_factor and made.arrived is None
+    if not observed.is_edit_seen and made.arrived is not None:
+        terms.scale = float(own.max() * made.arrived.norm() / made.gradient.norm())
+    terms.learn(replace(inner, factor=1.0) if has_factor else inner, w, observed.came)
+    return replace(check, inner=inner, is_explained=True)
 
 
 def _is_accepted(setup: TrainingSetup, observed: ObservedStep, residual: Float[Tensor, " P"]) -> bool:

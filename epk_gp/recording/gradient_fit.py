@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
 
 import torch
 from jaxtyping import Bool, Float, Float64
@@ -46,7 +45,7 @@ class GradientFit:
         return replace(update, weight_decay=decay + scale * rates)
 
 
-def _exact_factor(used: Tensor, base: Tensor) -> float | None:
+def exact_factor(used: Tensor, base: Tensor) -> float | None:
     """Return the number whose product with one gradient is another, bit by bit; None if there is none."""
     if int(base.count_nonzero()) < 2:  # one number shows no factor
         return None
@@ -69,7 +68,7 @@ def fit_gradient(
     sizes: Sequence[int],
     *,
     room: float = 0.0,
-    factors: Literal["none", "common", "own"] = "own",
+    has_factors: bool = True,
 ) -> GradientFit | None:
     """Return the factor and the decay of each parameter that make one gradient of another; None if none do.
 
@@ -83,14 +82,14 @@ def fit_gradient(
         known: The fit of a step before, whose decays are taken where they fit as well.
         sizes: Number of weights of each parameter.
         room: By how much an entry may differ beside the rounding of its own terms.
-        factors: Whether there may be a factor beside 0: none, one for all parameters, or one for each.
+        has_factors: Whether there may be factors beside 0.
     """
     eps = _ROUNDINGS * torch.finfo(used.dtype).eps
     if not used.any() or not (torch.isfinite(used).all() and torch.isfinite(base).all()):
         return None
     if bool(((used - base).abs() <= room + eps * base.abs()).all()):
         return GradientFit(1.0, torch.zeros_like(known.decay))
-    if factors != "none" and (exact := _exact_factor(used, base)) is not None:
+    if has_factors and (exact := exact_factor(used, base)) is not None:
         return GradientFit(exact, torch.zeros_like(known.decay))
     u, g, v = used.double(), base.double(), w.double()
     part = torch.repeat_interleave(torch.tensor(list(sizes))).to(u.device)
@@ -104,11 +103,11 @@ def fit_gradient(
 
     def factors_of(u: Float[Tensor, " P"], g: Float[Tensor, " P"]) -> Iterator[Float[Tensor, " L"]]:
         products, squares = sums(u * g), sums(g * g)
-        common = _exact_factor(used[inside], base[inside]) or products.sum() / squares.sum().clamp(min=_TINY)
+        common = exact_factor(used[inside], base[inside]) or products.sum() / squares.sum().clamp(min=_TINY)
         yield common * ones
         own = torch.where(squares > 0, products / squares.clamp(min=_TINY), 1.0)
         own = torch.where((own - 1).abs() <= eps, 1.0, own)
-        if factors == "own" and bool(((own != 1) & (sums((g != 0).double()) > 1)).any()):
+        if bool(((own != 1) & (sums((g != 0).double()) > 1)).any()):
             yield own  # which one number alone does not show
 
     def decays_of(factor: Float[Tensor, " L"]) -> Iterator[Float[Tensor, " L"]]:
@@ -129,15 +128,15 @@ def fit_gradient(
             yield ones, none
         elif kind == "decay":
             yield from ((ones, decay) for decay in decays_of(ones))
-        elif kind == "factor" and factors != "none":
+        elif kind == "factor" and has_factors:
             yield from ((factor, none) for factor in factors_of(u, g))
-        elif kind == "both" and factors != "none":  # the factor is that of what stands at right angles to the weights
+        elif kind == "both" and has_factors:  # the factor is that of what stands at right angles to the weights
             square = sums(v * v).clamp(min=_TINY)
             across = (x - (sums(x * v) / square)[part] * v for x in (u, g))
             yield from ((factor, decay) for factor in factors_of(*across) for decay in decays_of(factor))
 
     zero, at = (u == 0) & (g != 0), torch.zeros_like(u, dtype=torch.bool)
-    if factors == "own":  # clipped entries have the largest value of their parameter
+    if has_factors:  # clipped entries have the largest value of their parameter
         at = (u != 0) & (u.abs() == none.scatter_reduce(0, part, u.abs(), "amax")[part])
         bounds, number, counts = u.abs()[at].unique(return_inverse=True, return_counts=True)
         at = at.masked_scatter(at, ((counts > 1) | (bounds == bounds.max()))[number])
@@ -163,7 +162,7 @@ class GradientTerms:
 
     Attributes:
         inner: The masks and decays of the last checked step, which hold for the steps after it.
-        scale: The factor of a GradScaler in the last checked step.
+        scale: The factor of a GradScaler in the last step that had one.
         is_fixed: Whether nothing else is accepted, because the step is recorded already.
         is_always_checked: Whether every step must be checked, because edits of its gradient are not seen.
     """

@@ -42,7 +42,7 @@ from epk_gp.core.step import ForwardPass, Step
 from epk_gp.core.torch_overrides import disable_fused_attention, kernels_of_the_loop, with_tensors
 from epk_gp.optimizers.update_rules import predict_step, relative_rounding, rounded_bound, step_tolerance
 from epk_gp.recording.causes import changed_setting
-from epk_gp.recording.gradient_fit import GradientFit, GradientTerms
+from epk_gp.recording.gradient_fit import GradientFit, GradientTerms, exact_factor
 from epk_gp.recording.observer import CapturedForward, MadeStep
 from epk_gp.recording.passes import KnownLoss, common_factor, of_nodes, read_targets, rounding_of, row_factors
 from epk_gp.recording.setup import TrainingSetup
@@ -84,7 +84,7 @@ class ObservedStep:
         end_statistics: Those after it.
         measures: How far it is from the update rule's step.
         terms: What the steps before it show that the loop does to gradients.
-        scale, came, edit: As `epk_gp.recording.check.edit_of` returns them.
+        is_edit_seen, came, edit: As `epk_gp.recording.check.edit_of` returns them.
     """
 
     made: MadeStep
@@ -96,7 +96,7 @@ class ObservedStep:
     end_statistics: Float[Tensor, " Q"]
     measures: StepMeasures
     terms: GradientTerms
-    scale: float | None
+    is_edit_seen: bool
     came: Float[Tensor, " P"]
     edit: GradientFit | None
 
@@ -201,9 +201,10 @@ def seen_passes(setup: TrainingSetup, made: MadeStep, step: Step) -> list[SeenPa
 
 
 def scale_of_outputs(setup: TrainingSetup, made: MadeStep, step: Step, known: float) -> float | None:
-    """Return by which factor the outputs' gradients are those of the recorded loss: 1 or a known one, else None.
+    """Return by which factor the outputs' gradients are those of the recorded loss; None if that is not seen.
 
-    A GradScaler multiplies the loss, and divides the gradient afterwards.
+    A GradScaler multiplies the loss, and divides the gradient afterwards: the factor is 1, the one of the steps before,
+    or what the gradient was divided by.
     """
 
     def is_like(p: SeenPass, scale: float) -> bool:
@@ -214,7 +215,8 @@ def scale_of_outputs(setup: TrainingSetup, made: MadeStep, step: Step, known: fl
         return bool((p.delta / scale - expected).abs().max() <= p.rounding * size)
 
     seen = seen_passes(setup, made, step)
-    return next((s for s in (1.0, known) if seen and all(is_like(p, s) for p in seen)), None)
+    ratio = exact_factor(made.arrived, made.gradient) if seen and made.arrived is not None else None
+    return next((s for s in (1.0, known, ratio) if seen and s and all(is_like(p, s) for p in seen)), None)
 
 
 def doubt_of_loss(setup: TrainingSetup, made: MadeStep, step: Step) -> str | None:

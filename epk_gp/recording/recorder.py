@@ -490,8 +490,8 @@ class Recorder:
         step, before, after = whole
         momentum = self._training.momentum
         measures = measure_step(setup, made, (last.end, end), momentum, self._momenta[0])
-        scale, came, edit = edit_of(setup, made, step, last.end, self._terms)
-        known = measures, self._terms, scale, came, edit
+        is_seen, came, edit = edit_of(setup, made, step, last.end, self._terms)
+        known = measures, self._terms, is_seen, came, edit
         observed = ObservedStep(made, step, last.end, end, momentum, before, after, *known)
         is_exact = self._schedule.is_due(index) or made.doubt is not None or needs_exact_check(setup, observed)
         with self._schedule.checking() if is_exact else nullcontext():
