@@ -118,7 +118,8 @@ def fit_gradient(
         if bool(shows.any()):
             same = shows & ((own / own[shows].median() - 1).abs() <= 0.1)
             common, own = products[same].sum() / squares[same].sum() * ones, torch.where(shows, own, none)
-            most, rate = 2 * left(d, own).minimum(left(d, common)) + eps * terms, known.decay.to(u)
+            most = 2 * left(d, own).minimum(left(d, common)) + eps * terms
+            rate = known.decay.to(u) if bool(known.decay.any()) else common
             for other in (common, none, own):  # the first that comes as near as any
                 rate = torch.where(left(d, rate) <= most, rate, other)
             yield rate
@@ -171,7 +172,8 @@ class GradientTerms:
         self.sizes = tuple(sizes)
         self.inner = self.nothing = GradientFit(1.0, torch.zeros(len(sizes), dtype=torch.float64))
         self.scale, self.is_fixed, self.is_always_checked = 1.0, False, False
-        self._has_shown = torch.zeros(len(sizes), dtype=torch.bool)  # whose decay a checked step showed
+        # whose decay a checked step showed; that of weights that were zero is taken for the others' until then
+        self._has_shown = torch.zeros(len(sizes), dtype=torch.bool)
         self._num_changes = 0
 
     def needs_check(self, w: Float[Tensor, " P"], came: Float[Tensor, " P"]) -> bool:
@@ -186,7 +188,7 @@ class GradientTerms:
         before, shows = self.inner.decay, self._shows(w, came)
         again = shows & (self._has_shown | ~self._has_shown.any())
         self._num_changes += not torch.equal(inner.decay[again], before[again])
-        self.inner = replace(inner, decay=torch.where(shows, inner.decay, before))
+        self.inner = replace(inner, decay=torch.where(shows | ~self._has_shown, inner.decay, before))
         self._has_shown |= shows
 
     def _shows(self, w: Float[Tensor, " P"], came: Float[Tensor, " P"]) -> Bool[Tensor, " L"]:
