@@ -408,6 +408,7 @@ def replayed_steps(
             as_trained, momentum_trained = predict_step(update, model.sizes, w, g_trained, before_trained)
         if law is not None and memory is not None:
             memory = replace(memory, momentum=before_trained)
+            law.see_clip(step.index, g_trained)
             by_options, memory = law.step(step.index).replayed(update, memory, w, g_trained)
         d, as_trained = (trajectory.with_move(step, w, own) for own in (d, as_trained))
         yield ReplayedStep(step, w, d, before, g, as_trained, error, by_options)

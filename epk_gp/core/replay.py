@@ -41,11 +41,13 @@ from epk_gp.core.update_law import STILL, still_weights
 from epk_gp.optimizers.torch_rules import RULES, state_of, states_before
 from epk_gp.optimizers.update_rules import (
     NO_UPDATE,
+    ClipValue,
     LinearStep,
     UpdateCoefficients,
     broadcast_to_params,
+    clip_kind,
+    shown_clip,
     stack_coefficients,
-    step_clip,
 )
 
 # Bytes of computed states that are held for the next reader, beside the segment that is read. A choice.
@@ -356,9 +358,9 @@ class BitwiseReplay(Segments):
         model = self.passes.model
         g = model.flatten({name: p if p.grad is None else p.grad for name, p in module.named_parameters()})
         scale = broadcast_to_params(update.grad_scale, model.sizes, g)
-        for name, kept in model.unflatten((scale != 0).to(g)).items():
-            if (p := module.get_parameter(name)).grad is not None and not bool(kept.all()):
-                p.grad *= kept
-        clip = step_clip(self.run.clip, update, scale, g)
-        if clip is not None:
+        is_by_entry = clip_kind(update, len(g)) is ClipValue  # else the factors are those that it multiplied with
+        for name, factor in model.unflatten((scale != 0).to(g) if is_by_entry else scale.abs()).items():
+            if (p := module.get_parameter(name)).grad is not None and not bool((factor == 1).all()):
+                p.grad *= factor
+        if is_by_entry and (clip := self.run.clip or shown_clip(update, scale, g)) is not None:
             clip.clip_gradients(module)

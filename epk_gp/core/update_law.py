@@ -41,7 +41,7 @@ from epk_gp.optimizers.update_rules import (
     broadcast_to_params,
     is_clipped,
     predict_step,
-    step_clip,
+    shown_clip,
 )
 
 
@@ -183,7 +183,7 @@ class StepLaw:
         moves: Which parameters the step moved, (L,); the optimizer passed over the others.
         is_moved: The same for each weight, (P,); None if all are.
         is_known: Which parameters are in a recorded group at this step, (L,).
-        clip: The stated clipping.
+        clip: The clipping of all steps: as stated, or as the first clipped step shows it (`UpdateLaw.see_clip`).
         has_more: Whether it has a second buffer, or inner matrices.
     """
 
@@ -287,10 +287,8 @@ class StepLaw:
         if bool(is_unknown.any()):
             sizes = torch.tensor(self.sizes, device=g.device)
             coefficients["lr"] = torch.where(is_unknown.repeat_interleave(sizes), torch.nan, coefficients["lr"])
-        clip = step_clip(self.clip, update, self.recorded["grad_scale"], g)
-        if clip is not None:
-            factor = coefficients["grad_scale"]
-            coefficients["grad_scale"] = factor.sign() * clip.factors(torch.where(factor == 0, 0, g))
+        sign = coefficients["grad_scale"].sign()  # 0 where the loop sets gradients to 0
+        coefficients["grad_scale"] = sign if self.clip is None else sign * self.clip.factors(sign.abs() * g)
         made = replace(update, **coefficients, places={})
         d, _ = predict_step(made, self.sizes, w, g, memory.momentum)
         return d, after
@@ -323,7 +321,7 @@ class UpdateLaw:
 
     def __init__(self, trajectory: Trajectory, reference: Tensor) -> None:
         run, model, rule = trajectory.trained, trajectory.model, trajectory.update_rule
-        self.trajectory, self.reference, self.sizes = run, reference, model.sizes
+        self.trajectory, self.reference, self.sizes, self.clip = run, reference, model.sizes, run.clip
         if run.momentum is not None:
             raise ValueError(
                 "the run must begin with a new optimizer, so that its steps follow from the recorded gradients: its "
@@ -363,12 +361,24 @@ class UpdateLaw:
             self._at.append((tuple(of_step), torch.tensor(is_known, device=reference.device)))
 
     @cached_property
+    def clipped_steps(self) -> tuple[int, ...]:
+        """Numbers of the steps that clipped their gradient."""
+        run = self.trajectory
+        return tuple(s for s in range(run.num_steps) if is_clipped(held_coefficients(run, s)))
+
+    def see_clip(self, index: int, g: Float[Tensor, " P"]) -> None:
+        """Take the clipping that a step shows on the gradient of its loss, if none is known."""
+        if self.clip is None and index in self.clipped_steps:
+            update = held_coefficients(self.trajectory, index)
+            self.clip = shown_clip(update, broadcast_to_params(update.grad_scale, self.sizes, g), g)
+
+    @cached_property
     def clipping(self) -> str:
         """How the bound of gradient clipping is known, in words."""
         run = self.trajectory
         if run.clip is not None:
             return f"{run.clip}, as stated"
-        if any(is_clipped(held_coefficients(run, s)) for s in range(run.num_steps)):
+        if self.clipped_steps:
             return "as the clipped steps show it; it was not stated"
         return "none: no bound was stated or reached. One that other weights of the samples reach is not known"
 
@@ -392,4 +402,4 @@ class UpdateLaw:
         if bool(is_still.any()):
             moves, is_moved = torch.stack([~still.all() for still in is_still.split(list(self.sizes))]), ~is_still
         more = bool(update.second or update.inner_left or update.inner_right)
-        return StepLaw(parts, self.sizes, recorded, moves, is_moved, is_known, self.trajectory.clip, more)
+        return StepLaw(parts, self.sizes, recorded, moves, is_moved, is_known, self.clip, more)

@@ -20,7 +20,7 @@ from epk_gp.core.states import JUMP_SHARE, law_of_step, recomputation_of
 from epk_gp.core.step import Step
 from epk_gp.core.trajectory import Trajectory, flat_state, flat_weights, step_coefficients
 from epk_gp.core.update_law import UpdateLaw
-from epk_gp.optimizers.update_rules import largest_entry, move_by_rounding, predict_step, relative_rounding
+from epk_gp.optimizers.update_rules import ClipNorm, largest_entry, move_by_rounding, predict_step, relative_rounding
 from epk_gp.quadrature.adaptive import Integral
 from epk_gp.quadrature.rules import AdaptiveRule, QuadratureStatus, Rule, straight
 from epk_gp.work.run import Sums
@@ -155,6 +155,7 @@ class StepMismatches:
         is_exact: Whether no more than rounding counts as explained, whatever share the run may leave unexplained.
         moved: Which weights gradients moved, (P,), if that was looked at.
         varies_mask: Whether the loop set the gradient of a weight to 0 in some steps, and not in others.
+        clipped_alone: The only clipped step of a run whose clipping is not stated; -1 where there is no such step.
     """
 
     largest: float = 0.0
@@ -164,6 +165,7 @@ class StepMismatches:
     is_exact: bool = False
     moved: Bool[Tensor, " P"] = field(default_factory=lambda: torch.zeros(0, dtype=torch.bool))
     varies_mask: bool = False
+    clipped_alone: int = -1
     _rounding: Float[Tensor, " L"] | None = None  # of each parameter's gradient, of a step shortly before
 
     def add(self, trajectory: Trajectory, model: FunctionalModel, replayed: ReplayedStep) -> bool:
@@ -232,6 +234,10 @@ class StepMismatches:
             findings.append(
                 f"step {self.options_step} is not the one that the optimizer's recorded options, its state since the "
                 "first step and the clipping of gradients give: how steps follow from other gradients is not known"
+            )
+        if self.clipped_alone >= 0:
+            findings.append(
+                f"step {self.clipped_alone} alone was clipped, which does not show by which norm: state clip="
             )
         return findings
 
@@ -316,6 +322,8 @@ def step_mismatches(trajectory: Trajectory, law: UpdateLaw) -> StepMismatches:
         is_seen = is_seen if own.is_moved is None else is_seen & own.is_moved
         by_mask |= is_seen & torch.stack([(scale := own.recorded["grad_scale"]) == 0, scale != 0])
     mismatches.moved, mismatches.varies_mask = by_mask[1], bool(by_mask.all(dim=0).any())
+    if isinstance(law.clip, ClipNorm) and len(law.clipped_steps) == 1 and law.trajectory.clip is None:
+        mismatches.clipped_alone = law.clipped_steps[0]
     return mismatches
 
 

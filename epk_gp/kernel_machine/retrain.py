@@ -4,7 +4,6 @@ import hashlib
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import Any, Unpack
 
 import torch
@@ -32,7 +31,7 @@ from epk_gp.core.trajectory import (
 from epk_gp.core.update_law import StepLaw, UpdateLaw
 from epk_gp.gram.path_kernel import require_training
 from epk_gp.kernel_machine.certificate import run_findings, step_mismatches, warn_unless_certified
-from epk_gp.optimizers.update_rules import Clip, ClipValue, UpdateCoefficients, apply_matrices, is_clipped, step_clip
+from epk_gp.optimizers.update_rules import ClipValue, UpdateCoefficients, apply_matrices
 from epk_gp.work.run import Piece, Place, RunWork, Sums, run
 
 # By how much the run that is replayed with all weights 1 may miss the recorded one, relative to the way that the
@@ -95,30 +94,20 @@ class StackedTraining:
     def steps(self, weights: Float[Tensor, "m M"]) -> Iterator[StackedStep]:
         """Train with these weights of the samples, and yield every step; a run with all weights 1 comes first."""
         recorded, P = self.law.trajectory, self.net.num_weights
-        every, clip = torch.cat([torch.ones_like(weights[:1]), weights]), self._first_clip
+        every = torch.cat([torch.ones_like(weights[:1]), weights])
+        for index in self.law.clipped_steps[:1]:
+            self.law.see_clip(index, self.run.gradient(recorded.steps[index])[0])
         states = flat_state(recorded, 0, self.trajectory.inputs).expand(len(every), -1).clone()
         memory = self.law.initial((len(every),))
         for step in recorded.steps:
             law, w = self.law.step(step.index), states[:, :P]
             g, before, after = self._gradients(step, states, every)
             held = held_coefficients(recorded, step.index)
-            clip = step_clip(law.clip, held, law.recorded["grad_scale"], g[0]) or clip
-            g, clipped = _clipped(held, law, g, clip)
+            g, clipped = _clipped(held, law, g)
             direction, memory, coefficients = law.advance(memory, w, g, is_stacked=True)
             w = w - apply_matrices(held, law.sizes, direction) - law.recorded["decoupled_decay"] * w
             states = torch.cat([w, before.pop()], dim=1)
             yield StackedStep(step, before, after, {**coefficients, **clipped}, states)
-
-    @cached_property
-    def _first_clip(self) -> Clip | None:
-        """The clipping that is stated, or that the first clipped step shows; None where there is neither."""
-        recorded = self.law.trajectory
-        for step in recorded.steps if recorded.clip is None else ():
-            update = held_coefficients(recorded, step.index)
-            if is_clipped(update):
-                scale = self.law.step(step.index).recorded["grad_scale"]
-                return step_clip(None, update, scale, self.run.gradient(step)[0])
-        return recorded.clip
 
     def _gradients(
         self, step: Step, states: Float[Tensor, "m PQ"], weights: Float[Tensor, "m M"]
@@ -190,7 +179,7 @@ class StackedTraining:
 
 
 def _clipped(
-    update: UpdateCoefficients, law: StepLaw, g: Float[Tensor, "m P"], clip: Clip | None
+    update: UpdateCoefficients, law: StepLaw, g: Float[Tensor, "m P"]
 ) -> tuple[Float[Tensor, "m P"], dict[str, Tensor]]:
     """Clip gradients, divided by the recorded factor, which the recorded coefficients hold.
 
@@ -198,6 +187,7 @@ def _clipped(
         The gradients, and the coefficient of the unclipped ones: (m, L), or (m, P) where they were clipped entry by
         entry; nothing where no run's was clipped by more than the recorded one.
     """
+    clip = law.clip
     if clip is None:
         return g, {}
     scale = law.recorded["grad_scale"]

@@ -496,25 +496,24 @@ def clip_kind(update: UpdateCoefficients, num_weights: int) -> type[ClipNorm | C
     return None if not is_clipped(update) else ClipNorm if is_whole else ClipValue
 
 
-def step_clip(stated: Clip | None, update: UpdateCoefficients, scale: Tensor, g: Float[Tensor, " P"]) -> Clip | None:
-    """Return the clipping of a step: as stated, else as its factors show it, of the 2-norm or entry by entry.
+def shown_clip(update: UpdateCoefficients, scale: Tensor, g: Float[Tensor, " P"]) -> Clip | None:
+    """Return the clipping, of the 2-norm or entry by entry, that the factors of a step show; None if it has none.
 
-    A bound that is not stated has three digits, for the recorder sees no other. The factors of another norm do not
-    follow from such a bound.
+    That it was one of this norm shows where another step has the same bound.
 
     Args:
-        stated: The clipping that the loop stated.
         update: The recorded coefficients of the step.
         scale: Its `grad_scale` as one number per weight, (P,); 0 where there was no gradient.
         g: The gradient of the batch's loss.
     """
-    if stated is not None or not is_clipped(update):
-        return stated
+    if not is_clipped(update):
+        return None
     factors = scale.abs()
     if clip_kind(update, len(g)) is ClipValue:
-        return ClipValue(rounded_bound(float((factors * g.abs())[(factors > 0) & (factors < 1)].max())))
+        bounds = (factors * g.abs())[(factors > 0) & (factors < 1)]
+        return ClipValue(float(bounds.mode().values))
     norm = float(torch.linalg.vector_norm(torch.where(factors > 0, g, 0.0))) + EPSILON
-    return ClipNorm(rounded_bound(float(factors[factors > 0].min()) * norm))
+    return ClipNorm(float(factors[factors > 0].min()) * norm)
 
 
 def rounded_bound(value: float) -> float:

@@ -14,30 +14,25 @@ from torch import Tensor
 from epk_gp.core.checks import allclose
 from epk_gp.core.gradients import CANCELLATION_FACTOR, TrainingReplay, batch_gradient, passes_of
 from epk_gp.core.plans import TensorSpec
+from epk_gp.core.step import Step
 from epk_gp.core.torch_overrides import disable_fused_attention
 from epk_gp.optimizers.torch_rules import GRADIENT_DESCENT
 from epk_gp.optimizers.update_rules import (
     CLIP_ROUNDING,
-    EPSILON,
     FIELDS,
-    Clip,
-    ClipNorm,
-    ClipValue,
     UpdateCoefficients,
-    broadcast_to_params,
     coefficient_of_all,
     largest_entry,
     move_by_rounding,
     predict_step,
     relative_rounding,
-    rounded_bound,
     rounding_of_terms,
-    scale_gradient,
     step_tolerance,
     weighted_sum,
 )
 from epk_gp.recording.causes import StepMismatchError, changed_setting
-from epk_gp.recording.mismatches import ObservedStep, StepCheck, StepMeasures, explain_mismatch
+from epk_gp.recording.gradient_fit import GradientFit, GradientTerms, fit_gradient
+from epk_gp.recording.mismatches import ObservedStep, StepCheck, StepMeasures, explain_mismatch, scale_of_outputs
 from epk_gp.recording.observer import MadeStep
 from epk_gp.recording.setup import TrainingSetup
 
@@ -184,63 +179,36 @@ def _blocks(
         first, place = last, place + size
 
 
-def needs_exact_check(setup: TrainingSetup, observed: ObservedStep) -> bool:
-    """Return whether a step's record takes its exact gradient: where it is clipped, or looks like that.
-
-    Clipping leaves a gradient whose norm, or whose largest entry, is the bound. Bounds are chosen by people: three
-    digits are enough for them, and by chance a norm is as close to such a number once in some thousand steps.
-    """
-    used, clip = observed.made.gradient, setup.clip
-    rounding = 8 * torch.finfo(used.dtype).eps
-    norm, largest = observed.measures.norm, observed.measures.largest
-    # torch divides by a norm to which it adds 1e-6, so that the norm of what it clips is short of the bound by that
-    for size, short in ((norm, EPSILON + rounding * norm), (largest, rounding * largest)):
-        if 0 < size < float("inf") and -short < size - rounded_bound(size) < rounding * size:
-            return True
-    if clip is not None:  # up to rounding, its norm is not below the stated bound
-        size = float(torch.linalg.vector_norm(used, clip.norm_type))
-        if not size * (1 + CLIP_ROUNDING[False]) + EPSILON < clip.bound:
-            return True
-    return observed.penalty.needs_check(observed.start, used)
-
-
-def inferred_clip(used: Float[Tensor, " P"], gradient: Float[Tensor, " P"]) -> Clip | None:
-    """Return the clipping that makes of a gradient the one that was used, if its bound has at most three digits.
+def edit_of(
+    setup: TrainingSetup, made: MadeStep, step: Step, w: Float[Tensor, " P"], terms: GradientTerms
+) -> tuple[bool, Float[Tensor, " P"], GradientFit | None]:
+    """Return what a loop did to a gradient between backward() and the optimizer's step.
 
     Args:
-        used: The gradient that the optimizer used.
-        gradient: The gradient of the loss.
+        setup: The training.
+        made: The step.
+        step: Its record.
+        w: The weights before it.
+        terms: What the steps before it show.
+
+    Returns:
+        Whether it is seen; the gradient as it came, without the factor of a GradScaler, that was used where it is not
+        seen; and what made of it the one that was used, None if a factor and a decay of each parameter do not.
     """
-    if not torch.isfinite(used).all() or not used.any():
-        return None
-    norm, largest = float(torch.linalg.vector_norm(used)), float(used.abs().max())
-    for clip in (ClipNorm(rounded_bound(norm)), ClipValue(rounded_bound(largest))):
-        predicted = gradient * clip.factor(gradient)
-        rounding = CLIP_ROUNDING[used.dtype == torch.float64] * largest
-        if not torch.equal(predicted, gradient) and bool(((predicted - used).abs() <= rounding).all()):
-            return clip
-    return None
+    if made.arrived is None or made.arrived is made.gradient:
+        return made.arrived is not None, made.gradient, terms.nothing
+    if (scale := scale_of_outputs(setup, made, step, terms.scale)) is None:
+        return False, made.gradient, terms.nothing
+    terms.scale, came = scale, made.arrived if scale == 1 else made.arrived / scale
+    return True, came, fit_gradient(made.gradient, came, w, terms.nothing, setup.model.sizes)
 
 
-def clipped_apart(
-    used: Float[Tensor, " P"], gradient: Float[Tensor, " P"], sizes: Sequence[int]
-) -> Float[Tensor, " L"] | None:
-    """Return the factor of each parameter where the norm of some of them alone was clipped; None if it was not.
-
-    These share one factor, all others have 1, and the bound of their norm has at most three digits.
-    """
-    rounding = CLIP_ROUNDING[used.dtype == torch.float64]
-    pairs = list(zip(used.split(list(sizes)), gradient.split(list(sizes)), strict=True))
-    is_clipped = torch.stack([u @ g < (1 - rounding) * (g @ g) for u, g in pairs])
-    if not bool(is_clipped.any()) or bool(is_clipped.all()):
-        return None
-    chosen = [pair for pair, own in zip(pairs, is_clipped.tolist(), strict=True) if own]
-    clipped, norm = (torch.cat(parts).norm() for parts in zip(*chosen, strict=True))
-    bound = rounded_bound(float(clipped))
-    factors = torch.where(is_clipped, bound / (norm + EPSILON), 1.0).double()
-    predicted = gradient * broadcast_to_params(factors, sizes, gradient)
-    is_same = bool(((predicted - used).abs() <= rounding * used.abs().max()).all())
-    return factors if is_same and bound > 0 and abs(float(clipped) - bound) <= EPSILON + rounding * bound else None
+def needs_exact_check(setup: TrainingSetup, observed: ObservedStep) -> bool:
+    """Return whether a step's record takes its exact gradient: where what else is known does not say what it was."""
+    is_unclear = not observed.is_edit_seen and (observed.made.arrived is not None or setup.clip is not None)
+    if is_unclear or observed.terms.needs_check(observed.start, observed.came):
+        return True
+    return observed.edit is None and not _is_accepted(setup, observed, _unexplained(setup, observed, observed.came))
 
 
 def check_step(setup: TrainingSetup, observed: ObservedStep, *, exact: bool = True) -> UpdateCoefficients:
@@ -283,7 +251,7 @@ def check_step(setup: TrainingSetup, observed: ObservedStep, *, exact: bool = Tr
                 f"{expected} that backward() left: it differs by {difference:.2e}. Another optimizer or option is at "
                 "work, or the weights were changed."
             )
-        return observed.penalty.added_to(made.update)
+        return _recorded(setup, observed, observed.terms.inner)
     gradient, error = _gradient_of(setup, observed)
     if not error <= 1:
         edited = "running means or variances were edited, or other rows passed the network"
@@ -292,24 +260,13 @@ def check_step(setup: TrainingSetup, observed: ObservedStep, *, exact: bool = Tr
             "the moving statistics after a forward pass must be those that its rows give: they differ by "
             f"{error:.2g} times what rounding explains. Likely cause: {cause}."
         )
-    penalty, checks = observed.penalty, list[StepCheck]()
-    for mask in penalty.masks(made.gradient, gradient):
-        own, rates = mask * gradient, penalty.rates
-        check = _with_penalty(setup, StepCheck(observed, own, own, mask=mask), penalty.gradient(mask * start))
-        checks.append(check)
-        is_consistent = _is_consistent(setup, check)
-        if not is_consistent and (inferred := _with_inferred(setup, check)) is not None:
-            (check, rates), is_consistent = inferred, True
-        if is_consistent:
-            penalty.learn(rates, start, made.gradient)
-            penalty.mask = mask
-            break
-    else:
-        check = checks[0]
-    if not (follows_rule and is_consistent):
-        clipped = check.expected
-        predicted, _ = predict_step(made.update, sizes, start, clipped, observed.momentum)
-        residual = observed.end - start - predicted
+    w = _without_gradient_of(setup, observed.made, start.clone()) if observed.made.without_gradient else start
+    check = _explained(setup, StepCheck(observed, gradient, w, observed.terms.inner))
+    observed = check.observed
+    if not check.is_explained and not observed.is_edit_seen:
+        observed = replace(observed, edit=_stated_edit(setup, observed, check.expected))
+    if not (follows_rule and check.is_explained):
+        residual = _unexplained(setup, observed, check.expected)
         if not _is_accepted(setup, observed, residual):
             cause = explain_mismatch(setup, check, follows_rule=follows_rule)
             if not _is_repeatable(setup, check):
@@ -317,55 +274,72 @@ def check_step(setup: TrainingSetup, observed: ObservedStep, *, exact: bool = Tr
                 cause = f"the network draws random numbers {source}: draw them with torch"
             limit = f" unexplained={setup.unexplained:g} accepts less." if setup.unexplained is not None else ""
             raise StepMismatchError(
-                f"{expected} of {setup.loss} on the given batch: it differs by {largest_entry(residual):.2e} (largest "
-                f"predicted change {largest_entry(predicted):.2e}), the gradient by "
-                f"{largest_entry(made.gradient - clipped):.2e} (largest entry {largest_entry(clipped):.2e}). Likely "
-                f"cause: {cause}.{limit}"
+                f"{expected} of {setup.loss} on the given batch: it differs by {largest_entry(residual):.2e}, the "
+                f"gradient by {largest_entry(observed.came - check.expected):.2e} (largest entry "
+                f"{largest_entry(check.expected):.2e}). Likely cause: {cause}.{limit}"
             )
-    update = scale_gradient(made.update, check.clip_factor if check.factors is None else check.factors, sizes)
-    return penalty.added_to(update)
+    return _recorded(setup, observed, check.inner)
 
 
-def _with_inferred(setup: TrainingSetup, check: StepCheck) -> tuple[StepCheck, Float[Tensor, " L"]] | None:
-    """Return the check with a clipping and an L2 penalty that nobody stated, and its rates; None if it has neither."""
-    observed, used = check.observed, check.observed.made.gradient
-    penalty, w = observed.penalty, check.mask * observed.start
+def _recorded(setup: TrainingSetup, observed: ObservedStep, inner: GradientFit) -> UpdateCoefficients:
+    """Return the coefficients of a step on the gradient of its loss.
 
-    def candidates() -> Iterator[Float[Tensor, " L"] | None]:
-        yield penalty.rates
-        if not penalty.is_fixed and not observed.made.is_doubtful:
-            yield torch.zeros_like(penalty.rates)
-            yield penalty.fitted(used, check.gradient, w)
-            yield penalty.fitted(used, check.gradient, w, is_scaled=True)
-            is_within = used.abs() < (1 - CLIP_ROUNDING[0]) * used.abs().max()  # not clipped entry by entry
-            yield penalty.fitted(*(is_within * value for value in (used, check.gradient, w)))
-
-    for rates in candidates():
-        if rates is None:
-            continue
-        other = _with_penalty(setup, check, penalty.gradient(w, rates))
-        clip = inferred_clip(used, other.expected) if setup.clip is None else None
-        other = other if clip is None else _with_penalty(setup, check, penalty.gradient(w, rates), clip)
-        is_same = clip is None and torch.equal(rates, penalty.rates)
-        if not is_same and _is_consistent(setup, other):
-            return other, rates
-        factors = clipped_apart(used, other.expected, setup.model.sizes) if setup.clip is None else None
-        if factors is not None:
-            factor, penalty.is_always_checked = broadcast_to_params(factors, setup.model.sizes, used), True
-            return replace(other, expected=other.expected * factor, clip_factor=factor, factors=factors), rates
-    return None
+    Raises:
+        StepMismatchError: The gradient was not clipped as stated.
+    """
+    made, sizes, clip = observed.made, setup.model.sizes, setup.clip
+    if clip is not None and observed.edit is not None and observed.is_edit_seen:
+        factor = observed.edit.factor
+        kept = replace(observed.edit, factor=(factor != 0).to(made.gradient) if isinstance(factor, Tensor) else 1.0)
+        whole = kept.of(observed.came, observed.start, sizes)
+        missed = largest_entry(made.gradient - whole * clip.factor(whole))
+        if not missed <= CLIP_ROUNDING[made.gradient.dtype == torch.float64] * largest_entry(made.gradient):
+            before, after = (float(torch.linalg.vector_norm(g, clip.norm_type)) for g in (whole, made.gradient))
+            raise StepMismatchError(
+                f"the gradient must be clipped as stated, {clip}: its {clip.norm_type:g}-norm was {before:.6g} after "
+                f"backward() and {after:.6g} at the step. State the loop's clipping, or none (clip=None)."
+            )
+    edit = observed.edit or _stated_edit(setup, observed, observed.came)
+    return inner.added_to(edit.added_to(made.update, sizes), sizes)
 
 
-def _with_penalty(
-    setup: TrainingSetup, check: StepCheck, penalty: Float[Tensor, " P"] | None, clip: Clip | None = None
-) -> StepCheck:
-    """Return the check with the gradient of a penalty, and a clipping of the sum: the stated one if there is one."""
-    expected = check.gradient
-    if penalty is not None:
-        expected = expected + _without_gradient_of(setup, check.observed.made, penalty)
-    clip = setup.clip or clip
-    factor = 1.0 if clip is None else clip.factor(expected)
-    return replace(check, expected=expected * factor, clip_factor=factor)
+def _stated_edit(setup: TrainingSetup, observed: ObservedStep, came: Float[Tensor, " P"]) -> GradientFit:
+    """Return the stated clipping of a gradient, where what the loop did to it is not known."""
+    nothing, clip = observed.terms.nothing, setup.clip
+    return nothing if clip is None else replace(nothing, factor=clip.factor(came))
+
+
+def _unexplained(setup: TrainingSetup, observed: ObservedStep, came: Float[Tensor, " P"]) -> Float[Tensor, " P"]:
+    """Return what a step has beside the update rule's step on a gradient that is edited as the loop's was."""
+    sizes = setup.model.sizes
+    edit = observed.edit or _stated_edit(setup, observed, came)
+    used = edit.of(came, observed.start, sizes)
+    predicted, _ = predict_step(observed.made.update, sizes, observed.start, used, observed.momentum)
+    return observed.end - observed.start - predicted
+
+
+def _explained(setup: TrainingSetup, check: StepCheck) -> StepCheck:
+    """Return the check with the masks and decays that came beside what came through the outputs."""
+    observed, terms, w = check.observed, check.observed.terms, check.w
+    if observed.edit is None:  # or the loop wrote the gradient itself, after a backward pass that only looked
+        by_hand = replace(check, observed=replace(observed, came=observed.made.gradient, edit=terms.nothing))
+        return other if (other := _explained(setup, by_hand)).is_explained else check
+    if _is_consistent(setup, check):
+        terms.learn(check.inner, w, observed.came)
+        return replace(check, is_explained=True)
+    if terms.is_fixed or observed.made.is_doubtful:  # a penalty on outputs may look like one on weights
+        return check
+    room, given = _room(setup, check), (observed.came, check.gradient, w, terms.inner, setup.model.sizes)
+    inner = fit_gradient(*given, room=room, has_factors=not observed.is_edit_seen)
+    if inner is None:
+        return check
+    own, made = torch.as_tensor(inner.factor, dtype=torch.float64), observed.made
+    has_factor = not bool(((own == 0) | (own == 1)).all())
+    terms.is_always_checked |= has_factor and made.arrived is None
+    if not observed.is_edit_seen and made.arrived is not None:
+        terms.scale = float(own.max() * made.arrived.norm() / made.gradient.norm())
+    terms.learn(replace(inner, factor=1.0) if has_factor else inner, w, observed.came)
+    return replace(check, inner=inner, is_explained=True)
 
 
 def _is_accepted(setup: TrainingSetup, observed: ObservedStep, residual: Float[Tensor, " P"]) -> bool:
@@ -407,24 +381,30 @@ def _without_gradient_of(setup: TrainingSetup, made: MadeStep, flat: Float[Tenso
 
 
 def _is_consistent(setup: TrainingSetup, check: StepCheck) -> bool:
-    """Return whether the optimizer's gradient is the stated one, up to what its dtype can lose by cancellation.
+    """Return whether the gradient came as it must, up to what its dtype can lose by cancellation."""
+    came, expected = check.observed.came, check.expected
+    difference = largest_entry(came - expected)
+    if difference <= relative_rounding(came.dtype) * largest_entry(expected):
+        return True
+    return bool(difference <= _room(setup, check))
+
+
+def _room(setup: TrainingSetup, check: StepCheck) -> float:
+    """Return by how much a gradient may differ by cancellation; 0 where it does not come out the same again.
 
     In float32 the loss by cancellation is measured: it is the difference of the recomputed gradient from the same
     gradient in float64. In float64 it is the difference from the gradient of the rows in reverse order, at weights that
     are moved by their own rounding. Recorded forward passes keep their order.
     """
-    observed = check.observed
-    state, difference = observed.start, largest_entry(observed.made.gradient - check.expected)
-    if difference <= relative_rounding(state.dtype) * largest_entry(check.expected):
-        return True
     if not _is_repeatable(setup, check):
-        return False
+        return 0.0
+    observed, state = check.observed, check.observed.start
     if state.dtype != torch.float64 and not observed.step.passes:
         other, _ = _gradient_of(setup, observed, check.state.double())
     else:
         moved = torch.cat([move_by_rounding(state, torch.finfo(state.dtype).eps), observed.start_statistics])
         other, _ = _gradient_of(setup, observed, moved)
-    return bool(difference <= CANCELLATION_FACTOR * largest_entry(check.gradient - check.mask * other))
+    return float(CANCELLATION_FACTOR * largest_entry(check.gradient - other))
 
 
 def _is_repeatable(setup: TrainingSetup, check: StepCheck) -> bool:
@@ -432,4 +412,4 @@ def _is_repeatable(setup: TrainingSetup, check: StepCheck) -> bool:
     if not check.observed.step.passes:
         return True
     again, _ = _gradient_of(setup, check.observed)
-    return allclose(check.mask * again, check.gradient)  # kernels of a GPU may add in any order
+    return allclose(again, check.gradient)  # kernels of a GPU may add in any order

@@ -9,6 +9,7 @@ or something was added to it, left in it or done to it afterwards.
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -16,7 +17,7 @@ from jaxtyping import Bool, Float, Shaped
 from torch import Tensor, nn
 
 from epk_gp.core.checks import allclose
-from epk_gp.core.gradients import PassData, TrainingReplay, passes_of
+from epk_gp.core.gradients import PassData, TrainingReplay, passes_of, seen_losses
 from epk_gp.core.graphs import rows_of
 from epk_gp.core.losses import (
     ELEMENTWISE,
@@ -41,9 +42,9 @@ from epk_gp.core.step import ForwardPass, Step
 from epk_gp.core.torch_overrides import disable_fused_attention, kernels_of_the_loop, with_tensors
 from epk_gp.optimizers.update_rules import predict_step, relative_rounding, rounded_bound, step_tolerance
 from epk_gp.recording.causes import changed_setting
+from epk_gp.recording.gradient_fit import GradientFit, GradientTerms, exact_factor
 from epk_gp.recording.observer import CapturedForward, MadeStep
 from epk_gp.recording.passes import KnownLoss, common_factor, of_nodes, read_targets, rounding_of, row_factors
-from epk_gp.recording.penalty import WeightPenalty
 from epk_gp.recording.setup import TrainingSetup
 
 _OF_OUTPUTS = 10  # times the rounding of a gradient in the outputs: a replay of these may sum in another order
@@ -83,8 +84,9 @@ class ObservedStep:
         momentum: The momentum buffer before it, as the recorder follows it.
         start_statistics: The moving statistics before it; of no entries for a network without them.
         end_statistics: Those after it.
-        penalty: The L2 penalty of the loop's loss, as the checked steps before it show it.
         measures: How far it is from the update rule's step.
+        terms: What the steps before it show that the loop does to gradients.
+        is_edit_seen, came, edit: As `epk_gp.recording.check.edit_of` returns them.
     """
 
     made: MadeStep
@@ -94,8 +96,11 @@ class ObservedStep:
     momentum: Float[Tensor, " P"]
     start_statistics: Float[Tensor, " Q"]
     end_statistics: Float[Tensor, " Q"]
-    penalty: WeightPenalty
     measures: StepMeasures
+    terms: GradientTerms
+    is_edit_seen: bool
+    came: Float[Tensor, " P"]
+    edit: GradientFit | None
 
 
 @dataclass(frozen=True, eq=False)
@@ -104,25 +109,28 @@ class StepCheck:
 
     Attributes:
         observed: The step.
-        gradient: Gradient of the stated loss on the stated batch before the step, (P,), not clipped; zero for
-            parameters that have none in this step, and for masked entries.
-        expected: The gradient that the optimizer must have used: the stated loss's and an L2 penalty's, clipped, (P,).
-        clip_factor: The factor by which the stated clipping multiplies that gradient: one number, or one per weight.
-        factors: The same of each parameter, (L,), where some parameters were clipped by themselves.
-        mask: 0 for entries of the gradient that the loop sets to 0, (P,), else 1 (`WeightPenalty`).
+        gradient: Gradient of the loss on the stated batch before the step, (P,), as it comes through the outputs; zero
+            for parameters that have none in this step.
+        w: The weights before it; zero for these parameters too.
+        inner: The masks and decays that come beside it in the backward pass.
+        is_explained: Whether the gradient came as expected, and what the loop did to it afterwards is known.
     """
 
     observed: ObservedStep
     gradient: Float[Tensor, " P"]
-    expected: Float[Tensor, " P"]
-    clip_factor: float | Float[Tensor, " P"] = 1.0
-    factors: Float[Tensor, " L"] | None = None
-    mask: float | Float[Tensor, " P"] = 1.0
+    w: Float[Tensor, " P"]
+    inner: GradientFit
+    is_explained: bool = False
 
     @property
     def used(self) -> Float[Tensor, " P"]:
-        """The gradient that the optimizer used."""
-        return self.observed.made.gradient
+        """The gradient that backward() left, without the factor of a GradScaler."""
+        return self.observed.came
+
+    @cached_property
+    def expected(self) -> Float[Tensor, " P"]:
+        """What it must be, (P,)."""
+        return self.inner.of(self.gradient, self.w, self.observed.terms.sizes)
 
     @property
     def state(self) -> Float[Tensor, " PQ"]:
@@ -194,6 +202,25 @@ def seen_passes(setup: TrainingSetup, made: MadeStep, step: Step) -> list[SeenPa
     return seen
 
 
+def scale_of_outputs(setup: TrainingSetup, made: MadeStep, step: Step, known: float) -> float | None:
+    """Return by which factor the outputs' gradients are those of the recorded loss; None if that is not seen.
+
+    A GradScaler multiplies the loss, and divides the gradient afterwards: the factor is 1, the one of the steps before,
+    or what the gradient was divided by.
+    """
+
+    def is_like(p: SeenPass, scale: float) -> bool:
+        z, c = p.z.detach().requires_grad_(), p.data.c.to(p.z)
+        with torch.enable_grad():
+            (expected,) = torch.autograd.grad(c @ seen_losses(setup.loss, z, p.data), z)
+        size = expected.abs().max() + c.abs().max()
+        return bool((p.delta / scale - expected).abs().max() <= p.rounding * size)
+
+    seen = seen_passes(setup, made, step)
+    ratio = exact_factor(made.arrived, made.gradient) if seen and made.arrived is not None else None
+    return next((s for s in (1.0, known, ratio) if seen and s and all(is_like(p, s) for p in seen)), None)
+
+
 def doubt_of_loss(setup: TrainingSetup, made: MadeStep, step: Step) -> str | None:
     """Say what the loop's loss is, if passes of a step show that it is not the stated one; None if they do not."""
     if (cause := _loss_cause(setup, made, seen_passes(setup, made, step), None)) is not None:
@@ -259,9 +286,8 @@ def _kernel_cause(setup: TrainingSetup, check: StepCheck, seen: Sequence[SeenPas
     replay = TrainingReplay(setup.model, setup.loss, TensorSpec(check.state.dtype, check.state.device))
     with disable_fused_attention(), kernels_of_the_loop():  # the kernels of before, also within a pass
         gradient = sum((replay.gradient(check.state, p.data).gradient for p in seen), torch.zeros_like(check.used))
-    again = gradient * check.clip_factor
-    missed, left = ((check.used - g).abs().max() for g in (check.expected, again))
-    if not (seen and left < missed / 8 and allclose(check.used, again)):
+    missed, left = ((check.used - g).abs().max() for g in (check.expected, gradient))
+    if not (seen and left < missed / 8 and allclose(check.used, gradient)):
         return None
     if any(_replayed(replay, check.state, p)[1] for p in seen):
         advice = "Train inside of torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH)"
@@ -433,27 +459,20 @@ def _target_cause(setup: TrainingSetup, seen: Sequence[SeenPass]) -> str | None:
 
 def _gradient_cause(setup: TrainingSetup, check: StepCheck, *, is_shown: bool) -> str:
     """Say what happened to the gradient after it came through the outputs, if the gradient in these was seen."""
-    model, net, made, w = setup.model, setup.net, check.observed.made, check.observed.start
-    used, whole, penalty = check.used, check.expected / check.clip_factor, check.observed.penalty
-    rest, bound, ratio = used - whole, float(used.abs().max()), common_factor(used, whole)
-    through = "what came through the outputs" if is_shown else "that of the stated loss"
-    if not bool(used.any()):
+    model, net, made, edit = setup.model, setup.net, check.observed.made, check.observed.edit
+    if not bool(made.gradient.any()):
         return "the gradient was 0 in all parameters: zero_grad() was called after backward(), or .grad was set to 0"
-    if setup.clip is not None and _is_same(used, whole):
-        return "the gradient is that of the stated loss before clipping: state the loop's clipping, or none"
-    if _is_same(used, ratio * whole):
-        is_scaled = ratio >= 1 or float(torch.tensor(ratio).log2()).is_integer()  # as by a GradScaler
-        stated = f"batch(indices, weight={ratio:.6g})" if is_scaled else f"clip=ClipNorm({float(used.norm()):.6g})"
-        if isinstance(setup.loss, UnstatedLoss) and any(batch.weight not in (None, 1.0) for batch in made.announced):
-            stated = "no weight= with loss=None, for what came through the outputs has the loop's factors already"
-        hint = ", and weight=None where the loss of accumulated batches is divided" if len(made.announced) > 1 else ""
-        return f"the gradient is {ratio:.6g} times {through}, clipped or scaled after backward(): state {stated}{hint}"
-    if _is_same(used, whole.clamp(-bound, bound)):
-        return f"the gradient was clipped to +-{bound:.6g} entry by entry: tell the recorder, clip=ClipValue(...)"
-    pairs = {n: (u, model.unflatten(whole)[n]) for n, u in model.unflatten(used).items() if u.numel()}
-    off = {n: (u, g) for n, (u, g) in pairs.items() if not _is_same(u, g)} or pairs
-    names, shares = _named([*off]), [common_factor(u, g) for u, g in off.values()]
-    if is_shown and len(off) < len(pairs) and not any(bool(g.any()) for _, g in off.values()):
+    flat = (made.gradient, check.used) if edit is None else (check.used, check.expected)
+    after, before = map(model.unflatten, flat)
+    off = [name for name, u in after.items() if u.numel() and not _is_same(u, before[name])] or [*after]
+    names, share = _named(off), float((flat[0] - flat[1]).norm() / flat[0].norm())
+    records = "unexplained=SHARE records it as a term of its own"
+    if edit is None:
+        return (
+            f"{share:.2g} of the gradient, in {names}, was changed after backward(), by no factor, mask, clipping or "
+            f"decay, as by noise or an edit: {records}"
+        )
+    if is_shown and len(off) < len(after) and not any(bool(before[name].any()) for name in off):
         return (
             f"no gradient comes to {names} through the network's outputs: the loss alone uses it. Let forward() use "
             "it, as in logits times a scale, or train it by an optimizer of its own that the recorder does not get"
@@ -468,24 +487,20 @@ def _gradient_cause(setup: TrainingSetup, check: StepCheck, *, is_shown: bool) -
     hooked = [n for n, p in net.named_parameters() if p._backward_hooks or p._post_accumulate_grad_hooks]
     hooked += [n for n, part in net.named_modules() if part._backward_hooks or part._backward_pre_hooks]
     if hooked:
-        return f"a backward hook at {_named(hooked)} changes gradients; unexplained=SHARE records that as a term"
-    if all(_is_same(u, r * g) for r, (u, g) in zip(shares, off.values(), strict=True)):
-        return f"the gradients of {names} alone were clipped or scaled (by {shares[0]:.6g}): clip all together"
-    rates = penalty.fitted(used, check.gradient, w)
-    added = None if rates is None else penalty.gradient(w, rates)
-    if added is not None and _is_same(used, check.gradient + added):
-        return "the factor of the loss's L2 penalty is not that of the steps checked before: check_every=1 records it"
-    share = float(rest.norm() / used.norm())
+        return f"a backward hook at {_named(hooked)} changes gradients; {records}"
     if not is_shown:
-        return f"the gradient is not {through} on X[batch], y[batch]: {share:.2g} of it, in {names}. {_RECORDS}"
+        own = f"the gradient is not that of the stated loss on X[batch], y[batch]: {share:.2g} of it"
+        return f"{own}, in {names}. {_RECORDS}"
+    if check.observed.terms.is_fixed and bool(check.inner.decay.any()):
+        return "the factor of the loss's L2 penalty is not that of the steps checked before: check_every=1 records it"
     text = f"{share:.2g} of the gradient, in {names}, does not come through the outputs of the announced rows"
     if rows := sum(len(f.inputs) for f in made.others):
         return f"{text}, and backward() went through {rows} other rows: announce them too, if their gradient is used"
-    return f"{text}, as of another penalty than L2, noise or an edit: unexplained=SHARE records it as a term of its own"
+    return f"{text}, as of another penalty than L2: {records}"
 
 
 def _is_same(a: Tensor, b: Tensor) -> bool:
-    """Return whether two gradients are the same up to what a guess may leave, relative to the largest entry."""
+    """Return whether two gradients are the same up to some roundings of the largest entry."""
     return bool((a - b).abs().max() <= 4 * relative_rounding(a.dtype) * b.abs().max())
 
 

@@ -6,6 +6,7 @@ import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -25,15 +26,15 @@ from epk_gp.core.step import Step, fingerprint_data, fingerprint_start
 from epk_gp.core.trajectory import Trajectory
 from epk_gp.optimizers.library_rules import NoOptimizer
 from epk_gp.optimizers.torch_rules import Optimizers, Rules, as_optimizers, given_rules, groups_of, learning_rate
-from epk_gp.optimizers.update_rules import Clip
+from epk_gp.optimizers.update_rules import Clip, UpdateCoefficients
 from epk_gp.recording.causes import StepMismatchError
-from epk_gp.recording.check import CheckSchedule, check_step, measure_step, needs_exact_check
+from epk_gp.recording.check import CheckSchedule, check_step, edit_of, measure_step, needs_exact_check
 from epk_gp.recording.distributed import OTHER_RANKS, Ranks
+from epk_gp.recording.gradient_fit import GradientTerms
 from epk_gp.recording.history import CommitSchedule, Held, RunHistory, StepResult
 from epk_gp.recording.mismatches import ObservedStep, StepMeasures, doubt_of_loss
 from epk_gp.recording.observer import MadeStep, StepObserver
 from epk_gp.recording.passes import PassRecords
-from epk_gp.recording.penalty import WeightPenalty
 from epk_gp.recording.probe import DerivativeProbe
 from epk_gp.recording.setup import make_setup
 from epk_gp.recording.stretch import MOST_BYTES, MOST_STEPS, WaitingStep, measure_together, num_bytes, plain_records
@@ -117,7 +118,8 @@ class Recorder:
                 (contrastive pairs, teachers, critics); `influence` and `retrain` need it stated.
             update_rule: How the optimizer's step follows from the gradient; known for all optimizers of torch that take
                 one gradient a step. Of several optimizers a sequence, None for torch's own.
-            clip: The loop's gradient clipping. A bound of at most three digits shows once it is reached.
+            clip: The loop's gradient clipping, for `influence` and `retrain`: a bound of the 2-norm or of the entries
+                shows once two steps were clipped to it. What was done to a gradient is seen without it.
             folder: New folder for the run; it is kept in memory if None.
             resume: Continue the run at `folder`, if there is one, from its last commit: network, optimizer, torch's
                 random numbers (CPU) and the objects in `stateful` get the state they had there. Python's and NumPy's
@@ -151,8 +153,6 @@ class Recorder:
         stateful = {} if stateful is None else stateful
         if check_every is not None:
             validate_count(check_every, "check_every")
-        if check_every not in (None, 1) and clip is not None:
-            raise ValueError(f"check_every must be 1 where gradients are clipped: got {check_every}.")
         self._ranks = Ranks(net, optimizer)
         called = called if self._ranks.called is net else self._ranks.called  # a wrapper moves buffers before it calls
         net, optimizer = self._ranks.net, self._ranks.optimizer
@@ -205,10 +205,10 @@ class Recorder:
         self._is_recording = self._is_closed = False  # inside the `with` statement; after it, where the folder is free
         self._in_until = False  # whether the loop is `for step in recorder.until(steps)`, which ends iterations
         self._has_refused = False  # whether the last step was refused, which leaves the network unlike the run
-        self._unchecked: ObservedStep | None = None  # the last step, if its gradient was not recomputed
+        self._unchecked: Callable[[], ObservedStep] | None = None  # the last step, if its gradient was not recomputed
         # momentum buffers before the last two steps; the first is written anew, for new memory costs more
         self._momenta: tuple[Tensor | None, Tensor | None] = None, None
-        self._probe, self._penalty = DerivativeProbe(), WeightPenalty(self._setup.model.sizes)
+        self._probe, self._terms = DerivativeProbe(), GradientTerms(self._setup.model.sizes)
         self._has_said_note = False  # that the loop scales and shifts its rows
         self._identity = RowIdentity(self._setup.X, self._setup.y, loss)
         self._schedule = CheckSchedule(check_every)
@@ -565,21 +565,14 @@ class Recorder:
         is_kept = measures is not None and not record.passes
         if measures is None:
             measures = measure_step(setup, made, (step.start, step.end), momentum, self._momenta[0])
-        observed = ObservedStep(
-            made, record, step.start, step.end, momentum, step.before, step.statistics, self._penalty, measures
-        )
-        is_exact = self._schedule.is_due(index) or made.doubt is not None or needs_exact_check(setup, observed)
-        with self._schedule.checking() if is_exact else nullcontext():
-            update = check_step(setup, observed, exact=is_exact)
-            self._unchecked = None if is_exact else observed
-            # until something is known, every step says something; rows of a stream are numbered by what they are
-            if setup.stream is None and record.passes and (is_exact or not self._identity.num_judged):
-                self._require_identity(self._identity.look_at(record))
-            if setup.stream is None and (outside := self._identity.look_outside(record)) is not None:
-                warn_uncertified(f"{outside}.")
-        if is_exact:
-            self._schedule.add(index)
+        observed = None
+        if is_kept and measures.follows_rule and self._is_plain(index, made):
+            update, self._unchecked = made.update, partial(self._observed, step, record, momentum, measures)
+        else:
+            observed = self._observed(step, record, momentum, measures)
+            update = self._checked(observed)
         if index >= self._probe.next:
+            observed = observed or self._observed(step, record, momentum, measures)
             self._probe.look_at(setup, observed, self._schedule)
         self._momenta, self._training.momentum = (self._momenta[1], momentum), measures.momentum
         replay = None if self._commits is None else self._commits.replay_of(made, self._ranks.size)
@@ -589,6 +582,34 @@ class Recorder:
         setup.live.know_copy(step.end, self._history.last.end)
         if step.snapshot is not None and self._commits is not None:
             self._commits.complete_iteration(step.snapshot)
+
+    def _observed(
+        self, step: WaitingStep, record: Step, momentum: Float[Tensor, " B"], measures: StepMeasures
+    ) -> ObservedStep:
+        edit = edit_of(self._setup, step.made, record, step.start, self._terms)
+        around = step.start, step.end, momentum, step.before, step.statistics
+        return ObservedStep(step.made, record, *around, measures, self._terms, *edit)
+
+    def _is_plain(self, index: int, made: MadeStep) -> bool:
+        """Return whether nothing is left to be compared of a step whose record is plain, and that follows its rule."""
+        is_unedited = made.arrived is made.gradient and self._terms.is_empty and self._setup.clip is None
+        return is_unedited and made.doubt is None and not self._schedule.is_due(index)
+
+    def _checked(self, observed: ObservedStep) -> UpdateCoefficients:
+        """Check a step, and return its coefficients; its gradient is recomputed if that is due."""
+        setup, record, made = self._setup, observed.step, observed.made
+        is_exact = self._schedule.is_due(record.index) or made.doubt is not None or needs_exact_check(setup, observed)
+        with self._schedule.checking() if is_exact else nullcontext():
+            update = check_step(setup, observed, exact=is_exact)
+            self._unchecked = None if is_exact else lambda: observed
+            # until something is known, every step says something; rows of a stream are numbered by what they are
+            if setup.stream is None and record.passes and (is_exact or not self._identity.num_judged):
+                self._require_identity(self._identity.look_at(record))
+            if setup.stream is None and (outside := self._identity.look_outside(record)) is not None:
+                warn_uncertified(f"{outside}.")
+        if is_exact:
+            self._schedule.add(record.index)
+        return update
 
     def _complete_iteration(self, *, commits: bool = True) -> None:
         """Keep what a resumed run continues from, if the run is on disk, and commit steps if that is due."""
@@ -655,8 +676,9 @@ class Recorder:
                 f"rows could not be matched with X: {self._identity.doubt}. Contributions stand under the announced "
                 "indices, which nothing confirms."
             )
-        if (unchecked := self._unchecked) is not None:
-            self._penalty.is_fixed = True
+        if self._unchecked is not None:
+            unchecked = self._unchecked()
+            self._terms.is_fixed = True
             try:
                 check_step(self._setup, unchecked)
                 self._schedule.num_checked += 1

@@ -323,7 +323,7 @@ REFUSED = {
     "weights_edited_between_optimizers": (("two_optimizers",), "step",
         between_the_optimizers(edit(lambda loop: loop.net[-1].bias)), OTHER_GRADIENT),
     "gradient_edited_between_optimizers": (("two_optimizers",), "step",
-        between_the_optimizers(lambda loop: loop.net[-1].weight.grad.mul_(2)), OTHER_GRADIENT),
+        between_the_optimizers(lambda loop: loop.net[-1].weight.grad.view(-1)[0].add_(0.1)), OTHER_GRADIENT),
 }  # fmt: skip
 
 
@@ -361,6 +361,8 @@ SOUND = {
     "clipping_that_does_not_act": (PLAIN, "announce", clip(nn.utils.clip_grad_norm_, 1e6)),
     "clipped_by_norm": (PLAIN, "announce", clip(nn.utils.clip_grad_norm_, 1e-2)),
     "clipped_by_value": (PLAIN, "announce", clip(nn.utils.clip_grad_value_, 1e-2)),
+    "gradient_scaled_between_optimizers": (("two_optimizers",), "step",
+        between_the_optimizers(lambda loop: loop.net[-1].weight.grad.mul_(2))),
     "random_numbers_elsewhere": (("dropout",), "value", lambda loop: torch.rand(5)),
     "another_seed": (("dropout", "two_optimizers"), "begin", lambda loop: torch.manual_seed(0)),
     "validation_before": (("plain", "dropout", *NORM), "forward", in_evaluation_mode),

@@ -53,4 +53,5 @@ def decayed(rate):
 def test_a_small_penalty_is_recorded_as_weight_decay(rate, kind):
     run = loop(sgd, kind, 20, decayed(rate)).trajectory
     assert epk.reconstruct(run, problem(kind)[1][:3]).certified
-    assert {float(value) for s in range(20) for value in run.updates[s].weight_decay} == {rate}
+    found = torch.stack([run.updates[s].weight_decay for s in range(20)])
+    assert (found - rate).abs().max() < 1e-7

@@ -128,10 +128,12 @@ def record_by_hand(write, loss=None):
 
 @pytest.mark.parametrize("loss", [None, epk.CrossEntropy()], ids=["unstated", "stated"])
 def test_where_all_passes_of_a_step_look_the_loop_writes_its_gradients_itself(loss):
-    trajectory = record_by_hand(lambda g: g, loss)
-    assert epk.attribute(trajectory, trajectory.inputs[:2]).certified
-    with pytest.raises(epk.StepMismatchError, match="is 3 times what came through the outputs"):
-        record_by_hand(lambda g: 3 * g, loss)
+    for factor in (1, 3):
+        trajectory = record_by_hand(lambda g, factor=factor: factor * g, loss)
+        assert epk.attribute(trajectory, trajectory.inputs[:2]).certified
+        assert {float(u.grad_scale[0]) for u in trajectory.updates} == {float(factor)}
+    with pytest.raises(epk.StepMismatchError, match="does not come through the outputs"):
+        record_by_hand(lambda g: g + 0.1, loss)
 
 
 def train(net, change=id, at="begin", X=None, y=None, losses=F.cross_entropy, steps=3, optimizer=None, **options):
