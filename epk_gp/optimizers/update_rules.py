@@ -80,6 +80,11 @@ class LinearStep:
     second: SecondBuffer | None = None
 
     @property
+    def numbers(self) -> tuple[Number, ...]:
+        """The coefficients that are no matrices, in the order of `FIELDS`."""
+        return _FIELDS_OF(self)
+
+    @property
     def has_matrices(self) -> bool:
         """Whether the step is multiplied with a matrix, or has a second buffer."""
         return _MATRICES_OF(self) != (None,) * len(BY_PARAMETER)

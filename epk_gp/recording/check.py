@@ -136,7 +136,7 @@ def measure_step(
     update, used, sizes, (start, end) = made.update, made.gradient, setup.model.sizes, states
     if update.has_matrices or len(before) > len(start):
         predicted, momentum = predict_step(update, sizes, start, used, before)
-        found = [_sizes_of(end - start - predicted, used)]
+        found = [largest_entry(end - start - predicted)]
     else:
         momentum, found = torch.empty_like(start) if memory is None else memory, []
         scratch = start.new_empty(2, min(_BLOCK, len(start)) if start.device.type == "cpu" else len(start))
@@ -148,16 +148,11 @@ def measure_step(
                 m.copy_(after)
             torch.sub(end[block], w, out=residual)
             rates = (c["momentum_lr"], m), (c["lr"], h), (c["decoupled_decay"], w)
-            found.append(_sizes_of(weighted_sum(residual, (1.0, residual), *rates), g))
-    differences, largest, norms = torch.stack(found).double().unbind(dim=1)
-    difference, few = float(differences.max()), start[:: 1 + len(start) // _NUM_SAMPLES]
+            found.append(largest_entry(weighted_sum(residual, (1.0, residual), *rates)))
+    difference, few = float(torch.stack(found).max()), start[:: 1 + len(start) // _NUM_SAMPLES]
     # the rounding of some weights is at most that of all, and that at most the step's: mostly it is enough
     follows_rule = any(difference <= step_tolerance(w, w.new_zeros(1)) for w in (few, start))
-    return StepMeasures(momentum, difference, float(largest.max()), float(norms.norm()), follows_rule)
-
-
-def _sizes_of(residual: Tensor, used: Tensor) -> Float[Tensor, "3"]:
-    return torch.stack([largest_entry(residual), largest_entry(used), torch.linalg.vector_norm(used)])
+    return StepMeasures(momentum, difference, follows_rule)
 
 
 def _blocks(

@@ -60,15 +60,11 @@ class StepMeasures(NamedTuple):
     Attributes:
         momentum: The momentum buffer after it. It follows the gradient that was used, as the optimizer's own does.
         difference: Largest distance of a weight's step from the predicted one.
-        largest: Largest entry of the gradient.
-        norm: Its 2-norm.
         follows_rule: Whether the difference is within the rounding of the weights; it may be rounding if it is not.
     """
 
     momentum: Float[Tensor, " B"]
     difference: float
-    largest: float
-    norm: float
     follows_rule: bool
 
 

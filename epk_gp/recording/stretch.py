@@ -4,6 +4,7 @@ In a small network the arithmetic of a step costs less than the calls that carry
 some, and rows, gradients in the outputs and changes of the weights are compared for all of them together.
 """
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -23,9 +24,9 @@ from epk_gp.core.losses import (
 )
 from epk_gp.core.step import Step
 from epk_gp.optimizers.update_rules import (
-    FIELDS,
+    LinearStep,
     Number,
-    broadcast_to_params,
+    coefficient_of_all,
     relative_rounding,
     stack_steps,
     weighted_sum,
@@ -139,37 +140,24 @@ def measure_together(
         None where a step is multiplied with matrices, or has a second buffer.
     """
     updates = stack_steps([own.made.linear for own in steps], sizes)
-    for own, update in zip(steps, updates, strict=True):
-        own.made.update = update
     if any(update.has_matrices for update in updates) or len(momentum) > len(steps[0].start):
         return None
-    columns = (
-        [own.start for own in steps], [own.end for own in steps], [own.made.gradient for own in steps]
-    )  # fmt: skip
-    w, ends, g = map(torch.stack, columns)
-    c = {name: _of_steps([getattr(update, name) for update in updates], sizes, w) for name in FIELDS}
-    h = weighted_sum(None, (c["grad_scale"], g), (c["weight_decay"], w))
-    momenta, (beta, added) = [momentum], (c["beta"], weighted_sum(None, (c["one_minus_dampening"], h)))
-    for k, own in enumerate(added):
-        momenta.append(own + (beta[k] if isinstance(beta, Tensor) else beta) * momenta[-1])
-    rates = (c["momentum_lr"], torch.stack(momenta[1:])), (c["lr"], h), (c["decoupled_decay"], w)
-    predicted = -weighted_sum(None, *rates)
-    largest = [value.abs().amax(dim=1) for value in (ends - w - predicted, predicted, w, g)]
-    numbers = torch.stack([*largest, torch.linalg.vector_norm(g, dim=1)]).double().T.tolist()
-    rounding, eps = relative_rounding(w.dtype), torch.finfo(w.dtype).eps
+    momenta, sizes_of = list[Tensor](), list[Tensor]()
+    for own, update in zip(steps, updates, strict=True):
+        own.made.update, linear, w, g = update, own.made.linear, own.start, own.made.gradient
+        if isinstance(linear, LinearStep):
+            c: Sequence[Number] = linear.numbers
+        else:
+            c = [coefficient_of_all(value, sizes, w) for value in update]
+        lr, momentum_lr, beta, one_minus_dampening, grad_scale, weight_decay, decoupled_decay = c
+        h = weighted_sum(None, (grad_scale, g), (weight_decay, w))
+        momentum = weighted_sum(None, (beta, momentum), (one_minus_dampening, h))
+        step = weighted_sum(None, (momentum_lr, momentum), (lr, h), (decoupled_decay, w))
+        momenta.append(momentum)
+        sizes_of += torch._foreach_norm([own.end - w + step, step, w], ord=math.inf)
+    numbers = torch.stack(sizes_of).double().view(-1, 3).tolist()
+    rounding, eps = relative_rounding(steps[0].start.dtype), torch.finfo(steps[0].start.dtype).eps
     return [
-        StepMeasures(m, difference, of_g, norm, difference <= rounding * step + 4 * eps * weight)
-        for m, (difference, step, weight, of_g, norm) in zip(momenta[1:], numbers, strict=True)
+        StepMeasures(momentum, difference, difference <= rounding * step + 4 * eps * weight)
+        for momentum, (difference, step, weight) in zip(momenta, numbers, strict=True)
     ]
-
-
-def _of_steps(values: Sequence[Tensor], sizes: Sequence[int], like: Float[Tensor, "k P"]) -> Number:
-    """Return a coefficient of several steps: a number, a column, or one number per weight, in the dtype of `like`."""
-    if all(len(value) == len(sizes) for value in values):
-        rows = torch.stack(list(values))
-        low, high = (float(value) for value in rows.aminmax())
-        if low == high:
-            return low
-        if bool((rows == rows[:, :1]).all()):
-            return rows[:, :1].to(like)
-    return torch.stack([broadcast_to_params(value, sizes, like) for value in values])
