@@ -122,8 +122,8 @@ class Segments:
         """Return a state: kept, or made; one between two segments is the end of the one before too."""
         if state in self.numbers:
             return kept_state(self.steps.kept, state, self.steps.spec)
-        held = [(self.bounds[place], made.states) for place, made in self.made.items()]
-        for first, states in (self._current, *reversed(held)):
+        held = ((self.bounds[place], made.states) for place, made in reversed(self.made.items()))
+        for first, states in chain([self._current], held):
             if 0 <= state - first < len(states):
                 return states[state - first]
         made, place = self.segment(state)
@@ -175,8 +175,7 @@ def is_scaled(run: Trajectory) -> bool:
 
 def kept_state(kept: Any, state: int, spec: TensorSpec) -> Float[Tensor, " P"]:
     """Read a kept state for a computation."""
-    w: Tensor = kept[state]
-    return aligned(w.to(dtype=spec.dtype, device=spec.device))
+    return aligned(kept[state].to(dtype=spec.dtype, device=spec.device))
 
 
 def load_optimizer(optimizer: Optimizer, recorded: Mapping[str, Any]) -> None:

@@ -411,9 +411,15 @@ class Recomputation:
 
 @dataclass(frozen=True, eq=False)
 class RecomputedUpdates:
-    """Coefficients of steps, computed with the states where a preconditioner scales them."""
+    """Coefficients of steps, computed with the states where a preconditioner scales them.
+
+    Attributes:
+        recomputation: Computes the states.
+        is_scaled: Whether a preconditioner scales any of them.
+    """
 
     recomputation: Recomputation
+    is_scaled: bool
 
     def __len__(self) -> int:
         """Return the number of steps, S."""
@@ -436,11 +442,6 @@ class RecomputedUpdates:
         made, place = self.recomputation.stretch(step, spec)
         return made.updates[place]
 
-    @property
-    def is_scaled(self) -> bool:
-        """Whether a preconditioner scales any of them, which are computed again."""
-        return is_scaled(self.recomputation.run)
-
     def held(self, step: int) -> UpdateCoefficients:
         """Return what is held of one step's coefficients: one number per parameter where a scale says the others."""
         update: UpdateCoefficients = self.recomputation.updates[step]
@@ -456,7 +457,7 @@ def recomputed_run(run: Trajectory, kept: Any, updates: Any) -> Trajectory:
         updates: The coefficients.
     """
     recomputation = Recomputation(run, kept, updates)
-    return replace(run, states=recomputation, updates=RecomputedUpdates(recomputation))
+    return replace(run, states=recomputation, updates=RecomputedUpdates(recomputation, is_scaled(run)))
 
 
 def law_of_step(trajectory: Trajectory, step: int, spec: TensorSpec) -> Recomputation | None:
@@ -468,9 +469,8 @@ def law_of_step(trajectory: Trajectory, step: int, spec: TensorSpec) -> Recomput
 def described_states(trajectory: Trajectory) -> str:
     """Say how the states between kept ones were computed where they were not made again bit by bit; "" elsewhere."""
     recomputation = recomputation_of(trajectory)
-    if recomputation is None or recomputation.finding is None:
-        return ""
-    return f"states between kept ones follow the update rule, for {recomputation.finding}"
+    finding = None if recomputation is None else recomputation.finding
+    return "" if finding is None else f"states between kept ones follow the update rule, for {finding}"
 
 
 def recomputation_of(trajectory: Trajectory) -> Recomputation | None:
