@@ -1,9 +1,11 @@
-"""Steps of a run made again from its kept states: in which order, and bit by bit as the loop made them.
+"""Steps of a path made again from its kept states: in which order, and by which of several ways (`Steps`).
 
-Between kept states the loop's own step is repeated in the run's own dtype: the rows and random numbers of its passes,
-torch's kernels, gradients that add up in `.grad`, clipping, and torch's optimizer from the state that it had. Each
-state is compared with the recorded checksum and the last one with the kept state, so nothing is believed. How the loop
-computed its loss is not recorded: the usual ways are tried (`loop_losses`), and the one that gives the bits is kept.
+The loop's own step is repeated in the run's own dtype: the rows and random numbers of its passes, torch's kernels,
+gradients that add up in `.grad`, clipping, and torch's optimizer from the state that it had. Each state is compared
+with the recorded checksum and the last one with the kept state, so nothing is believed. How the loop computed its loss
+is not recorded: the first stretch that is read says it, as the first of the usual ways that gives its bits (`Plan`);
+the others are made by that plan. Where the loop's bits cannot be had, the update rule makes the steps on exact
+gradients, in any dtype.
 
 A *segment* is what is held of a stretch between two kept states: all of it where it fits into memory, else as many
 steps, or the root of the stretch's; what the others begin with lies beside. So a stretch is made at most twice.
@@ -14,15 +16,14 @@ import math
 import shutil
 import tempfile
 import weakref
-from abc import ABC, abstractmethod
 from bisect import bisect_right
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import chain, pairwise, product
+from itertools import chain, islice, pairwise, product, starmap
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from zlib import crc32
 
 import torch
@@ -32,12 +33,12 @@ from torch.optim import Optimizer
 
 from epk_gp.core.gradients import PassData, RunReplay, TrainingReplay
 from epk_gp.core.losses import ClassLoss, loop_losses, loss_input
-from epk_gp.core.model import write_state
+from epk_gp.core.model import leaves_of, write_state
 from epk_gp.core.plans import TensorSpec
 from epk_gp.core.step import Step, tensor_bytes
 from epk_gp.core.torch_overrides import disable_fused_attention, kernels_of_the_loop
-from epk_gp.core.trajectory import Trajectory, aligned
-from epk_gp.core.update_law import STILL, still_weights
+from epk_gp.core.trajectory import Trajectory, aligned, has_momentum, initial_momentum
+from epk_gp.core.update_law import STILL, OptimizerMemory, UpdateLaw, restore_update, scaled_fields, still_weights
 from epk_gp.optimizers.torch_rules import RULES, state_of, states_before
 from epk_gp.optimizers.update_rules import (
     NO_UPDATE,
@@ -46,6 +47,7 @@ from epk_gp.optimizers.update_rules import (
     UpdateCoefficients,
     broadcast_to_params,
     clip_kind,
+    predict_step,
     shown_clip,
     stack_coefficients,
 )
@@ -55,107 +57,101 @@ HELD_BYTES = 256 << 20
 
 
 @dataclass(frozen=True, eq=False)
-class Segment:
-    """Consecutive steps, made again.
+class Steps:
+    """A way to make the steps of a path again.
 
     Attributes:
-        states: The state before each step, and the one after the last.
-        updates: The coefficients of each step; empty where no preconditioner scales any.
-        after: What the steps after it begin with.
+        kept: The kept states, [s], which `numbers` names.
+        spec: Dtype and device in which states are made.
+        restarts: The kept states from which steps can be made without those before them.
+        begin: Returns what an optimizer keeps at such a state, in a form that can be stored.
+        step: Makes a step, given its number, the weights before it, what the optimizer keeps, and a function that
+            returns an earlier state. Returns weights, what the optimizer keeps, and coefficients.
+        unpacked: Returns what the optimizer keeps from the form that can be stored.
+        packed: The reverse.
     """
+
+    kept: Any
+    spec: TensorSpec
+    restarts: Collection[int]
+    begin: Callable[[int], Any]
+    step: Callable[[int, Tensor, Any, Callable[[int], Tensor]], tuple[Tensor, Any, Any]]
+    unpacked: Callable[[Any], Any] = lambda memory: memory
+    packed: Callable[[Any], Any] = lambda memory: memory
+
+
+class Segment(NamedTuple):
+    """Consecutive steps, made again: the state before each one and after the last, and the coefficients of each."""
 
     states: list[Tensor]
     updates: list[UpdateCoefficients]
-    after: Any
-
-    @cached_property
-    def nbytes(self) -> int:
-        """Bytes of its tensors."""
-        tensors = [*self.states, *(value for update in self.updates for value in update)]
-        return sum(value.nbytes for value in tensors)
 
 
-class Segments(ABC):
-    """The steps of a run, made again when they are read; to be used by one thread at a time.
+class Segments:
+    """The steps of a run, made again when they are read; to be used by one thread at a time."""
 
-    Args:
-        kept: The kept states, [s], which `numbers` names.
-        spec: Dtype and device in which states are made.
-        step_bytes: Bytes that a step takes in a segment.
-    """
-
-    def __init__(self, kept: Any, spec: TensorSpec, step_bytes: int) -> None:
-        self.kept, self.spec, self.step_bytes, numbers = kept, spec, step_bytes, kept.numbers
-        longest = max((end - first for first, end in pairwise(numbers)), default=1)
-        most = max(HELD_BYTES // max(1, step_bytes), math.isqrt(longest - 1) + 1)
-        begun = [s for first, end in pairwise(numbers) for s in range(first, end, most)]
-        self.bounds: list[int] = [*begun, numbers[-1]]
-        self.numbers, self.made = {*numbers}, dict[int, Segment]()  # the one used last stands last
+    def __init__(self, steps: Steps) -> None:
+        self.steps, self.numbers, kept = steps, {*steps.kept.numbers}, steps.kept
+        self.step_bytes = 2 * kept_state(kept, 0, steps.spec).nbytes  # a state, and coefficients
+        stretches = [*pairwise((*kept.numbers, len(kept) - 1))]  # the last one is empty where the last state is kept
+        longest = max((end - first for first, end in stretches), default=1)
+        self.most = max(HELD_BYTES // max(1, self.step_bytes), math.isqrt(max(1, longest) - 1) + 1)
+        self.bounds = [*(s for first, end in stretches for s in range(first, end, self.most)), len(kept) - 1]
+        self.made = dict[int, Segment]()  # the one used last stands last
         self.starts = dict[int, Path | None]()  # files with what segments begin with; None of what is stored
-
-    @abstractmethod
-    def make(self, first: int, end: int, start: Any) -> Segment:
-        """Make the steps from one state to another."""
-
-    @abstractmethod
-    def is_stored(self, state: int) -> bool:
-        """Whether a segment can begin at a state without the steps before it."""
-
-    @abstractmethod
-    def stored(self, state: int) -> Any:
-        """Return what a segment begins with at such a state."""
-
-    @property
-    def is_divided(self) -> bool:
-        """Whether a stretch is made twice, for not all of it is held."""
-        return len(self.bounds) > len(self.numbers)
+        self._current: tuple[int, list[Tensor]] = (0, [])  # the states of the segment that is being made
 
     def segment(self, step: int) -> tuple[Segment, int]:
         """Return the segment of a step, and the step's place in it."""
-        place = bisect_right(self.bounds, step) - 1
+        place = bisect_right(self.bounds, step, hi=len(self.bounds) - 1) - 1
         if place not in self.made:
             self._make(place)
         self.made[place] = made = self.made.pop(place)
-        while len(self.made) > 2 and sum(held.nbytes for held in self.made.values()) > HELD_BYTES:
+        while len(self.made) > 2 and sum(len(held.states) for held in self.made.values()) > self.most:
             del self.made[next(iter(self.made))]
         return made, step - self.bounds[place]
+
+    def missed(self, stretch: int) -> str | None:
+        """Make a stretch, given by its number, and return why that cannot be done; None if it can."""
+        try:
+            self.segment(self.steps.kept.numbers[stretch + 1] - 1)
+        except _ERRORS as error:
+            self.starts.clear()
+            return str(error)
+        return None
 
     def state(self, state: int) -> Float[Tensor, " P"]:
         """Return a state: kept, or made; one between two segments is the end of the one before too."""
         if state in self.numbers:
-            return kept_state(self.kept, state, self.spec)
-        for place in reversed(self.made):
-            if self.bounds[place] <= state <= self.bounds[place + 1]:
-                return self.made[place].states[state - self.bounds[place]]
+            return kept_state(self.steps.kept, state, self.steps.spec)
+        held = ((self.bounds[place], made.states) for place, made in reversed(self.made.items()))
+        for first, states in chain([self._current], held):
+            if 0 <= state - first < len(states):
+                return states[state - first]
         made, place = self.segment(state)
         return made.states[place]
 
-    def after_move(self, w: Float[Tensor, " P"], step: Step, states: Sequence[Tensor]) -> Float[Tensor, " P"]:
-        """Return the weights w, which the optimizer's step left, after the step's move, given the states before."""
-        if step.move is None:
-            return w
-        place = step.move.anchor - step.index - 1  # from the end
-        return torch.lerp(w, states[place] if -place <= len(states) else self.state(step.move.anchor), step.move.share)
-
     def _make(self, place: int) -> None:
-        """Make a segment, and those before it from where steps can begin; the first time all of the stretch."""
-        first = last = place
-        while first not in self.starts and not self.is_stored(self.bounds[first]):
+        """Make a segment, and those before it from where steps can begin."""
+        bounds, steps, first = self.bounds, self.steps, place
+        while first not in self.starts and bounds[first] not in steps.restarts:
             first -= 1
-        if first not in self.starts:
-            self.starts = {first: None}
-            while self.bounds[last + 1] not in self.numbers:
-                last += 1
-        file = self.starts[first]
-        start = self.stored(self.bounds[first]) if file is None else torch.load(file, weights_only=False)
-        for number in range(first, last + 1):
-            made = self.make(self.bounds[number], self.bounds[number + 1], start)
-            start = made.after
-            if number + 2 < len(self.bounds) and not self.is_stored(self.bounds[number + 1]):
+        self.starts = self.starts if first in self.starts else {first: None}
+        file, w = self.starts[first], None
+        w, packed = (w, steps.begin(bounds[first])) if file is None else torch.load(file, weights_only=False)
+        memory = steps.unpacked(packed)
+        for number in range(first, place + 1):
+            begun, end = bounds[number], bounds[number + 1]
+            made = Segment([self.state(begun) if begun in self.numbers else w], [])
+            for index in range(begun, end):
+                self._current = begun, made.states
+                w, memory, update = steps.step(index, made.states[-1], memory, self.state)
+                made.states.append(w)
+                made.updates.append(update)
+            if number + 2 < len(bounds) and end not in steps.restarts:
                 self.starts[number + 1] = file = self._folder / f"{number - min(self.starts)}.pt"  # written over
-                torch.save(start, file)
-            if number == place:
-                self.made[place] = made
+                torch.save((w, steps.packed(memory)), file)
+        self.made[place] = made
 
     @cached_property
     def _folder(self) -> Path:
@@ -164,10 +160,24 @@ class Segments(ABC):
         return Path(folder)
 
 
+def state_before(run: Trajectory, index: int, w: Float[Tensor, " P"]) -> Float[Tensor, " PQ"]:
+    """Return the weights before a step with the recorded moving statistics."""
+    return w if run.statistics is None else torch.cat([w, run.statistics[index].to(w)])
+
+
+def moved(step: Step, w: Float[Tensor, " P"], earlier: Callable[[int], Tensor]) -> Float[Tensor, " P"]:
+    """Return the weights w, which the optimizer's step left, after the step's move, given the states before."""
+    return w if step.move is None else torch.lerp(w, earlier(step.move.anchor), step.move.share)
+
+
+def is_scaled(run: Trajectory) -> bool:
+    """Whether a preconditioner scales any coefficients of a run, which are computed again with its states."""
+    return any(scaled_fields(run.optimizer_groups, run.model.names))
+
+
 def kept_state(kept: Any, state: int, spec: TensorSpec) -> Float[Tensor, " P"]:
     """Read a kept state for a computation."""
-    w: Tensor = kept[state]
-    return aligned(w.to(dtype=spec.dtype, device=spec.device))
+    return aligned(kept[state].to(dtype=spec.dtype, device=spec.device))
 
 
 def load_optimizer(optimizer: Optimizer, recorded: Mapping[str, Any]) -> None:
@@ -190,21 +200,101 @@ class _MissedError(Exception):
 
 # What rebuilding an optimizer and a pass may raise, of a run of another machine, version or loop.
 _ERRORS = (_MissedError, ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
-_Kernels = Callable[[], AbstractContextManager[None]]
 _NUM_LOSSES = 6  # the most ways that `loop_losses` gives, and the sum over rows
 
 
-class _LoopPasses(TrainingReplay):
-    """Makes forward and backward passes as the loop made them."""
+class Plan(NamedTuple):
+    """How a loop computed its passes: with which kernels, and its loss in which of the usual ways, by number."""
 
-    def backward(self, state: Float[Tensor, " PQ"], data: PassData, way: tuple[_Kernels, int]) -> None:
+    kernels: Callable[[], AbstractContextManager[None]]
+    loss: int
+
+
+class _Loop(TrainingReplay):
+    """Makes steps as the loop made them, on one device, and compares each state with the recorded one.
+
+    Args:
+        run: The run, whose coefficients are compact.
+        kept: The kept states, with what is stored to make steps again (`replay_row`).
+        updates: The coefficients.
+        device: Where the network computes.
+        plan: How passes are made.
+    """
+
+    def __init__(self, run: Trajectory, kept: Any, updates: Any, device: torch.device, plan: Plan) -> None:
+        model = run.model.variant(TensorSpec(run.dtype, device))
+        super().__init__(model, run.loss, model.spec)
+        self.run, self.kept, self.updates, self.plan = run, kept, updates, plan
+        self.numbers, self.data = {*kept.numbers}, RunReplay(run, model, torch.empty(0)).data
+
+    def begin(self, state: int) -> Any:
+        """Return the stored state of the optimizers after a kept state."""
+        row = self.kept.replay_row(state)
+        if "optimizers" not in row:
+            raise _MissedError("the optimizer's state was not stored with it")
+        return row["optimizers"]
+
+    def optimizers(self, states: Sequence[Mapping[str, Any]]) -> list[Optimizer]:
+        """Make the optimizers of the loop on the network of the passes, in the state that they had."""
+        named = dict(self.module_in_modes(self.data(self.run.steps[0])[0]).named_parameters())
+        groups, made = iter(self.run.optimizer_groups), list[Optimizer]()
+        for state in states:
+            own = list(islice(groups, len(state["param_groups"])))
+            if len(own) < len(state["param_groups"]):
+                raise _MissedError("a group of parameters came later")
+            kind: Any = getattr(optim, own[0].rule, None)
+            if kind not in RULES:
+                raise _MissedError(f"its optimizer ({own[0].rule or 'with a rule of its own'}) is none of torch's")
+            optimizer = kind([{"params": [named[name] for name in group.names]} for group in own], lr=1e-3)
+            load_optimizer(optimizer, state)
+            made.append(optimizer)
+        return made
+
+    def step(
+        self, index: int, w: Float[Tensor, " P"], optimizers: list[Optimizer], earlier: Callable[[int], Tensor]
+    ) -> tuple[Float[Tensor, " P"], list[Optimizer], UpdateCoefficients]:
+        """Make a step, and return the weights after it and its coefficients, all of them.
+
+        Raises:
+            _MissedError: The weights after it are not the recorded ones.
+        """
+        model, step, passes = self.model, self.run.steps[index], self.data(self.run.steps[index])
+        row, update, places = self.kept.replay_row(index + 1), self.updates[index], self.updates.places(index)
+        groups = chain.from_iterable(optimizer.param_groups for optimizer in optimizers)
+        for group, options in zip(groups, row["options"], strict=True):
+            group.update(options)
+        state, module = state_before(self.run, index, w), self.module_in_modes(passes[0])
+        named, steps = dict(zip(model.names, leaves_of(module, model, state), strict=True)), dict[str, LinearStep]()
+        for data in passes:
+            self._backward(state, data)
+        write_state(module, model, w)  # a pass may have seen others
+        self._edit_gradients(module, named, update, w)
+        names = {p: name for name, p in named.items()}
+        for optimizer in optimizers:
+            rule = RULES[type(optimizer)]
+            members = [(names[p], p, group) for group in optimizer.param_groups for p in group["params"]]
+            before = states_before(optimizer, {name: p for name, p, _ in members}, rule.needs_before)
+            optimizer.step()
+            for name, p, group in members if places else ():
+                if p.grad is not None:
+                    steps[name] = rule.coefficients(p, group, before.get(name, {}), state_of(optimizer, p))
+        whole = stack_coefficients([steps.get(name, NO_UPDATE) for name in model.names], model.sizes)
+        w, is_kept = moved(step, model.flatten(named), earlier), index + 1 in self.numbers
+        is_same = crc32(tensor_bytes(w)) == row["checksum"]
+        if not is_same or (is_kept and not torch.equal(w, kept_state(self.kept, index + 1, self.spec))):
+            threads, own = row["threads"], torch.get_num_threads()
+            hint = "" if threads == own else f": the run was made with {threads} threads, here are {own}"
+            raise _MissedError(f"step {index}, made again, ends at other bits{hint}")
+        return w, optimizers, replace(update, **{name: getattr(whole, name) for name in places})
+
+    def _backward(self, state: Float[Tensor, " PQ"], data: PassData) -> None:
         """Make a pass from the state before its step; gradients are added to those of the network."""
-        module, (kernels, number) = self.module_in_modes(data), way
+        module = self.module_in_modes(data)
         write_state(module, self.model, self.state(state, data))
-        with torch.enable_grad(), kernels():
+        with torch.enable_grad(), self.plan.kernels():
             with self.conditions(module, data, exact=False):
                 returned = self.call(module, data, exact=False)
-                factor, function = self._losses(returned, data)[number]
+                factor, function = self._losses(returned, data)[self.plan.loss]
                 loss = factor * function()
             loss.backward()
 
@@ -223,144 +313,75 @@ class _LoopPasses(TrainingReplay):
         value = loss_input(self.model.signature, self.loss, returned, data.y)
         return [*loop_losses(self.loss, returned, value, y, data.c), (1.0, sum_of_rows)]
 
-
-class BitwiseReplay(Segments):
-    """The steps of a run as the loop made them, on one device.
-
-    Args:
-        run: The run, whose coefficients are compact.
-        kept: The kept states, with what is stored to make steps again (`replay_row`).
-        updates: The coefficients.
-        device: Where the network computes.
-
-    Attributes:
-        known: Of stretches that were tried, by their numbers, why they cannot be made again; None where they can.
-    """
-
-    def __init__(self, run: Trajectory, kept: Any, updates: Any, device: torch.device) -> None:
-        model = run.model.variant(TensorSpec(run.dtype, device))
-        super().__init__(kept, model.spec, 2 * model.num_weights * run.dtype.itemsize)
-        self.run, self.updates, self.passes = run, updates, _LoopPasses(model, run.loss, model.spec)
-        self.data = RunReplay(run, model, torch.empty(0, dtype=run.dtype, device=device)).data
-        self.way: tuple[_Kernels, int] | None = None  # in which all steps so far were made
-        self.known = dict[int, str | None]()
-
-    def has(self, step: int) -> bool:
-        """Whether the stretch of a step can be made again; the first time that it is asked for it is tried."""
-        stretch = bisect_right(self.kept.numbers, step) - 1
-        if stretch in self.known:
-            return self.known[stretch] is None
-        # in float64 the update rule gives the states too, whatever other threads do
-        own, reasons = [kernels_of_the_loop] * (self.run.dtype != torch.float64), dict[str, None]()
-        ways = product([*own, disable_fused_attention], range(_NUM_LOSSES)) if self.way is None else [self.way]
-        for self._trial in ways:
-            try:
-                self.segment(step)
-            except _ERRORS as error:
-                self.starts.clear()
-                reasons.setdefault(str(error))
-            else:
-                self.way, self.known[stretch] = self._trial, None
-                return True
-        others = range(len(self.kept.numbers)) if self.way is None else [stretch]  # nothing fits this run
-        self.known |= dict.fromkeys(others, next(iter(reasons)))
-        return False
-
-    def is_stored(self, state: int) -> bool:
-        """Whether a state is kept."""
-        return state in self.numbers
-
-    def stored(self, state: int) -> Any:
-        """Return the kept weights, and the state of the optimizers."""
-        row = self.kept.replay_row(state) if hasattr(self.kept, "replay_row") else {}
-        if "optimizers" not in row:
-            raise _MissedError("the optimizer's state was not stored with it")
-        return self.state(state), row["optimizers"]
-
-    def make(self, first: int, end: int, start: Any) -> Segment:
-        """Make steps, and compare each state with the recorded one.
-
-        Raises:
-            _MissedError: A state is another one, or the optimizer is not known.
-        """
-        (w, recorded), run = start, self.run
-        module = self.passes.module_in_modes(self.data(run.steps[first])[0])
-        optimizers = self._optimizers(module, recorded)
-        states, updates = [w], list[UpdateCoefficients]()
-        for index in range(first, end):
-            row, update = self.kept.replay_row(index + 1), self.updates[index]
-            groups = chain.from_iterable(optimizer.param_groups for optimizer in optimizers)
-            for group, options in zip(groups, row["options"], strict=True):
-                group.update(options)
-            scaled = replace(update, places=self.updates.places(index))
-            w, update = self._step(run.steps[index], w, module, optimizers, scaled)
-            w = self.after_move(w, run.steps[index], states)
-            is_same = crc32(tensor_bytes(w)) == row["checksum"]
-            if not is_same or (index + 1 in self.numbers and not torch.equal(w, self.state(index + 1))):
-                threads, own = row["threads"], torch.get_num_threads()
-                hint = "" if threads == own else f": the run was made with {threads} threads, here are {own}"
-                raise _MissedError(f"step {index}, made again, ends at other bits{hint}")
-            states.append(w)
-            updates.append(update)
-        return Segment(states, updates, (w, [copy.deepcopy(optimizer.state_dict()) for optimizer in optimizers]))
-
-    def _optimizers(self, module: nn.Module, recorded: Sequence[Mapping[str, Any]]) -> list[Optimizer]:
-        """Make the optimizers of the loop on another network, in the state that they had."""
-        named, groups, made = dict(module.named_parameters()), iter(self.run.optimizer_groups), list[Optimizer]()
-        for state in recorded:
-            own = [group for _, group in zip(state["param_groups"], groups, strict=False)]
-            if len(own) < len(state["param_groups"]):
-                raise _MissedError("a group of parameters came later")
-            kind: Any = getattr(optim, own[0].rule, None)
-            if kind not in RULES:
-                raise _MissedError(f"its optimizer ({own[0].rule or 'with a rule of its own'}) is none of torch's")
-            optimizer = kind([{"params": [named[name] for name in group.names]} for group in own], lr=1e-3)
-            load_optimizer(optimizer, state)
-            made.append(optimizer)
-        return made
-
-    def _step(
-        self, step: Step, w: Tensor, module: nn.Module, optimizers: Sequence[Optimizer], update: UpdateCoefficients
-    ) -> tuple[Float[Tensor, " P"], UpdateCoefficients]:
-        """Make a step of the loop, and return the weights after it and its coefficients, all of them."""
-        model, statistics = self.passes.model, self.run.statistics
-        state = w if statistics is None else torch.cat([w, statistics[step.index].to(w)])
-        named = dict(module.named_parameters())
-        for name in model.names:
-            named[name].grad = None
-            named[name].requires_grad_(True)
-        for data in self.data(step):
-            self.passes.backward(state, data, self._trial)
-        write_state(module, model, w)  # a pass may have seen others
-        still = still_weights({name: broadcast_to_params(getattr(update, name), model.sizes, w) for name in STILL})
-        for name, is_still in zip(model.names, still.split(list(model.sizes)), strict=True):
+    def _edit_gradients(
+        self, module: nn.Module, named: Mapping[str, Tensor], update: UpdateCoefficients, w: Float[Tensor, " P"]
+    ) -> None:
+        """Omit, mask and clip gradients as the loop did: as stated, or as the coefficients of the step show it."""
+        model, fields = self.model, ("grad_scale", *STILL)
+        c = {name: broadcast_to_params(getattr(update, name), model.sizes, w) for name in fields}
+        for name, is_still in zip(model.names, still_weights(c).split(list(model.sizes)), strict=True):
             p = named[name]
             p.grad = None if is_still.all() else torch.zeros_like(p) if p.grad is None else p.grad
-        self._clip(module, update)
-        steps = dict[str, LinearStep]()
-        for optimizer in optimizers:
-            rule = RULES[type(optimizer)]
-            groups = [(p, group) for group in optimizer.param_groups for p in group["params"]]
-            names = {id(named[name]): name for name in model.names}
-            own = {names[id(p)]: p for p, _ in groups}
-            before = states_before(optimizer, own, rule.needs_before)
-            optimizer.step()
-            for p, group in groups if update.places else ():
-                if p.grad is not None:
-                    name = names[id(p)]
-                    steps[name] = rule.coefficients(p, group, before.get(name, {}), state_of(optimizer, p))
-        whole = stack_coefficients([steps.get(name, NO_UPDATE) for name in model.names], model.sizes)
-        scaled: dict[str, Any] = {name: getattr(whole, name) for name in update.places}
-        return model.flatten(named), replace(update, **scaled, places={})
-
-    def _clip(self, module: nn.Module, update: UpdateCoefficients) -> None:
-        """Mask and clip the gradients as the loop did: as stated, or as the factors of the step show it."""
-        model = self.passes.model
-        g = model.flatten({name: p if p.grad is None else p.grad for name, p in module.named_parameters()})
-        scale = broadcast_to_params(update.grad_scale, model.sizes, g)
+        g, scale = model.flatten({name: p if p.grad is None else p.grad for name, p in named.items()}), c["grad_scale"]
         is_by_entry = clip_kind(update, len(g)) is ClipValue  # else the factors are those that it multiplied with
         for name, factor in model.unflatten((scale != 0).to(g) if is_by_entry else scale.abs()).items():
-            if (p := module.get_parameter(name)).grad is not None and not bool((factor == 1).all()):
+            if (p := named[name]).grad is not None and not bool((factor == 1).all()):
                 p.grad *= factor
         if is_by_entry and (clip := self.run.clip or shown_clip(update, scale, g)) is not None:
             clip.clip_gradients(module)
+
+
+def loop_segments(
+    run: Trajectory, kept: Any, updates: Any, device: torch.device, stretch: int
+) -> tuple[Segments, str | None]:
+    """Find the plan that gives the bits of a stretch: return the loop's steps, and why the first plan misses them.
+
+    Returns:
+        Segments, and None if one of the plans gives the bits.
+    """
+    reasons, spec = list[str](), TensorSpec(run.dtype, device)
+    # in float64 the update rule gives the states too, whatever other threads do
+    own = [kernels_of_the_loop] * (run.dtype != torch.float64)
+    for plan in starmap(Plan, product([*own, disable_fused_attention], range(_NUM_LOSSES))):
+        loop = _Loop(run, kept, updates, device, plan)
+        segments = Segments(Steps(kept, spec, loop.numbers, loop.begin, loop.step, loop.optimizers, _states))
+        if (reason := segments.missed(stretch)) is None:
+            return segments, None
+        reasons.append(reason)
+    return segments, reasons[0]
+
+
+def _states(optimizers: Sequence[Optimizer]) -> list[dict[str, Any]]:
+    return [optimizer.state_dict() for optimizer in optimizers]
+
+
+def rule_steps(run: Trajectory, kept: Any, updates: Any, spec: TensorSpec) -> Steps:
+    """Return the steps of the update rule on exact gradients; momentum and scales follow from all gradients before.
+
+    Args:
+        run: The run, whose states are the kept ones and whose coefficients are compact.
+        kept: The kept states. From one on steps are made whatever was computed before.
+        updates: The coefficients.
+        spec: Dtype and device.
+    """
+    model, reference = run.model.variant(spec), torch.empty(0, dtype=spec.dtype, device=spec.device)
+    replay = RunReplay(run, model, reference)
+    # without scales no step depends on the options of the optimizer
+    law = UpdateLaw(run, reference) if is_scaled(run) else None
+    momentum = initial_momentum(run, reference.new_zeros(run.num_weights))
+    first = OptimizerMemory(momentum, (), reference) if law is None else law.initial()
+
+    def step(
+        index: int, w: Tensor, memory: OptimizerMemory, earlier: Callable[[int], Tensor]
+    ) -> tuple[Tensor, OptimizerMemory, UpdateCoefficients]:
+        g = replay.gradient_at(run.steps[index], state_before(run, index, w))[0][: len(w)]
+        update = updates[index]
+        if law is not None:
+            own = law.step(index)
+            scales, memory, _ = own.scales(memory, w, g)
+            update = restore_update(replace(update, places=updates.places(index)), own.parts, scales, own.sizes)
+        d, momentum = predict_step(update, model.sizes, w, g, memory.momentum)
+        return moved(run.steps[index], w + d, earlier), replace(memory, momentum=momentum), update
+
+    restarts = {0} if law is not None or has_momentum(run) else {*kept.numbers}
+    return Steps(kept, spec, restarts, lambda _: first, step)

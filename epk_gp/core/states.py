@@ -34,9 +34,8 @@ from jaxtyping import Float, Float64
 from torch import Tensor, nn
 
 from epk_gp.core.checks import door, validate_count, validate_integer
-from epk_gp.core.gradients import RunReplay
 from epk_gp.core.plans import TensorSpec
-from epk_gp.core.replay import BitwiseReplay, Segment, Segments, kept_state
+from epk_gp.core.replay import Segment, Segments, Steps, is_scaled, kept_state, loop_segments, rule_steps
 from epk_gp.core.step import tensor_bytes
 from epk_gp.core.trajectory import (
     FirstOf,
@@ -45,13 +44,11 @@ from epk_gp.core.trajectory import (
     WeightAverage,
     aligned,
     flat_weights,
-    has_momentum,
     read_state,
     validate_trajectory,
 )
-from epk_gp.core.update_law import OptimizerMemory, UpdateLaw, restore_update, scaled_fields
 from epk_gp.optimizers.library_rules import share_of_average
-from epk_gp.optimizers.update_rules import UpdateCoefficients, predict_step
+from epk_gp.optimizers.update_rules import UpdateCoefficients
 
 # By how much a kept state may miss the computed one, relative to the way between two kept states, by norms. As for a
 # run that is trained again: rounding is amplified along the steps.
@@ -212,29 +209,24 @@ def _statistics_of_average(run: Trajectory, states: States, network: nn.Module) 
 
 
 class AveragedStates:
-    """The averaged weights wbar_0 .. wbar_S, computed from those of a run.
-
-    Every k-th one is kept, k about the root of S, and the others of one stretch at a time. Averages are taken in
-    float64.
+    """The averaged weights wbar_0 .. wbar_S, computed from those of a run in float64. Several threads may read at once.
 
     Args:
         states: The weights of the run.
         coefficients: a_s, (S,).
         lead: By how much w_0 is ahead of the average there; None for nothing.
-        spec: Dtype and device in which states are computed that were not kept.
+        spec: Dtype of the averages; dtype and device in which states of the run are computed that were not kept.
     """
 
     def __init__(
         self, states: States, coefficients: Float64[Tensor, " S"], lead: Float64[Tensor, " P"] | None, spec: TensorSpec
     ) -> None:
         self.states, self.coefficients, self._lead, self._spec = states, coefficients, lead, spec
-        self.stride, start = max(1, int(len(states) ** 0.5)), read_state(states, 0, spec)
-        self._reference = start.new_empty(0)
-        self._anchors = [start.double() if lead is None else start.double() - lead]
-        for first in range(0, len(coefficients), self.stride):
-            self._anchors.append(self._average(first, self._anchors[-1])[-1])
-        self._stretch: tuple[int, list[Tensor]] = (-1, [])
-        self._of: dict[TensorSpec, AveragedStates] = {}
+        self._lock, self._computed = RLock(), dict[TensorSpec, Segments]()
+
+    def __reduce__(self) -> tuple[object, ...]:
+        """Return the pickled form, without what was computed."""
+        return AveragedStates, (self.states, self.coefficients, self._lead, self._spec)
 
     def __len__(self) -> int:
         """Count the states, S + 1."""
@@ -242,17 +234,7 @@ class AveragedStates:
 
     def __getitem__(self, state: int) -> Float[Tensor, " P"]:
         """Read one state, negative from the end."""
-        if not -len(self) <= state < len(self):
-            raise IndexError(f"state must lie in 0..{len(self) - 1} (or be negative): got {state}.")
-        number, place = divmod(state % len(self), self.stride)
-        first = number * self.stride
-        if not place:
-            return self._anchors[number].to(self._reference)
-        held, stretch = self._stretch
-        if held != first:
-            stretch = self._average(first, self._anchors[number])
-            self._stretch = first, stretch  # at once: several threads may read
-        return stretch[place - 1].to(self._reference)
+        return self.at(state, self._spec)
 
     def until(self, run: Trajectory) -> Trajectory:
         """Return the first steps of the average: the average of the first steps of the run."""
@@ -261,20 +243,24 @@ class AveragedStates:
 
     def at(self, state: int, spec: TensorSpec) -> Float[Tensor, " P"]:
         """Read one state of a computation, whose dtype states may depend on that are computed again."""
-        if not hasattr(self.states, "at"):
-            return self[state]
-        if spec not in self._of:
-            self._of[spec] = AveragedStates(self.states, self.coefficients, self._lead, spec)
-        return self._of[spec][state]
+        if not -len(self) <= state < len(self):
+            raise IndexError(f"state must lie in 0..{len(self) - 1} (or be negative): got {state}.")
+        spec = spec if hasattr(self.states, "at") else self._spec
+        with self._lock:
+            if spec not in self._computed:
+                self._computed[spec] = Segments(self._steps(spec))
+            return self._computed[spec].state(state % len(self)).to(spec.dtype)
 
-    def _average(self, first: int, start: Tensor) -> list[Tensor]:
-        """Return the averages after the state `first`, up to the next one that is kept."""
-        averages = []
-        for s in range(first, min(first + self.stride, len(self.coefficients))):
-            w = read_state(self.states, s + 1, self._spec)
-            start = torch.lerp(start, w.double(), float(self.coefficients[s]))
-            averages.append(start)
-        return averages
+    def _steps(self, spec: TensorSpec) -> Steps:
+        start = read_state(self.states, 0, spec)
+        first = start.double() if self._lead is None else start.double() - self._lead
+
+        def step(index: int, average: Tensor, *_: Any) -> tuple[Tensor, None, None]:
+            w = read_state(self.states, index + 1, spec)
+            return torch.lerp(average, w.double(), float(self.coefficients[index])), None, None
+
+        kept = FirstOf((first,), len(self), (0,))
+        return Steps(kept, TensorSpec(torch.float64, start.device), {0}, lambda _: None, step)
 
 
 class PredictedPath:
@@ -309,58 +295,6 @@ class PredictedPath:
         return flat_weights(self.trajectory, index, w), a * moved
 
 
-class _Computation(Segments):
-    """The states of a run in one dtype and on one device, by the update rule; to be used by one thread at a time.
-
-    Args:
-        run: The run, whose states are the kept ones and whose coefficients are compact.
-        kept: The kept states.
-        updates: The coefficients.
-        spec: Dtype and device.
-    """
-
-    def __init__(self, run: Trajectory, kept: Any, updates: Any, spec: TensorSpec) -> None:
-        self.run, self.updates, self.model = run, updates, run.model.variant(spec)
-        reference = torch.empty(0, dtype=spec.dtype, device=spec.device)
-        self.replay = RunReplay(run, self.model, reference)
-        # without scales no step depends on the options of the optimizer
-        self.law = UpdateLaw(run, reference) if any(scaled_fields(run.optimizer_groups, self.model.names)) else None
-        nothing = torch.zeros(len(self.model.sizes), dtype=torch.float64)
-        has_second = any(updates[s].second for s in range(run.num_steps))
-        plain = OptimizerMemory(reference.new_zeros(self.model.num_weights * (1 + has_second)), (), nothing)
-        self.first = plain if self.law is None else replace(self.law.initial(), momentum=plain.momentum)
-        self.needs_memory = self.law is not None or has_momentum(run)
-        num_bytes = self.model.num_weights * spec.dtype.itemsize
-        super().__init__(kept, spec, num_bytes * (1 if self.law is None else 2))
-
-    def is_stored(self, state: int) -> bool:
-        """Whether the steps from a state on do not depend on those before it."""
-        return state == 0 or (not self.needs_memory and state in self.numbers)
-
-    def stored(self, state: int) -> Any:
-        """Return weights and memory at such a state."""
-        return self.state(state), self.first
-
-    def make(self, first: int, end: int, start: Any) -> Segment:
-        """Make steps on exact gradients; from a kept state on, whatever was computed before."""
-        run, P, (w, memory) = self.run, self.model.num_weights, start
-        w = self.state(first) if first in self.numbers else w
-        states, updates = [w], []
-        for index in range(first, end):
-            state = w if run.statistics is None else torch.cat([w, run.statistics[index].to(w)])
-            g, update = self.replay.gradient_at(run.steps[index], state)[0][:P], self.updates[index]
-            if self.law is not None:
-                law = self.law.step(index)
-                scales, memory, _ = law.scales(memory, w, g)
-                compact = replace(update, places=self.updates.places(index))
-                update = restore_update(compact, law.parts, scales, law.sizes)
-                updates.append(update)
-            d, momentum = predict_step(update, self.model.sizes, w, g, memory.momentum)
-            w, memory = self.after_move(w + d, run.steps[index], states), replace(memory, momentum=momentum)
-            states.append(w)
-        return Segment(states, updates, (w, memory))
-
-
 @dataclass(frozen=True, eq=False)
 class Recomputation:
     """The weight states of a run that keeps some of them; the others are computed, in any dtype, when they are read.
@@ -378,8 +312,9 @@ class Recomputation:
     kept: Any
     updates: Any
     _lock: RLock = field(default_factory=RLock, init=False, repr=False)
-    _computations: dict[TensorSpec, _Computation] = field(default_factory=dict, init=False, repr=False)
-    _replays: dict[torch.device, BitwiseReplay] = field(default_factory=dict, init=False, repr=False)
+    _loops: dict[torch.device, tuple[Segments, str | None]] = field(default_factory=dict, init=False, repr=False)
+    _missed: dict[tuple[torch.device, int], str | None] = field(default_factory=dict, init=False, repr=False)
+    _by_rule: dict[TensorSpec, Segments] = field(default_factory=dict, init=False, repr=False)
 
     def __reduce__(self) -> tuple[object, ...]:
         """Return the pickled form, without what was computed."""
@@ -426,28 +361,33 @@ class Recomputation:
         with self._lock:
             return self.computation(step, spec).segment(step)
 
+    def missed(self, step: int, device: torch.device) -> str | None:
+        """Return why the steps between the kept states around a step are not the loop's bit by bit; None if they are.
+
+        The first ones that are read say by which plan all are made (`epk_gp.core.replay`).
+        """
+        place = device, bisect_right(self.kept.numbers, step) - 1
+        with self._lock:
+            if device not in self._loops:
+                self._loops[device] = loop_segments(self.run, self.kept, self.updates, *place)
+            if place not in self._missed:
+                loop, reason = self._loops[device]
+                self._missed[place] = reason or loop.missed(place[1])
+            return self._missed[place]
+
     def computation(self, step: int, spec: TensorSpec) -> Segments:
         """Return what computes a step: the loop's own steps, or the update rule where they give other bits."""
         with self._lock:
-            replay = self.replay_on(spec.device)
-            if replay.has(step):
-                return replay
-            if spec not in self._computations:
-                self._computations[spec] = _Computation(self.run, self.kept, self.updates, spec)
-            return self._computations[spec]
-
-    def replay_on(self, device: torch.device) -> BitwiseReplay:
-        """Return the loop's own steps, made again on a device."""
-        with self._lock:
-            if device not in self._replays:
-                self._replays[device] = BitwiseReplay(self.run, self.kept, self.updates, device)
-            return self._replays[device]
+            if self.missed(step, spec.device) is None:
+                return self._loops[spec.device][0]
+            if spec not in self._by_rule:
+                self._by_rule[spec] = Segments(rule_steps(self.run, self.kept, self.updates, spec))
+            return self._by_rule[spec]
 
     @property
     def finding(self) -> str | None:
         """Why some stretches were not made again bit by bit; None if all that were read were."""
-        known = [reason for replay in self._replays.values() for reason in replay.known.values()]
-        return next((reason for reason in known if reason is not None), None)
+        return next((reason for reason in tuple(self._missed.values()) if reason is not None), None)
 
     def jump(self, state: int, spec: TensorSpec) -> float:
         """Return the norm of the kept less the computed state; state >= 1."""
@@ -471,9 +411,15 @@ class Recomputation:
 
 @dataclass(frozen=True, eq=False)
 class RecomputedUpdates:
-    """Coefficients of steps, computed with the states where a preconditioner scales them."""
+    """Coefficients of steps, computed with the states where a preconditioner scales them.
+
+    Attributes:
+        recomputation: Computes the states.
+        is_scaled: Whether a preconditioner scales any of them.
+    """
 
     recomputation: Recomputation
+    is_scaled: bool
 
     def __len__(self) -> int:
         """Return the number of steps, S."""
@@ -496,12 +442,6 @@ class RecomputedUpdates:
         made, place = self.recomputation.stretch(step, spec)
         return made.updates[place]
 
-    @property
-    def is_scaled(self) -> bool:
-        """Whether a preconditioner scales any of them, which are computed again."""
-        run = self.recomputation.run
-        return any(scaled_fields(run.optimizer_groups, run.model.names))
-
     def held(self, step: int) -> UpdateCoefficients:
         """Return what is held of one step's coefficients: one number per parameter where a scale says the others."""
         update: UpdateCoefficients = self.recomputation.updates[step]
@@ -517,23 +457,20 @@ def recomputed_run(run: Trajectory, kept: Any, updates: Any) -> Trajectory:
         updates: The coefficients.
     """
     recomputation = Recomputation(run, kept, updates)
-    return replace(run, states=recomputation, updates=RecomputedUpdates(recomputation))
+    return replace(run, states=recomputation, updates=RecomputedUpdates(recomputation, is_scaled(run)))
 
 
 def law_of_step(trajectory: Trajectory, step: int, spec: TensorSpec) -> Recomputation | None:
     """Return how a step is computed, of a run whose states at both ends may miss the recorded ones; None if neither."""
     recomputation = recomputation_of(trajectory)
-    if recomputation is None or isinstance(recomputation.computation(step, spec), BitwiseReplay):
-        return None
-    return recomputation
+    return None if recomputation is None or recomputation.missed(step, spec.device) is None else recomputation
 
 
 def described_states(trajectory: Trajectory) -> str:
     """Say how the states between kept ones were computed where they were not made again bit by bit; "" elsewhere."""
     recomputation = recomputation_of(trajectory)
-    if recomputation is None or recomputation.finding is None:
-        return ""
-    return f"states between kept ones follow the update rule, for {recomputation.finding}"
+    finding = None if recomputation is None else recomputation.finding
+    return "" if finding is None else f"states between kept ones follow the update rule, for {finding}"
 
 
 def recomputation_of(trajectory: Trajectory) -> Recomputation | None:

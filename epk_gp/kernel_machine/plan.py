@@ -132,8 +132,8 @@ def _cost(work: AttributionWork) -> dict[str, Any]:
     run, itemsize, k = whole.recorded.trained, whole.net.itemsize, len(work.X) * whole.num_outputs
     S, kept, made, states = run.num_steps, run.states, 0, 0
     if (recomputation := recomputation_of(run)) is not None:
-        kept, replay = recomputation.kept, recomputation.replay_on(whole.net.model.spec.device)
-        made = (1 + replay.is_divided) * (1 + blocks)
+        kept, replay = recomputation.kept, recomputation.computation(0, whole.net.model.spec)
+        made = (1 + (len(replay.bounds) > len(kept.numbers))) * (1 + blocks)
         states = 2 * replay.step_bytes * max((end - first for first, end in pairwise(replay.bounds)), default=0)
     adjoints = 3 * P * itemsize * min(k, work.rows_per_block * work.outputs_per_row)
     vectors = [adjoints, S * P * itemsize * leaves_residuals(whole)]

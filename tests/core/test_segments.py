@@ -1,41 +1,44 @@
 """The order in which steps are made again, counted in a run of 100,000 steps that nothing computes."""
 
 import math
-from types import SimpleNamespace
 
 import pytest
 import torch
 
 from epk_gp.core import replay
 from epk_gp.core.plans import TensorSpec
-from epk_gp.core.replay import Segment, Segments
+from epk_gp.core.replay import Segments, Steps
 
 STEPS = 100_000
+
+
+class Kept:
+    """Every k-th state, and the last; a state is its number."""
+
+    def __init__(self, every):
+        self.numbers = [*range(0, STEPS, every), STEPS]
+
+    def __len__(self):
+        return STEPS + 1
+
+    def __getitem__(self, state):
+        return torch.tensor([float(state)])
 
 
 class Counted(Segments):
     """States are their numbers; a step may only be made from the state before it."""
 
     def __init__(self, every):
+        kept, self.count, self.most_held = Kept(every), 0, 0
         spec = TensorSpec(torch.float64, torch.device("cpu"))
-        super().__init__(SimpleNamespace(numbers=[*range(0, STEPS, every), STEPS]), spec, 8)
-        self.count, self.most = 0, 0
+        super().__init__(Steps(kept, spec, {*kept.numbers}, lambda state: state, self.step))
 
-    def is_stored(self, state):
-        return state in self.numbers
-
-    def stored(self, state):
-        return state
-
-    def make(self, first, end, start):
-        assert start == first
-        self.count += end - first
-        held = sum(len(segment.states) for segment in self.made.values()) + end - first + 1
-        self.most = max(self.most, held + len(self.starts))
-        return Segment([torch.tensor([float(s)]) for s in range(first, end + 1)], [], end)
-
-    def read(self, state):
-        return state if state in self.numbers else float(self.state(state))
+    def step(self, index, w, memory, earlier):
+        assert index == memory == float(w)
+        self.count += 1
+        held = sum(len(segment.states) for segment in self.made.values()) + len(self._current[1]) + 1
+        self.most_held = max(self.most_held, held + len(self.starts))
+        return w + 1, memory + 1, None
 
 
 @pytest.mark.parametrize("every", [2154, *(pytest.param(k, marks=pytest.mark.slow) for k in (1, 7, 20, 316, STEPS))])
@@ -47,19 +50,19 @@ def test_no_step_is_made_more_than_twice_and_some_roots_of_states_are_held(every
         run = Counted(every)
         for s in steps:
             if s % chord == chord - 1:
-                assert run.read(s - chord + 1) == s - chord + 1
+                assert float(run.state(s - chord + 1)) == s - chord + 1
             made, place = run.segment(s)
             assert float(made.states[place]) == s
-            assert run.read(s + 1) == s + 1
+            assert float(run.state(s + 1)) == s + 1
         assert run.count <= 2 * STEPS
-        assert run.most <= 5 * (math.isqrt(every) + 2)
+        assert run.most_held <= 5 * (math.isqrt(every) + 2)
 
 
 def test_a_stretch_that_fits_into_memory_is_made_once(monkeypatch):
     monkeypatch.setattr(replay, "HELD_BYTES", 8 * 2 * 400)
     for steps in (range(STEPS), reversed(range(STEPS))):
         run = Counted(316)
-        assert not run.is_divided
+        assert len(run.bounds) == len(run.numbers)
         for s in steps:
             run.segment(s)
         assert run.count == STEPS
@@ -70,5 +73,5 @@ def test_what_segments_begin_with_lies_in_files_that_are_written_over(monkeypatc
     monkeypatch.setattr(replay.tempfile, "mkdtemp", lambda prefix: str(tmp_path))
     run = Counted(1000)
     for s in reversed(range(STEPS - 5000, STEPS)):
-        assert run.read(s) == s
+        assert float(run.state(s)) == s
     assert len([*tmp_path.iterdir()]) <= math.isqrt(1000) + 2

@@ -11,8 +11,7 @@ from torch import nn
 import epk_gp as epk
 from epk_gp.core import replay
 from epk_gp.core.gradients import RunReplay
-from epk_gp.core.replay import BitwiseReplay
-from epk_gp.core.states import recomputation_of, recomputed_run
+from epk_gp.core.states import Recomputation, recomputation_of, recomputed_run
 from epk_gp.optimizers.update_rules import ClipNorm, ClipValue
 
 STEPS, KEEP = 7, 3
@@ -66,7 +65,7 @@ OTHER_LOSSES = ("mixup", "accumulation")  # written out in the loop, with soft t
 @pytest.fixture
 def by_law(monkeypatch):
     """Let no step be made again bit by bit."""
-    monkeypatch.setattr(BitwiseReplay, "has", lambda self, step: False)
+    monkeypatch.setattr(Recomputation, "missed", lambda self, step, device: "other bits")
 
 
 @pytest.mark.usefixtures("by_law")
