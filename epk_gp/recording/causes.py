@@ -7,7 +7,7 @@ import torch
 from jaxtyping import Float, Shaped
 from torch import Tensor, nn
 
-from epk_gp.core.checks import blocks_of, is_finite
+from epk_gp.core.checks import blocks_of, is_finite, validate_tensor
 from epk_gp.core.losses import (
     ELEMENTWISE,
     ClassLoss,
@@ -16,6 +16,7 @@ from epk_gp.core.losses import (
     MeanSquaredError,
     NegativeLogLikelihood,
     PerSampleLoss,
+    UnstatedLoss,
     classes_second,
     ignored_class,
 )
@@ -57,6 +58,30 @@ def validate_targets(
         raise TypeError(f"MeanSquaredError needs floating-point targets: got {targets.dtype}.")
     if isinstance(loss, ClassLoss):
         _validate_classes(loss, targets, sample_shape)
+
+
+def parse_batch_targets(
+    loss: Loss, targets: object, y: Shaped[Tensor, "M ..."], num_rows: int, num_outputs: int
+) -> Shaped[Tensor, "n ..."]:
+    """Return the targets that a loop states for the rows of a batch.
+
+    Raises:
+        TypeError: They are no tensor, or of another kind of numbers than y.
+        ValueError: They do not have a row like those of y, or probabilities, for each row of the batch; or no loss is
+            stated.
+    """
+    if isinstance(loss, UnstatedLoss):
+        raise ValueError("targets= says what the stated loss takes: with loss=None leave it out.")
+    validate_tensor(targets, "targets")
+    is_mixed = isinstance(loss, CrossEntropy) and y.ndim == 1 and targets.is_floating_point()
+    expected = (num_rows, num_outputs) if is_mixed else (num_rows, *y.shape[1:])
+    if targets.shape != expected:
+        raise ValueError(f"targets must have shape {expected}, one for each row: got {tuple(targets.shape)}.")
+    if targets.is_floating_point() != y.is_floating_point() and not is_mixed:
+        raise TypeError(f"targets must be of the kind of y, {y.dtype}: got {targets.dtype}.")
+    if isinstance(loss, ClassLoss) and targets.ndim == 1 + is_mixed:
+        validate_targets(loss, targets, num_rows, num_outputs, None)
+    return targets.detach().to(y.device)
 
 
 def _validate_classes(loss: ClassLoss, targets: Tensor, sample_shape: tuple[int, ...]) -> None:

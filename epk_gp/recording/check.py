@@ -4,7 +4,7 @@ import hashlib
 import math
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 
 import torch
@@ -346,6 +346,34 @@ def check_step(setup: TrainingSetup, observed: ObservedStep, *, exact: bool = Tr
     return penalty.added_to(update)
 
 
+def check_records(
+    setup: TrainingSetup, records: Sequence[ObservedStep], keeps_factor: bool | None, *, exact: bool
+) -> tuple[ObservedStep, UpdateCoefficients, bool | None]:
+    """Check a step of one or two records (`PassRecords.step`), of which it has one.
+
+    Args:
+        setup: The training.
+        records: The step with each of them.
+        keeps_factor: Whether it is the second one that steps before had; None if that is not known.
+        exact: Whether to recompute the gradient.
+
+    Returns:
+        The step with its record, its coefficients, and whether that is the second one.
+
+    Raises:
+        StepMismatchError: It has none of them.
+    """
+    is_read = any(batch.weight is None for batch in records[0].made.announced)
+    first, *others = records[::-1] if (is_read if keeps_factor is None else keeps_factor) else records
+    try:
+        return first, check_step(setup, first, exact=exact), first is records[-1] if others else keeps_factor
+    except StepMismatchError:
+        for other in others if exact else ():
+            with suppress(StepMismatchError):
+                return other, check_step(setup, other), other is records[-1]
+        raise
+
+
 def _with_inferred(setup: TrainingSetup, check: StepCheck) -> tuple[StepCheck, Float[Tensor, " L"]] | None:
     """Return the check with a clipping and an L2 penalty that nobody stated, and its rates; None if it has neither."""
     observed, used = check.observed, check.observed.made.gradient
@@ -353,7 +381,7 @@ def _with_inferred(setup: TrainingSetup, check: StepCheck) -> tuple[StepCheck, F
 
     def candidates() -> Iterator[Float[Tensor, " L"] | None]:
         yield penalty.rates
-        if not penalty.is_fixed and not observed.made.is_doubtful:
+        if not penalty.is_fixed:
             yield torch.zeros_like(penalty.rates)
             yield penalty.fitted(used, check.gradient, w)
             yield penalty.fitted(used, check.gradient, w, is_scaled=True)

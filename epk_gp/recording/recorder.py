@@ -26,10 +26,10 @@ from epk_gp.optimizers.library_rules import NoOptimizer
 from epk_gp.optimizers.torch_rules import Optimizers, Rules, as_optimizers, given_rules, groups_of, learning_rate
 from epk_gp.optimizers.update_rules import Clip
 from epk_gp.recording.causes import StepMismatchError
-from epk_gp.recording.check import CheckSchedule, check_step, measure_step, needs_exact_check
+from epk_gp.recording.check import CheckSchedule, check_records, check_step, measure_step, needs_exact_check
 from epk_gp.recording.distributed import OTHER_RANKS, Ranks
 from epk_gp.recording.history import CommitSchedule, Held, RunHistory
-from epk_gp.recording.mismatches import ObservedStep, doubt_of_loss
+from epk_gp.recording.mismatches import ObservedStep
 from epk_gp.recording.observer import MadeStep, StepObserver
 from epk_gp.recording.passes import PassRecords
 from epk_gp.recording.penalty import WeightPenalty
@@ -60,8 +60,8 @@ class Recorder:
     Use it as a context manager; call `batch(indices)` after `backward()` and before `optimizer.step()`. What each
     forward pass of the network depended on (dropout, batch statistics, augmented rows) is recorded by hooks. Steps are
     checked (`check_every`): the recorded change of the weights must be what the update rule predicts from the
-    recomputed gradient of the stated loss on the stated batch. A step that is not raises `StepMismatchError`, which
-    names the cause as far as it can tell; the steps before it stay recorded.
+    recomputed gradient of the batch. A step that is not raises `StepMismatchError`, which names the cause as far as it
+    can tell; the steps before it stay recorded. Rows whose loss is not the stated one are recorded by its gradient.
 
     With `folder` and `resume` the loop, `for step in recorder.until(steps):`, continues where the last commit left it.
 
@@ -103,9 +103,9 @@ class Recorder:
                 a map-style dataset, or a `DataLoader` over one are read once, in their order, and written to a file.
             y: Their targets, a tensor or an array; None where no loss is stated and nothing else needs them, and where
                 items of a dataset are pairs (input, target), or dictionaries that hold `labels`, or their key.
-            loss: The loss that will be minimised. None states none: what the loop's own backward pass sends into each
-                row of what the network returns is recorded, which is all that contributions need, whatever the loss is
-                (contrastive pairs, teachers, critics); `influence` and `retrain` need it stated.
+            loss: The loss that is minimised, as a function of a row's outputs and target. Of rows that do not follow it
+                what the loop's backward pass sends into the outputs is recorded, which is all that contributions need;
+                `influence` and `retrain` need all rows to follow it. None states none, and y may be None.
             update_rule: How the optimizer's step follows from the gradient; known for all optimizers of torch that take
                 one gradient a step. Of several optimizers a sequence, None for torch's own.
             clip: The loop's gradient clipping. A bound of at most three digits shows once it is reached.
@@ -201,6 +201,7 @@ class Recorder:
         self._momenta: tuple[Tensor | None, Tensor | None] = None, None
         self._probe, self._penalty = DerivativeProbe(), WeightPenalty(self._setup.model.sizes)
         self._has_said_note = False  # that the loop scales and shifts its rows
+        self._keeps_factor: bool | None = None  # whether the optimizer gets factors of the loss, unlike a GradScaler's
         self._identity = RowIdentity(self._setup.X, self._setup.y, loss)
         self._schedule = CheckSchedule(check_every, self._setup.model.spec.device)
 
@@ -333,11 +334,11 @@ class Recorder:
         Args:
             indices: Rows of X that the batch held, each as often as it occurred, none if a sampler drew none; None for
                 all of X. With loss=None, -1 stands for a row that is no training point, such as a generated one.
-            weight: Factor that the loop puts in front of this batch's loss, 1/k for the mean over k batches; or of each
-                row's loss. None reads one factor from the gradient in the outputs. With loss=None that gradient has the
-                loop's factors already: leave `weight` out but for 1 / scaler.get_scale() under a GradScaler.
-            targets: Of a `Stream`, whose rows are known by their content, the targets of the rows, in the place of
-                indices; None with loss=None, where the rows are those of the last backward pass.
+            weight: Factor that the loop puts in front of this batch's loss, or of each row's loss. A factor that all
+                rows have is seen if it is not stated; None reads that of a batch of one row too. With loss=None the
+                gradient has it already: leave `weight` out but for 1 / scaler.get_scale() under a GradScaler.
+            targets: What the loop's loss used in the place of y[indices], as y holds it, or probabilities (B, C) for
+                labels. Of a `Stream` the targets of the rows, in the place of indices; None with loss=None.
 
         Raises:
             RuntimeError: The recorder is not recording, or the loop is not one over `until` although it has to be.
@@ -461,8 +462,8 @@ class Recorder:
         if not self._in_until:  # committed with the next step, for the loop may move the weights before it
             self._complete_iteration(commits=False)
 
-    def _own_step(self, made: MadeStep, end: Float[Tensor, " P"]) -> tuple[Step, Tensor, Tensor]:
-        """Return the record of this process's rows, and the moving statistics before and after the step."""
+    def _own_step(self, made: MadeStep, end: Float[Tensor, " P"]) -> tuple[tuple[Step, ...], Tensor, Tensor]:
+        """Return the records that this process's rows may have, and the moving statistics before and after the step."""
         if not made.announced:
             raise StepMismatchError("optimizer.step() must be preceded by recorder.batch(indices): it was not.")
         if not made.is_seen_enough:
@@ -474,10 +475,7 @@ class Recorder:
         last, after = self._history.last, self._observer.statistics()
         before = after if last.statistics is None else last.statistics
         known = (before, after) if self._ranks.size == 1 else (torch.full_like(after, torch.nan),) * 2
-        step = self._passes.step(self.num_steps, made, known)
-        if made.is_doubtful and (self._ranks.size > 1 or any(batch.weight is None for batch in made.announced)):
-            made.doubt = doubt_of_loss(self._setup, made, step)
-        return step, before, after
+        return self._passes.step(self.num_steps, made, known), before, after
 
     def _record_step(self, made: MadeStep) -> None:
         self._setup.validate_modules()
@@ -488,14 +486,17 @@ class Recorder:
             whole, made.unseen = self._own_step(made, end), made.unseen or self._ranks.warning
         if whole is None:
             return
-        step, before, after = whole
+        steps, before, after = whole
         momentum = self._training.momentum
         measures = measure_step(setup, made, (last.end, end), momentum, self._momenta[0])
-        observed = ObservedStep(made, step, last.end, end, momentum, before, after, self._penalty, measures)
-        is_exact = self._schedule.is_due(index) or made.doubt is not None or needs_exact_check(setup, observed)
+        records = [
+            ObservedStep(made, step, last.end, end, momentum, before, after, self._penalty, measures) for step in steps
+        ]
+        is_exact = self._schedule.is_due(index) or made.doubt is not None or needs_exact_check(setup, records[0])
+        is_exact |= len(records) > 1 and self._keeps_factor is None
         with self._schedule.checking() if is_exact else nullcontext():
-            update = check_step(setup, observed, exact=is_exact)
-            self._unchecked = None if is_exact else observed
+            observed, update, self._keeps_factor = check_records(setup, records, self._keeps_factor, exact=is_exact)
+            step, self._unchecked = observed.step, None if is_exact else observed
             # until something is known, every step says something; rows of a stream are numbered by what they are
             if setup.stream is None and (is_exact or not self._identity.num_judged):
                 self._require_identity(self._identity.look_at(step))
@@ -509,6 +510,7 @@ class Recorder:
         replay = None if self._commits is None else self._commits.replay_of(made, self._ranks.size)
         self._history.append(replace(step, groups=made.groups), end, update, after if len(after) else None, replay)
         setup.live.know_copy(end, self._history.last.end)
+        self._passes.warn_of(step)
 
     def _complete_iteration(self, *, commits: bool = True) -> None:
         """Keep what a resumed run continues from, if the run is on disk, and commit steps if that is due."""

@@ -27,9 +27,8 @@ _VECTORS = {
     "memory_order": (torch.int64,),
     "weights": (torch.float32, torch.float64),
     "settings": (torch.float64,),
-    "cotangents": (torch.float32, torch.float64, torch.float16, torch.bfloat16),  # the one that is no vector: (n, D)
 }
-_SEEN = ("inputs", "targets")
+_SEEN = ("inputs", "targets", "cotangents")
 PARTS = (*_VECTORS, *(f"{name}.{kind}" for name in _SEEN for kind in ("index", "values")))
 _DTYPES = tuple(SAFETENSORS_DTYPES)  # a dtype is stored as its place in this list
 _MAX_RANDOM_BYTES = 1 << 16  # torch's state has 16 bytes on CUDA
@@ -183,18 +182,22 @@ def validate_pass(forward: ForwardPass, schema: ChunkSchema | None = None) -> No
         lengths["modes"] = (schema.num_modules, schema.num_modules)
         lengths["statistics"] = lengths["statistics_after"] = (schema.num_statistics, schema.num_statistics)
         lengths["weights"] = (schema.num_weights, schema.num_weights)
-    lengths["cotangents"] = (forward.num_rows, forward.num_rows)
     for name, dtypes in _VECTORS.items():
         value = getattr(forward, name)
         if value is None:
             continue
-        if value.ndim != (2 if name == "cotangents" else 1) or value.dtype not in dtypes:
+        if value.ndim != 1 or value.dtype not in dtypes:
             raise ValueError(f"{name} must be a vector of {dtypes[-1]}: got {tuple(value.shape)} of {value.dtype}.")
         least, most = lengths.get(name, (0, len(value)))
         if not least <= len(value) <= most:
             raise ValueError(f"{name} must have {least} to {most} entries: got {len(value)}.")
         if value.is_floating_point() and not torch.isfinite(value).all():
             raise ValueError(f"{name} must hold finite numbers: it holds NaN or infinity.")
+    stored = forward.cotangents
+    if stored is not None and not (stored.values.ndim == 2 and stored.values.is_floating_point()):
+        raise ValueError(
+            f"cotangents must hold numbers (k, D): got {tuple(stored.values.shape)} of {stored.values.dtype}."
+        )
     order = forward.memory_order
     if order is not None and sorted(order.tolist()) != list(range(len(order))):
         raise ValueError(f"memory_order must hold each dimension once: got {order.tolist()}.")
