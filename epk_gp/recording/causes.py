@@ -2,6 +2,7 @@
 
 import math
 import reprlib
+from typing import Any
 
 import torch
 from jaxtyping import Float, Shaped
@@ -61,7 +62,7 @@ def validate_targets(
 
 
 def parse_batch_targets(
-    loss: Loss, targets: object, y: Shaped[Tensor, "M ..."], num_rows: int, num_outputs: int
+    loss: Loss, targets: Any, y: Shaped[Tensor, "M ..."], num_rows: int, num_outputs: int
 ) -> Shaped[Tensor, "n ..."]:
     """Return the targets that a loop states for the rows of a batch.
 
@@ -81,7 +82,8 @@ def parse_batch_targets(
         raise TypeError(f"targets must be of the kind of y, {y.dtype}: got {targets.dtype}.")
     if isinstance(loss, ClassLoss) and targets.ndim == 1 + is_mixed:
         validate_targets(loss, targets, num_rows, num_outputs, None)
-    return targets.detach().to(y.device)
+    parsed: Tensor = targets.detach().to(y.device)
+    return parsed
 
 
 def _validate_classes(loss: ClassLoss, targets: Tensor, sample_shape: tuple[int, ...]) -> None:

@@ -26,6 +26,7 @@ from epk_gp.core.losses import (
     CrossEntropy,
     Loss,
     NegativeLogLikelihood,
+    PerSampleLoss,
     UnstatedLoss,
     classes_second,
     ignored_class,
@@ -438,11 +439,11 @@ def _seen_loss(
     if isinstance(loss, UnstatedLoss):
         return SeenLoss(None, SeenRows(every, _unstated(forward, setup.model.spec.dtype)), c)
     cuts, delta = targets_like(setup.model.signature, loss, setup.X, forward.inputs, used), _gradient_of_loss(forward)
-    if delta is None and forward.sent and forward.stray is None:  # the loss takes something that is computed of it
-        delta = _by_row(forward)
-    z = forward.outputs
-    if z is None and forward.returned is not None:
+    z: Any = forward.outputs
+    if z is None and forward.returned is not None:  # it takes something that is computed of what was returned
         z = loss_input(setup.model.signature, loss, forward.returned, cuts[0])
+        is_known = isinstance(z, Tensor) or isinstance(loss, PerSampleLoss)
+        delta = _by_row(forward) if is_known and forward.sent and forward.stray is None else None
     if delta is None or not is_finite(delta) or not c.any():
         return SeenLoss(_seen_targets(loss, z, recorded, cuts[0], every >= 0), None, c)
     weights, others = c.to(delta.device), [g for k, g in forward.sent.items() if k != forward.place]
@@ -450,7 +451,7 @@ def _seen_loss(
     for gradient in others if forward.outputs is not None else ():
         is_alone &= ~gradient.flatten(1).any(dim=1)
 
-    def fits(loss: Loss, cuts: list[Tensor]) -> Iterator[_Fit]:
+    def fits(loss: Loss, cuts: list[Tensor], delta: Tensor = delta) -> Iterator[_Fit]:
         for own in _possible_labels(loss, delta, cuts):
             rated = weights if own is used else sample_weights(loss, own) * (weights / sample_weights(loss, used))
             expected = rated.view(-1, *[1] * (delta.ndim - 1)) * _derivatives(setup, forward, loss, own)
@@ -461,8 +462,7 @@ def _seen_loss(
         best = fit if int(fit.follows.sum()) > int(best.follows.sum()) else best
         if best.follows.all():
             break
-    is_labels = isinstance(loss, ClassLoss) and not used.is_floating_point()
-    if delta.ndim > 2 and is_labels and not best.follows.all():
+    if delta.ndim > 2 and isinstance(loss, ClassLoss) and not used.is_floating_point() and not best.follows.all():
         for dim in (1, -1):  # where T = V both fit
             if any(fit.follows.all() for fit in fits(replace(loss, dim=dim), cuts)):
                 raise StepMismatchError(
@@ -475,7 +475,7 @@ def _seen_loss(
                 "y must hold the label of each position: the loop's loss compares the scores of each position with the "
                 "label of the next one, as causal language models do: pass epk_gp.next_words(y) as y."
             )
-    targets, follows = _seen_targets(loss, z, recorded, best.targets, best.follows), best.follows
+    follows, targets = best.follows, _seen_targets(loss, z, recorded, best.targets, best.follows)
     if not follows.all() and isinstance(loss, CrossEntropy | NegativeLogLikelihood) and delta.ndim == 2:
         read = _read_targets(loss, forward.outputs, delta, best.c, ~follows & is_alone)
         if read is not None:
