@@ -296,7 +296,7 @@ class StepObserver:
         """
         setup, may_be_outside = self.setup, isinstance(self.setup.loss, UnstatedLoss)
         if indices is not None and setup.stream is not None:
-            raise ValueError("recorder.batch(targets=y) of a Stream gets no indices: its rows number themselves.")
+            raise ValueError("recorder.batch(targets=y) of a Stream, whose rows number themselves, gets no indices.")
         num_points = len(setup.X)
         batch = None if indices is None else parse_batch(indices, num_points, index, -1 if may_be_outside else 0)
         if setup.stream is not None:

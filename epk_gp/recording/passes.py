@@ -523,8 +523,11 @@ def _seen_targets(loss: Loss, z: Any, y: Tensor, used: Tensor, follows: Tensor) 
     """Return the targets of rows that follow a loss with others than the recorded ones, y."""
     if used is y:
         return None
-    is_whole = used.shape == y.shape
-    index = (follows & (used != y).flatten(1).any(dim=1) if is_whole else torch.ones_like(follows)).nonzero().squeeze(1)
+    if used.shape == y.shape:
+        follows = follows & (used != y).reshape(len(y), -1).any(dim=1)
+    elif used.ndim == y.ndim:  # labels of another number of positions, which none of the recorded ones are
+        follows = torch.ones_like(follows)
+    index = follows.nonzero().squeeze(1)
     if len(index) and isinstance(loss, ClassLoss) and used.ndim == (2 if used.is_floating_point() else 1):
         used = soft_targets(loss, used, z)
     return SeenRows(index, used[index]) if len(index) else None
