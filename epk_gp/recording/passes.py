@@ -29,6 +29,7 @@ from epk_gp.core.losses import (
     PerSampleLoss,
     UnstatedLoss,
     classes_second,
+    fit_targets,
     ignored_class,
     loss_derivatives,
     loss_input,
@@ -448,8 +449,8 @@ def _seen_loss(
         return SeenLoss(_seen_targets(loss, z, recorded, cuts[0], every >= 0), None, c)
     weights, others = c.to(delta.device), [g for k, g in forward.sent.items() if k != forward.place]
     is_alone = torch.ones_like(weights, dtype=torch.bool)
-    for gradient in others if forward.outputs is not None else ():
-        is_alone &= ~gradient.flatten(1).any(dim=1)
+    for own in others if forward.outputs is not None else ():
+        is_alone &= ~own.flatten(1).any(dim=1)
 
     def fits(loss: Loss, cuts: list[Tensor], delta: Tensor = delta) -> Iterator[_Fit]:
         for own in _possible_labels(loss, delta, cuts):
@@ -482,10 +483,12 @@ def _seen_loss(
             follows, known = follows.index_fill(0, read.index, True), [read] if targets is None else [targets, read]
             targets = SeenRows(torch.cat([seen.index for seen in known]), torch.cat([seen.values for seen in known]))
     other = (~follows).nonzero().squeeze(1)
-    gradient = None if follows.all() and best.is_sure else _by_row(forward).to(setup.model.spec.dtype)
-    cotangents = None if gradient is None or follows.all() else SeenRows(other, gradient[other])
-    scaled = None if gradient is None or best.is_sure else SeenRows(every, gradient)
-    return SeenLoss(targets, cotangents, best.c.index_fill(0, other, 1.0), best.factor, scaled)
+    if not len(other) and best.is_sure:
+        return SeenLoss(targets, None, best.c, best.factor)
+    values = _by_row(forward).to(setup.model.spec.dtype)
+    if len(other):
+        return SeenLoss(targets, SeenRows(other, values[other]), best.c.index_fill(0, other, 1.0))
+    return SeenLoss(targets, None, best.c, best.factor, SeenRows(every, values))
 
 
 def _unstated(forward: CapturedForward, dtype: torch.dtype) -> Float[Tensor, "n D"]:
@@ -530,6 +533,8 @@ def _seen_targets(loss: Loss, z: Any, y: Tensor, used: Tensor, follows: Tensor) 
     index = follows.nonzero().squeeze(1)
     if len(index) and isinstance(loss, ClassLoss) and used.ndim == (2 if used.is_floating_point() else 1):
         used = soft_targets(loss, used, z)
+    elif isinstance(z, Tensor):
+        used = fit_targets(used, z)
     return SeenRows(index, used[index]) if len(index) else None
 
 
