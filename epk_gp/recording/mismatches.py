@@ -138,7 +138,7 @@ def seen_passes(setup: TrainingSetup, made: MadeStep, step: Step) -> list[SeenPa
         rest = (len(setup.X) if step.batch is None else len(step.batch)) - sum(counts)
         step = replace(step, passes=tuple(ForwardPass(n) for n in (rest, *counts)))
     for f, data in zip(captured, passes_of(step, setup.X, setup.y, setup.loss)[-len(counts) :], strict=True):
-        if f.returned is not None and f.gradients:
+        if f.returned is not None and f.sent:
             z = rows_of(f.returned, len(f.inputs))
             seen.append(SeenPass(f, data, z.double(), rounding_of(z)))
     return seen
@@ -159,7 +159,7 @@ def explain_mismatch(setup: TrainingSetup, check: StepCheck, *, follows_rule: bo
         return _move_cause(setup, observed)
     if made.unseen is not None and not all(batch.forwards for batch in made.announced):
         return made.unseen
-    reached = {bool(f.gradients) for b in made.announced for f in b.forwards if f.returned is not None}
+    reached = {bool(f.sent) for b in made.announced for f in b.forwards if f.returned is not None}
     if len(reached) == 2:
         return "recorder.batch() announced rows that no backward() went through: leave them out"
     seen = seen_passes(setup, made, observed.step)

@@ -52,8 +52,6 @@ class CapturedForward:
         outputs: What the loss takes, (n, ...), detached, where it is one of the returned tensors; else None.
         place: Its place among them.
         sent: The gradient that the loop itself sent into each returned tensor of rows, by its place.
-        through: All of the gradient that came to the tensor that the loss takes, also by way of a loss that the network
-            returned; None where it is not looked at.
         num_arguments: Number of arguments of the call.
         stray: Shape of a returned tensor without rows that got a gradient; None if there is none.
     """
@@ -70,18 +68,8 @@ class CapturedForward:
     outputs: Tensor | None = None
     place: int = -1
     sent: dict[int, Tensor] = field(default_factory=dict)
-    through: Tensor | None = None
     num_arguments: int = 1
     stray: tuple[int, ...] | None = None
-
-    @property
-    def gradients(self) -> list[Tensor]:
-        """What a backward pass of the step brought to what the network returned; empty before it."""
-        return [*self.sent.values(), *([] if self.through is None else [self.through])]
-
-    def forget(self) -> None:
-        """Forget a backward pass that is no part of the step."""
-        self.sent, self.through, self.stray = {}, None, None
 
     def watch(self, returned: Any, counts: Callable[[], bool]) -> Any:
         """Return what the network returned, with an alias of each tensor of rows where several of these move.
@@ -92,42 +80,39 @@ class CapturedForward:
         num_rows, tensors, place = len(self.inputs), [*tensors_of(returned)], -1
         if any(has_rows(z, num_rows) for z in tensors):
             self.returned = map_tensors(returned, Tensor.detach)
+        moving = [has_rows(z, num_rows) for z in tensors if z.requires_grad]
         # through one tensor alone everything goes that the network computed of it too, such as the loss itself
-        is_only = sum(z.requires_grad and has_rows(z, num_rows) for z in tensors) == 1
+        is_only = sum(moving) == 1
 
         def watched(z: Tensor) -> Tensor:
             nonlocal place
             place += 1
-            if not z.requires_grad:
+
+            def add(gradient: Tensor | None, place: int = place) -> None:
+                if counts() and gradient is not None:
+                    gradient = gradient.detach()
+                    self.sent[place] = self.sent[place] + gradient if place in self.sent else gradient.clone()
+
+            def note(gradient: Tensor) -> None:
+                self.stray = tuple(z.shape) if counts() and bool(gradient.any()) and not is_only else self.stray
+
+            if z.requires_grad and not has_rows(z, num_rows):
+                z.register_hook(note)
+            if not z.requires_grad or not has_rows(z, num_rows):
                 return z
-            if not has_rows(z, num_rows):
-                z.register_hook(lambda gradient: self._stray(z, gradient) if counts() and not is_only else None)
-                return z
+            is_whole = is_only or (place == self.place and not all(moving))  # also what comes by way of a returned loss
             # no view: hooks of a view are lost where the loop changes it in place
-            alias = z if is_only else z.clone()
-            alias.register_hook(lambda gradient, place=place: self._add(place, gradient) if counts() else None)
+            alias = z if is_whole else z.clone()
+            alias.register_hook(add)
+            node: Any = z.grad_fn
+            if place == self.place and node is not None and node.name().startswith("ToCopyBackward"):
+                # of another precision, which may get none (Accelerate)
+                copied = node.next_functions[0][0]
+                copied.register_prehook(lambda came, place=place: None if place in self.sent else add(came[0]))
             return alias
 
-        changed, source = map_tensors(returned, watched), tensors[self.place] if self.outputs is not None else None
-        if source is not None and (node := source.grad_fn) is not None:
-            if node.name().startswith("ToCopyBackward"):  # of another precision, which may get none (Accelerate)
-                first: Any = node.next_functions[0][0]
-                first.register_prehook(lambda came: self._add_through(came[0]) if counts() else None)
-            elif not is_only and any(z.requires_grad and not has_rows(z, num_rows) for z in tensors):
-                source.register_hook(lambda gradient: self._add_through(gradient) if counts() else None)
+        changed = map_tensors(returned, watched)
         return None if is_only else changed
-
-    def _add(self, place: int, gradient: Tensor) -> None:
-        gradient = gradient.detach()
-        self.sent[place] = self.sent[place] + gradient if place in self.sent else gradient.clone()
-
-    def _add_through(self, gradient: Tensor | None) -> None:
-        if gradient is not None:
-            gradient = gradient.detach()
-            self.through = gradient.clone() if self.through is None else self.through + gradient
-
-    def _stray(self, z: Tensor, gradient: Tensor) -> None:
-        self.stray = tuple(z.shape) if bool(gradient.any()) else self.stray
 
 
 @dataclass(eq=False)
@@ -319,7 +304,7 @@ class StepObserver:
             ValueError: There are none, or the loss needs their targets.
         """
         self._assign_forwards()
-        count = sum(len(f.inputs) for f in self._waiting if f.gradients)
+        count = sum(len(f.inputs) for f in self._waiting if f.sent)
         if not isinstance(self.setup.loss, UnstatedLoss) or not count:
             raise ValueError(
                 "recorder.batch(targets=y) of a Stream must get the targets of the rows, after backward(): got none."
@@ -362,7 +347,7 @@ class StepObserver:
             options=[group.options for group in present],
             unseen=unseen,
             is_seen_enough=is_enough,
-            others=[forward for forward in self._waiting if forward.gradients],
+            others=[forward for forward in self._waiting if forward.sent],
             has_left_over=self._has_left_over,
         )
         self._announced, self._stepped, self._waiting, self._calls = [], [], [], []
@@ -422,7 +407,7 @@ class StepObserver:
     ) -> list[CapturedForward]:
         """Return the last pass of a batch's rows, or the last passes that have as many together; empty if none do."""
         whole = [forward for forward in forwards if len(forward.inputs) == num_rows]
-        if whole := [forward for forward in whole if forward.gradients] or whole:
+        if whole := [forward for forward in whole if forward.sent] or whole:
             own = sum(not b.forwards and len(b.samples) == len(batch.samples) for b in self._announced)
             if len(whole) > max(own, 1) and self.setup.stream is None:  # more passes than batches
                 X = self.setup.X[batch.samples.to(self.setup.X.device)]
@@ -443,12 +428,12 @@ class StepObserver:
         self._has_left_over |= is_backward and has_gradient and not self._has_added
         # what was sent has been cleared; where nothing was, the loss is 0
         seen = [] if has_gradient else self._passes
-        cleared = [f for f in seen if f.returned is None or any(bool(g.any()) for g in f.gradients)]
+        cleared = [f for f in seen if f.returned is None or any(bool(g.any()) for g in f.sent.values())]
         for batch in self._announced:
             batch.is_void |= any(forward in cleared for forward in batch.forwards)
         for forward in self._passes if is_backward else ():
             if forward in cleared or not self._has_added:
-                forward.forget()
+                forward.sent, forward.stray = {}, None
 
     def _counts(self) -> bool:
         """Return whether a backward pass adds to gradients of weights, or none of the step does, as by hand."""

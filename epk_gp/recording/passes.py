@@ -100,7 +100,7 @@ def of_nodes(forward: CapturedForward, nodes: Int64[Tensor, " B"]) -> CapturedFo
         )
     n, rows = len(forward.inputs), nodes.to(forward.inputs.device)
     is_outside, places = torch.ones(n, dtype=torch.bool, device=rows.device).index_fill(0, rows, False), rows[:0]
-    for gradient in forward.gradients:
+    for gradient in forward.sent.values():
         places = torch.cat([places, (is_outside & gradient.flatten(1).any(dim=1)).nonzero().squeeze(1)]).unique()
     if len(places):
         raise StepMismatchError(
@@ -119,7 +119,6 @@ def of_nodes(forward: CapturedForward, nodes: Int64[Tensor, " B"]) -> CapturedFo
         returned=select_rows(forward.returned, rows, n),
         outputs=None if forward.outputs is None else forward.outputs[rows],
         sent={place: own(gradient) for place, gradient in forward.sent.items()},
-        through=None if forward.through is None else own(forward.through),
     )
 
 
@@ -152,37 +151,30 @@ class PassRecords:
             StepMismatchError: The network saw other training points than those that were announced, or another graph.
             ValueError: All samples of a batch are ignored by the loss.
         """
-        announced, passes, others = made.announced, list[ForwardPass](), list[ForwardPass]()
-        weights, scaled = list[Tensor](), list[Tensor]()
+        announced, setup, seen = made.announced, self._setup, list[list[tuple[ForwardPass, Tensor]]]()
         is_stated = len(announced) == 1 and not isinstance(announced[0].weight, Tensor) and announced[0].weight == 1
         for batch in announced:
-            samples, forwards = batch.samples, batch.forwards
-            y = self._setup.y[samples.to(self._setup.y.device)]
-            labels = y if batch.targets is None or self._setup.stream is not None else batch.targets
+            samples, forwards, y = batch.samples, batch.forwards, setup.y[batch.samples.to(setup.y.device)]
+            used = y if batch.targets is None or setup.stream is not None else batch.targets
             weight = 1.0 if batch.weight is None else batch.weight
-            stated = torch.zeros(1) if batch.position < 0 else weight * sample_weights(self._setup.loss, labels).cpu()
-            if self._setup.model.signature.graph is not None:
+            stated = torch.zeros(1) if batch.position < 0 else weight * sample_weights(setup.loss, used).cpu()
+            if setup.model.signature.graph is not None:
                 forwards = [of_nodes(forward, samples) for forward in forwards]
             sizes = [len(forward.inputs) for forward in forwards] or [len(samples)]
-            parts = zip(*(v.split(sizes) for v in (samples, stated, y, labels)), strict=True)
-            if not forwards:
-                passes.append(ForwardPass(len(samples)))
-                others, weights, scaled = [*others, passes[-1]], [*weights, stated], [*scaled, stated]
-            for forward, (rows, c, own, used) in zip(forwards, parts, strict=False):
-                record, seen = self._record(forward, rows, c, own, own if labels is y else used, statistics)
-                is_scaled = seen.scaled is not None and batch.weight is not None
-                passes.append(record)
-                others.append(replace(record, targets=None, cotangents=seen.scaled) if is_scaled else record)
-                weights.append(seen.c)
-                scaled.append(torch.ones_like(seen.c) if is_scaled else seen.factor * seen.c)
-            is_stated = is_stated and labels is y and torch.equal(torch.cat(weights), stated)
+            parts = zip(*(v.split(sizes) for v in (samples, stated, y, used)), strict=True)
+            seen += [] if forwards else [[(ForwardPass(len(samples)), stated)]]
+            for forward, (rows, c, of_rows, stated_ones) in zip(forwards, parts, strict=False):
+                targets = of_rows, of_rows if used is y else stated_ones
+                seen.append(self._records(forward, rows, c, targets, statistics, reads=batch.weight is None))
+            is_stated = is_stated and used is y
         rows, steps = torch.cat([batch.samples for batch in announced]), list[Step]()
-        for c, records in ((weights, passes), (scaled, others)):
-            needed = () if all(record.is_plain for record in records) else tuple(records)
-            steps.append(Step(index, made.lr, rows, torch.cat(c).cpu().double(), needed))
-        first = replace(steps[0], batch=announced[0].indices, sample_weights=None) if is_stated else steps[0]
-        is_one = all(map(torch.equal, weights, scaled)) and all(a is b for a, b in zip(passes, others, strict=True))
-        return (first,) if is_one else (first, steps[1])
+        for k in range(max(map(len, seen))):
+            records, weights = zip(*(each[min(k, len(each) - 1)] for each in seen), strict=True)
+            needed = () if all(record.is_plain for record in records) else records
+            steps.append(Step(index, made.lr, rows, torch.cat(weights).cpu().double(), needed))
+        if is_stated and torch.equal(torch.cat([each[0][1] for each in seen]).cpu(), stated):
+            steps[0] = replace(steps[0], batch=announced[0].indices, sample_weights=None)
+        return tuple(steps)
 
     def warn_of(self, step: Step) -> None:
         """Say once that rows of a recorded step do not follow the stated loss."""
@@ -195,16 +187,17 @@ class PassRecords:
             "such a run: state the loop's loss (loss=), or the targets that it used (recorder.batch(targets=))."
         )
 
-    def _record(
+    def _records(
         self,
         forward: CapturedForward,
         rows: Int64[Tensor, " n"],
         c: Tensor,
-        y: Shaped[Tensor, "n ..."],
-        labels: Shaped[Tensor, "n ..."],
+        targets: tuple[Tensor, Tensor],
         statistics: tuple[Tensor, Tensor],
-    ) -> "tuple[ForwardPass, SeenLoss]":
-        """Return the record of a pass, and what its gradient in the outputs says of its rows' loss."""
+        *,
+        reads: bool,
+    ) -> list[tuple[ForwardPass, Tensor]]:
+        """Return the records that a pass may have, each with the weights of its rows."""
         setup = self._setup
         is_recorded = torch.zeros(len(rows), dtype=torch.bool, device=setup.X.device)
         for own in self._recorded_like(forward.inputs, setup.X[rows.to(setup.X.device)]):
@@ -218,7 +211,6 @@ class PassRecords:
         if is_other.any():
             other = is_other.nonzero().squeeze(1)
             inputs = SeenRows(other, forward.inputs[other])
-        loss = _seen_loss(setup, forward, y, labels, c)
         seen, before, after = forward.record, forward.statistics, forward.statistics_after
         is_random = seen.random_state is not None or seen.device_random_state is not None
         is_special = seen.autocast is not None or seen.settings is not None
@@ -228,13 +220,12 @@ class PassRecords:
             num_rows=len(rows),
             modes=forward.modes if needs_modes else None,
             inputs=inputs,
-            targets=loss.targets,
             statistics=None if torch.equal(before, statistics[0]) else before,
             statistics_after=None if torch.equal(after, statistics[1]) else after,
             memory_order=seen.memory_order if is_random else None,
-            cotangents=loss.cotangents,
         )
-        return record, loss
+        found = _seen_losses(setup, forward, *targets, c, reads=reads)
+        return [(replace(record, targets=own.targets, cotangents=own.cotangents), own.c) for own in found]
 
     def _require_announced_rows(self, seen: Tensor, rows: Int64[Tensor, " n"], is_recorded: Bool[Tensor, " n"]) -> None:
         """Raise if the network saw training points under the indices of others.
@@ -320,16 +311,11 @@ class SeenLoss(NamedTuple):
         targets: Targets of rows that follow the stated loss with others than the recorded ones.
         cotangents: The gradient in all that the network returned, of rows that do not follow it.
         c: The weights of the rows.
-        factor: By what the gradient of the rows is more than these weights give it.
-        scaled: Where the factor may be that of another loss, for all rows that have a gradient are alike: the gradient
-            in all that the network returned, of all rows.
     """
 
     targets: SeenRows | None
     cotangents: SeenRows | None
     c: Float64[Tensor, " n"]
-    factor: float = 1.0
-    scaled: SeenRows | None = None
 
 
 def common_factor(values: Tensor, expected: Tensor) -> float:
@@ -384,20 +370,10 @@ def _fit(delta: Tensor, expected: Tensor, targets: Tensor, c: Tensor, is_alone: 
     return _Fit(targets, c, torch.ones_like(follows), factor, is_sure)
 
 
-def _gradient_of_loss(forward: CapturedForward) -> Tensor | None:
-    """Return the gradient in the tensor that the loss takes, as the loss takes it; None where none was seen to come."""
-    if forward.outputs is None or not forward.gradients:
-        return None
-    is_through = forward.through is not None and (forward.stray is not None or forward.place not in forward.sent)
-    delta = forward.through if is_through else forward.sent.get(forward.place)
-    return torch.zeros_like(forward.outputs) if delta is None else delta.reshape(forward.outputs.shape)
-
-
 def _by_row(forward: CapturedForward) -> Float[Tensor, "n D"]:
     """Return the gradient in all that the network returned for each row."""
-    n, delta = len(forward.inputs), _gradient_of_loss(forward)
-    gradients = forward.sent if delta is None else {**forward.sent, forward.place: delta}
-    tensors = [(gradients.get(k), z) for k, z in enumerate(tensors_of(forward.returned)) if has_rows(z, n)]
+    n, sent = len(forward.inputs), forward.sent
+    tensors = [(sent.get(k), z) for k, z in enumerate(tensors_of(forward.returned)) if has_rows(z, n)]
     return torch.cat([(torch.zeros_like(z) if g is None else g).reshape(n, z.shape[1:].numel()) for g, z in tensors], 1)
 
 
@@ -414,13 +390,15 @@ def _derivatives(setup: TrainingSetup, forward: CapturedForward, loss: Loss, y: 
     return torch.cat([g.reshape(n, -1) for g in found], dim=1)
 
 
-def _seen_loss(
+def _seen_losses(
     setup: TrainingSetup,
     forward: CapturedForward,
     recorded: Shaped[Tensor, "n ..."],
     used: Shaped[Tensor, "n ..."],
     c: Float64[Tensor, " n"],
-) -> SeenLoss:
+    *,
+    reads: bool,
+) -> list[SeenLoss]:
     """Compare the gradient in the outputs of a pass with that of the stated loss, row by row.
 
     A masked language model is trained on other positions each time: those that the loss left out have no gradient.
@@ -431,6 +409,10 @@ def _seen_loss(
         recorded: The recorded targets of its rows.
         used: The targets that the loop states for them, or these.
         c: The weights that the stated loss gives to the rows.
+        reads: Whether the factor of a pass whose rows are alike is that of its loss, too: the loop does not state it.
+
+    Returns:
+        What it says; where the rows follow but for a factor, first without it.
 
     Raises:
         StepMismatchError: With loss=None, a gradient came into a tensor that has no rows, or none came at all; else the
@@ -438,19 +420,20 @@ def _seen_loss(
     """
     loss, every = setup.loss, torch.arange(len(recorded), device=recorded.device)
     if isinstance(loss, UnstatedLoss):
-        return SeenLoss(None, SeenRows(every, _unstated(forward, setup.model.spec.dtype)), c)
-    cuts, delta = targets_like(setup.model.signature, loss, setup.X, forward.inputs, used), _gradient_of_loss(forward)
+        return [SeenLoss(None, SeenRows(every, _unstated(forward, setup.model.spec.dtype)), c)]
+    cuts, delta = targets_like(setup.model.signature, loss, setup.X, forward.inputs, used), None
     z: Any = forward.outputs
-    if z is None and forward.returned is not None:  # it takes something that is computed of what was returned
+    if z is not None and forward.sent:
+        delta = forward.sent.get(forward.place, torch.zeros_like(z)).reshape(z.shape)
+    elif forward.returned is not None:  # it takes something that is computed of what was returned
         z = loss_input(setup.model.signature, loss, forward.returned, cuts[0])
         is_known = isinstance(z, Tensor) or isinstance(loss, PerSampleLoss)
         delta = _by_row(forward) if is_known and forward.sent and forward.stray is None else None
     if delta is None or not is_finite(delta) or not c.any():
-        return SeenLoss(_seen_targets(loss, z, recorded, cuts[0], every >= 0), None, c)
-    weights, others = c.to(delta.device), [g for k, g in forward.sent.items() if k != forward.place]
-    is_alone = torch.ones_like(weights, dtype=torch.bool)
-    for own in others if forward.outputs is not None else ():
-        is_alone &= ~own.flatten(1).any(dim=1)
+        return [SeenLoss(_seen_targets(loss, z, recorded, cuts[0], every >= 0), None, c)]
+    weights, is_alone = c.to(delta.device), torch.ones(len(c), dtype=torch.bool, device=delta.device)
+    for place, own in forward.sent.items() if forward.outputs is not None else ():
+        is_alone &= (place == forward.place) | ~own.flatten(1).any(dim=1)
 
     def fits(loss: Loss, cuts: list[Tensor], delta: Tensor = delta) -> Iterator[_Fit]:
         for own in _possible_labels(loss, delta, cuts):
@@ -483,12 +466,13 @@ def _seen_loss(
             follows, known = follows.index_fill(0, read.index, True), [read] if targets is None else [targets, read]
             targets = SeenRows(torch.cat([seen.index for seen in known]), torch.cat([seen.values for seen in known]))
     other = (~follows).nonzero().squeeze(1)
-    if not len(other) and best.is_sure:
-        return SeenLoss(targets, None, best.c, best.factor)
-    values = _by_row(forward).to(setup.model.spec.dtype)
     if len(other):
-        return SeenLoss(targets, SeenRows(other, values[other]), best.c.index_fill(0, other, 1.0))
-    return SeenLoss(targets, None, best.c, best.factor, SeenRows(every, values))
+        values = _by_row(forward).to(setup.model.spec.dtype)
+        return [SeenLoss(targets, SeenRows(other, values[other]), best.c.index_fill(0, other, 1.0))]
+    plain, scaled = (SeenLoss(targets, None, c) for c in (best.c, best.factor * best.c))
+    if not best.is_sure and not reads:
+        scaled = SeenLoss(None, SeenRows(every, _by_row(forward).to(setup.model.spec.dtype)), torch.ones_like(c))
+    return [plain] if best.factor == 1 else [plain, scaled]
 
 
 def _unstated(forward: CapturedForward, dtype: torch.dtype) -> Float[Tensor, "n D"]:
