@@ -142,19 +142,17 @@ def not_following(steps: Sequence[Step]) -> str:
     Args:
         steps: Consecutive steps.
     """
-    ranges = list[tuple[int, int, tuple[int, int]]]()  # first and last step, rows of each
+    found = list[tuple[str, list[int]]]()  # rows, and the consecutive steps that have as many
     for step in steps:
-        stored = sum(len(forward.cotangents.index) for forward in step.passes if forward.cotangents is not None)
-        rows = stored, sum(forward.num_rows for forward in step.passes)
-        if stored and ranges and ranges[-1][1:] == (step.index - 1, rows):
-            ranges[-1] = (ranges[-1][0], step.index, rows)
+        passes = tuple(step.passes)  # of a run on disk each is read once
+        stored = sum(len(own.cotangents.index) for own in passes if own.cotangents is not None)
+        rows = f"{stored} of {sum(own.num_rows for own in passes)} rows"
+        if stored and found and (found[-1][0], found[-1][1][-1]) == (rows, step.index - 1):
+            found[-1][1].append(step.index)
         elif stored:
-            ranges.append((step.index, step.index, rows))
-    named = [
-        f"{f'step {first}' if first == last else f'steps {first} to {last}'}: {k} of {n} rows"
-        for first, last, (k, n) in ranges[:3]
-    ]
-    return "; ".join([*named, *([f"and {len(ranges) - 3} more ranges of steps"] if len(ranges) > 3 else [])])
+            found.append((rows, [step.index]))
+    named = [f"step{f's {at[0]} to' * (len(at) > 1)} {at[-1]}: {rows}" for rows, at in found[:3]]
+    return "; ".join(named + [f"and {len(found) - 3} more ranges of steps"] * (len(found) > 3))
 
 
 BEFORE = "before the recording"  # the contribution of what a loaded optimizer's momentum holds

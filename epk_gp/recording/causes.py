@@ -67,21 +67,18 @@ def parse_batch_targets(
     """Return the targets that a loop states for the rows of a batch.
 
     Raises:
-        TypeError: They are no tensor, or of another kind of numbers than y.
-        ValueError: They do not have a row like those of y, or probabilities, for each row of the batch; or no loss is
-            stated.
+        TypeError: They are no tensor.
+        ValueError: They are not such as y holds, or probabilities for its labels, one row for each of the batch.
     """
-    if isinstance(loss, UnstatedLoss):
-        raise ValueError("targets= says what the stated loss takes: with loss=None leave it out.")
     validate_tensor(targets, "targets")
     is_mixed = isinstance(loss, CrossEntropy) and y.ndim == 1 and targets.is_floating_point()
     expected = (num_rows, num_outputs) if is_mixed else (num_rows, *y.shape[1:])
-    if targets.shape != expected:
-        raise ValueError(f"targets must have shape {expected}, one for each row: got {tuple(targets.shape)}.")
-    if targets.is_floating_point() != y.is_floating_point() and not is_mixed:
-        raise TypeError(f"targets must be of the kind of y, {y.dtype}: got {targets.dtype}.")
-    if isinstance(loss, ClassLoss) and targets.ndim == 1 + is_mixed:
-        validate_targets(loss, targets, num_rows, num_outputs, None)
+    is_same_kind = is_mixed or targets.is_floating_point() == y.is_floating_point()
+    if targets.shape != expected or not is_same_kind or isinstance(loss, UnstatedLoss):
+        raise ValueError(
+            f"targets must be what the stated loss takes of the rows, of shape {expected} and the kind of y "
+            f"({y.dtype}): got {tuple(targets.shape)} of {targets.dtype} for {loss}."
+        )
     parsed: Tensor = targets.detach().to(y.device)
     return parsed
 

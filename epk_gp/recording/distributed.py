@@ -154,7 +154,7 @@ class Ranks:
         Args:
             record: Returns this rank's part of the step, with all moving statistics of its passes.
             setup: The training.
-            made: The step as this rank saw it; it learns of the doubts of other ranks.
+            made: The step as this rank saw it; it learns what other ranks did not see.
             end: The weights after the step.
 
         Raises:
@@ -173,9 +173,8 @@ class Ranks:
         numbers = {"options": torch.cat([v.double().flatten() for v in made.update.tensors()])}
         numbers |= {"gradient": made.gradient, "weights": end}
         bits = {name: value.view(_INTEGER[value.dtype]).sum().item() for name, value in numbers.items()}
-        doubt, made.doubt = made.doubt or made.unseen, None
         steps = () if own is None else tuple(step.map(Tensor.cpu) for step in own[0])
-        parts = self.gather((steps, error, doubt, bits))
+        parts = self.gather((steps, error, made.unseen, bits))
         for rank, (_, error, doubt, bits) in enumerate(parts):
             if error is not None:
                 raise StepMismatchError(f"rank {rank}: {error}")

@@ -131,13 +131,10 @@ def seen_passes(setup: TrainingSetup, made: MadeStep, step: Step) -> list[SeenPa
     """Return the passes of a step whose outputs and gradient in them were seen; none if a batch's were not."""
     has_graph, seen = setup.model.signature.graph is not None, list[SeenPass]()
     captured = [of_nodes(f, b.samples) if has_graph else f for b in made.announced for f in b.forwards]
-    counts = [len(f.inputs) for f in captured]
     if not all(batch.forwards for batch in made.announced) or not captured:
         return []
-    if not step.passes:  # rows of other processes come before
-        rest = (len(setup.X) if step.batch is None else len(step.batch)) - sum(counts)
-        step = replace(step, passes=tuple(ForwardPass(n) for n in (rest, *counts)))
-    for f, data in zip(captured, passes_of(step, setup.X, setup.y, setup.loss)[-len(counts) :], strict=True):
+    step = step if step.passes else replace(step, passes=tuple(ForwardPass(len(f.inputs)) for f in captured))
+    for f, data in zip(captured, passes_of(step, setup.X, setup.y, setup.loss), strict=True):
         if f.returned is not None and f.sent:
             z = rows_of(f.returned, len(f.inputs))
             seen.append(SeenPass(f, data, z.double(), rounding_of(z)))

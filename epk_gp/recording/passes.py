@@ -101,7 +101,7 @@ def of_nodes(forward: CapturedForward, nodes: Int64[Tensor, " B"]) -> CapturedFo
     n, rows = len(forward.inputs), nodes.to(forward.inputs.device)
     is_outside, places = torch.ones(n, dtype=torch.bool, device=rows.device).index_fill(0, rows, False), rows[:0]
     for gradient in forward.sent.values():
-        places = torch.cat([places, (is_outside & gradient.flatten(1).any(dim=1)).nonzero().squeeze(1)]).unique()
+        places = torch.cat([places, (is_outside & gradient.reshape(n, -1).any(dim=1)).nonzero().squeeze(1)]).unique()
     if len(places):
         raise StepMismatchError(
             f"recorder.batch() must get all nodes whose outputs the loss reads: it reads node {int(places[0])} "
@@ -433,7 +433,7 @@ def _seen_losses(
         return [SeenLoss(_seen_targets(loss, z, recorded, cuts[0], every >= 0), None, c)]
     weights, is_alone = c.to(delta.device), torch.ones(len(c), dtype=torch.bool, device=delta.device)
     for place, own in forward.sent.items() if forward.outputs is not None else ():
-        is_alone &= (place == forward.place) | ~own.flatten(1).any(dim=1)
+        is_alone &= (place == forward.place) | ~own.reshape(len(own), -1).any(dim=1)
 
     def fits(loss: Loss, cuts: list[Tensor], delta: Tensor = delta) -> Iterator[_Fit]:
         for own in _possible_labels(loss, delta, cuts):

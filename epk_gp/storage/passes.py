@@ -193,11 +193,6 @@ def validate_pass(forward: ForwardPass, schema: ChunkSchema | None = None) -> No
             raise ValueError(f"{name} must have {least} to {most} entries: got {len(value)}.")
         if value.is_floating_point() and not torch.isfinite(value).all():
             raise ValueError(f"{name} must hold finite numbers: it holds NaN or infinity.")
-    stored = forward.cotangents
-    if stored is not None and not (stored.values.ndim == 2 and stored.values.is_floating_point()):
-        raise ValueError(
-            f"cotangents must hold numbers (k, D): got {tuple(stored.values.shape)} of {stored.values.dtype}."
-        )
     order = forward.memory_order
     if order is not None and sorted(order.tolist()) != list(range(len(order))):
         raise ValueError(f"memory_order must hold each dimension once: got {order.tolist()}.")
@@ -212,7 +207,8 @@ def validate_pass(forward: ForwardPass, schema: ChunkSchema | None = None) -> No
 
 def _validate_seen(name: str, seen: SeenRows, num_rows: int) -> None:
     index, values = seen.index, seen.values
-    if index.ndim != 1 or index.dtype != torch.int64 or values.ndim < 1 or len(values) != len(index):
+    is_numbers = name != "cotangents" or (values.ndim == 2 and values.is_floating_point())
+    if index.ndim != 1 or index.dtype != torch.int64 or values.ndim < 1 or len(values) != len(index) or not is_numbers:
         raise ValueError(f"{name} must have one row per index: got {tuple(index.shape)} and {tuple(values.shape)}.")
     if values.dtype not in SAFETENSORS_DTYPES:
         names = ", ".join(str(dtype).removeprefix("torch.") for dtype in SAFETENSORS_DTYPES)

@@ -193,7 +193,7 @@ def one_step(rows=X[:4], net=None, data=None, **batch):
     ("arguments", "message"),
     [
         ({"indices": [0, 1, 2, 3]}, "whose rows number themselves"),
-        ({"data": (X, Y), "targets": Y[:4]}, "targets must have shape"),
+        ({"data": (X, Y), "targets": Y[:4]}, "targets must be what the stated loss takes"),
         ({"data": (epk.Stream(X, Y[1:]),)}, "X and y must have one row per point"),
         ({}, "must get the targets of the rows"),
         ({"targets": Y[:3]}, "rows of a stream .* must be seen: no call of the network on the batch's rows"),

@@ -500,10 +500,8 @@ def test_targets_that_the_loop_states_stand_in_the_place_of_the_recorded_ones(ki
 @pytest.mark.parametrize(
     ("targets", "error", "message"),
     [
-        (Y[:3], ValueError, r"targets must have shape \(4,\)"),
-        (X[:4, :2], ValueError, r"targets must have shape \(4, 3\)"),
-        (torch.ones(4, 3).double(), ValueError, "must be non-negative and sum to 1"),
-        (Y[:4] + 5, ValueError, "class labels"),
+        (Y[:3], ValueError, r"of shape \(4,\)"),
+        (X[:4, :2], ValueError, r"of shape \(4, 3\)"),
         ([0, 1, 2, 0], TypeError, "targets must be a"),
     ],
 )
