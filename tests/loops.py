@@ -53,6 +53,7 @@ def record(
     call: Callable[[Any, Any], Any] = lambda net, x: net(x),
     before: Callable[[int], object] = id,
     weight: Any = 1.0,
+    targets: Any = None,
     clear: bool = True,
     **options: Any,
 ) -> epk.Recorder:
@@ -65,7 +66,7 @@ def record(
             for each in optimizers if clear else ():
                 each.zero_grad()
             value(call(net, X[rows]), y[rows]).backward()
-            recorder.batch(batch, weight=weight)
+            recorder.batch(batch, weight=weight, targets=None if targets is None else targets[step])
             for each in optimizers:
                 each.step()
     return recorder

@@ -224,7 +224,9 @@ def random_pass(generator, num_rows, num_modules=6, num_statistics=12, kinds=(to
         statistics_after=torch.randn(num_statistics, generator=generator) if draw[6] < 0.3 else None,
         memory_order=torch.tensor([1, 0]) if draw[5] < 0.3 else None,
         autocast=torch.bfloat16 if draw[7] < 0.3 else None,
-        cotangents=torch.randn(num_rows, 3, generator=generator).double() if draw[7] > 0.8 else None,
+        cotangents=SeenRows(torch.arange(num_rows), torch.randn(num_rows, 3, generator=generator).double())
+        if draw[7] > 0.8
+        else None,
         weights=torch.randn(NUM_WEIGHTS, generator=generator).double() if draw[6] > 0.8 else None,
         settings=torch.randn(5, generator=generator).double() if draw[5] > 0.8 else None,
     )

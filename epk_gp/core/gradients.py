@@ -18,13 +18,12 @@ import torch
 from jaxtyping import Bool, Float, Int64, Shaped
 from torch import Tensor, nn
 
-from epk_gp.core.graphs import rows_of
+from epk_gp.core.graphs import rows_of, select_rows
 from epk_gp.core.losses import (
     ClassLoss,
     CrossEntropy,
     Loss,
     PerSampleLoss,
-    fit_targets,
     loss_input,
     loss_of_targets,
     loss_terms,
@@ -270,8 +269,18 @@ class TrainingReplay:
 
     def losses_of(self, returned: Any, data: PassData, *, by_target: bool = False) -> Float[Tensor, "n *positions"]:
         """Return the losses of the rows of a pass, or of all of their targets, given what the network returned."""
-        if data.forward.cotangents is not None:
-            return seen_losses(self.loss, rows_of(returned, len(data.X)), data)
+        if (stored := data.forward.cotangents) is not None:
+            n = len(data.X)
+            if by_target:
+                raise ValueError(
+                    f"the loss must be a sum over targets, as the stated one is: {len(stored.index)} of {n} rows of a "
+                    "pass do not follow it. epk_gp.attribute explains the run."
+                )
+
+            def rest(rows: Tensor) -> Tensor:
+                return self.losses_of(select_rows(returned, rows, n), some_rows(data, rows))
+
+            return _with_stored(stored, rows_of(returned, n), rest)
         y = data.y.to(self.spec.device)
         value = loss_input(self.model.signature, self.loss, returned, y)
         if not isinstance(value, Tensor) and not isinstance(self.loss, PerSampleLoss):
@@ -280,9 +289,7 @@ class TrainingReplay:
                 "with output= how to take the outputs from what it returns, there and in evaluation mode."
             )
         if by_target and isinstance(self.loss, ClassLoss):
-            seen = data.forward.targets  # labels of several positions
-            y = y if seen is None else y.index_copy(0, seen.index.to(y.device), seen.values.to(y))
-            return loss_of_targets(self.loss, value, y)
+            return loss_of_targets(self.loss, value, seen_targets(y, data.forward.targets))
         is_as_recorded = data.forward.targets is None
         return per_sample_losses(self.loss, value, y) if is_as_recorded else seen_losses(self.loss, value, data)
 
@@ -310,24 +317,57 @@ class TrainingReplay:
 def seen_losses(loss: Loss, outputs: Float[Tensor, "n ..."], data: PassData) -> Float[Tensor, " n"]:
     """Return the loss of each row of a pass as a function of the outputs, with the targets as seen.
 
-    For class labels they are vectors q with loss -<q, log softmax(outputs)>; those of several positions are labels. A
-    loss that is not stated is linear in the outputs, (n, D).
+    For class labels they are vectors q with loss -<q, log softmax(outputs)>; those of several positions are labels.
     """
-    if data.forward.cotangents is not None:
-        return (aligned(data.forward.cotangents.to(outputs)) * outputs).sum(dim=1)
+    if (stored := data.forward.cotangents) is not None:
+        return _with_stored(stored, outputs, lambda rows: seen_losses(loss, outputs[rows], some_rows(data, rows)))
     seen, y = data.forward.targets, data.y.to(outputs.device)
     if seen is None:
         return per_sample_losses(loss, outputs, y)
-    index, values = seen.index.to(outputs.device), seen.values.to(outputs.device)
-    if not values.is_floating_point():  # labels of several positions
-        return per_sample_losses(loss, outputs, y.index_copy(0, index, values.to(y.dtype)))
-    values = values.to(outputs)
-    if not isinstance(loss, ClassLoss):
-        return per_sample_losses(loss, outputs, fit_targets(y.to(outputs.dtype), outputs).index_copy(0, index, values))
+    if not isinstance(loss, ClassLoss) or not seen.values.is_floating_point():
+        return per_sample_losses(loss, outputs, seen_targets(y, seen))
+    index, values = seen.index.to(outputs.device), seen.values.to(outputs)
     q = torch.zeros(outputs.shape, dtype=outputs.dtype, device=outputs.device).index_copy(0, index, values)
     is_seen = torch.zeros(len(y), dtype=torch.bool, device=outputs.device).index_fill(0, index, True)
     log_p = outputs.log_softmax(dim=1) if isinstance(loss, CrossEntropy) else outputs
     return torch.where(is_seen, -(q * log_p).sum(dim=1), per_sample_losses(loss, outputs, y))
+
+
+def _with_stored(stored: SeenRows, z: Float[Tensor, "n D"], losses: Callable[[Tensor], Tensor]) -> Float[Tensor, " n"]:
+    """Return the losses of all rows: linear ones of those whose gradients in z are stored, and those of the others."""
+    index, is_other = stored.index.to(z.device), torch.ones(len(z), dtype=torch.bool, device=z.device)
+    others = is_other.index_fill(0, index, False).nonzero().squeeze(1)
+    values = (aligned(stored.values.to(z)) * z[index]).sum(dim=1)
+    if not len(others):
+        return values
+    rest = losses(others)
+    return rest.new_zeros(len(z)).index_copy(0, others, rest).index_copy(0, index, values.to(rest))
+
+
+def seen_targets(y: Shaped[Tensor, "n ..."], seen: SeenRows | None) -> Shaped[Tensor, "n ..."]:
+    """Return recorded targets with those that a pass saw in their place."""
+    if seen is None:
+        return y
+    values = seen.values.to(y.device).reshape(len(seen.index), *y.shape[1:])
+    y = y.to(values.dtype) if values.is_floating_point() else y
+    return y.index_copy(0, seen.index.to(y.device), values.to(y.dtype))
+
+
+def some_rows(data: PassData, rows: Int64[Tensor, " b"]) -> PassData:
+    """Return some rows of a pass that computes each by itself."""
+    forward, n, rows = data.forward, len(data.X), rows.to(data.X.device)
+    place = torch.full((n,), -1, device=rows.device).index_copy(0, rows, torch.arange(len(rows), device=rows.device))
+
+    def own(seen: SeenRows | None) -> SeenRows | None:  # those of these rows
+        if seen is None:
+            return None
+        index = place[seen.index.to(rows.device)]
+        return SeenRows(index[index >= 0], seen.values.to(rows.device)[index >= 0]) if (index >= 0).any() else None
+
+    forward = replace(
+        forward, num_rows=len(rows), inputs=None, targets=own(forward.targets), cotangents=own(forward.cotangents)
+    )
+    return PassData(forward, data.samples[rows], data.X[rows], data.y[rows], data.c[rows])
 
 
 @dataclass(frozen=True, eq=False)

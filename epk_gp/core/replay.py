@@ -31,7 +31,7 @@ from jaxtyping import Float
 from torch import Tensor, nn, optim
 from torch.optim import Optimizer
 
-from epk_gp.core.gradients import PassData, RunReplay, TrainingReplay
+from epk_gp.core.gradients import PassData, RunReplay, TrainingReplay, seen_targets
 from epk_gp.core.losses import ClassLoss, loop_losses, loss_input
 from epk_gp.core.model import leaves_of, write_state
 from epk_gp.core.plans import TensorSpec
@@ -309,9 +309,8 @@ class _Loop(TrainingReplay):
         is_mixed = isinstance(self.loss, ClassLoss) and seen is not None and seen.values.is_floating_point()
         if is_mixed or data.forward.cotangents is not None:
             return [(1.0, sum_of_rows)]
-        y = y if seen is None else y.index_copy(0, seen.index.to(y.device), seen.values.to(y))
         value = loss_input(self.model.signature, self.loss, returned, data.y)
-        return [*loop_losses(self.loss, returned, value, y, data.c), (1.0, sum_of_rows)]
+        return [*loop_losses(self.loss, returned, value, seen_targets(y, seen), data.c), (1.0, sum_of_rows)]
 
     def _edit_gradients(
         self, module: nn.Module, named: Mapping[str, Tensor], update: UpdateCoefficients, w: Float[Tensor, " P"]

@@ -54,8 +54,8 @@ class ForwardPass:
         autocast: The dtype of automatic mixed precision; None without it.
         memory_order: The dimensions of the input in the order in which they lay in memory, from the slowest to the
             fastest: random numbers are drawn in that order. None if it is their own.
-        cotangents: The gradient of the loop's loss in all that the network returned for each row, (n, D), where no loss
-            is stated: the loss of a row is then their product. None where a stated loss gives it.
+        cotangents: The gradient of the loop's loss in all that the network returned for a row, (k, D), of rows that do
+            not follow the stated loss, which are all where none is stated: the loss of a row is then their product.
         weights: The weights at which the pass was computed, (P,); None if they are those at the start of the step.
         settings: The network's numbers that are neither weights nor buffers (`model.setting_places`), such as rates of
             dropout; None if they are those when recording began.
@@ -71,7 +71,7 @@ class ForwardPass:
     statistics_after: Float[Tensor, " Q"] | None = None
     autocast: torch.dtype | None = None
     memory_order: Int64[Tensor, " dimensions"] | None = None
-    cotangents: Float[Tensor, "n D"] | None = None
+    cotangents: SeenRows | None = None
     weights: Float[Tensor, " P"] | None = None
     settings: Float64[Tensor, " K"] | None = None
 
@@ -88,7 +88,8 @@ class ForwardPass:
     @property
     def num_bytes(self) -> int:
         """How many bytes its tensors take in memory."""
-        seen = [own for rows in (self.inputs, self.targets) if rows is not None for own in (rows.index, rows.values)]
+        rows = (self.inputs, self.targets, self.cotangents)
+        seen = [own for each in rows if each is not None for own in (each.index, each.values)]
         return sum(value.nbytes for value in (*vars(self).values(), *seen) if isinstance(value, Tensor))
 
     def map(self, change: Callable[[Tensor], Tensor]) -> "ForwardPass":
@@ -133,6 +134,25 @@ class Step:
         batch = None if self.batch is None else change(self.batch)
         passes = tuple(each.map(change) for each in self.passes) if isinstance(self.passes, tuple) else self.passes
         return replace(self, batch=batch, passes=passes)
+
+
+def not_following(steps: Sequence[Step]) -> str:
+    """Say which rows of which steps do not follow the stated loss, such as "steps 0 to 11: 30 of 30 rows"; "" of none.
+
+    Args:
+        steps: Consecutive steps.
+    """
+    found = list[tuple[str, list[int]]]()  # rows, and the consecutive steps that have as many
+    for step in steps:
+        passes = tuple(step.passes)  # of a run on disk each is read once
+        stored = sum(len(own.cotangents.index) for own in passes if own.cotangents is not None)
+        rows = f"{stored} of {sum(own.num_rows for own in passes)} rows"
+        if stored and found and (found[-1][0], found[-1][1][-1]) == (rows, step.index - 1):
+            found[-1][1].append(step.index)
+        elif stored:
+            found.append((rows, [step.index]))
+    named = [f"step{f's {at[0]} to' * (len(at) > 1)} {at[-1]}: {rows}" for rows, at in found[:3]]
+    return "; ".join(named + [f"and {len(found) - 3} more ranges of steps"] * (len(found) > 3))
 
 
 BEFORE = "before the recording"  # the contribution of what a loaded optimizer's momentum holds

@@ -13,13 +13,13 @@ from torch import Tensor
 from epk_gp.core import losses
 from epk_gp.core.checks import validate_count, validate_finite, validate_has_values, validate_integer
 from epk_gp.core.inputs import Inputs, validate_packed
-from epk_gp.core.losses import Head, Loss, PerSampleLoss, apply_head, own_input, resolve_head
+from epk_gp.core.losses import Head, Loss, PerSampleLoss, UnstatedLoss, apply_head, own_input, resolve_head
 from epk_gp.core.model import FunctionalModel
 from epk_gp.core.moves import LiveNetwork, Move
 from epk_gp.core.plans import TensorSpec
 from epk_gp.core.row_identity import RowIdentity
 from epk_gp.core.show import Displayed, Entry, Summary, count, kind_of, warn_caller
-from epk_gp.core.step import BEFORE, NOT_OF_DATA, Step
+from epk_gp.core.step import BEFORE, NOT_OF_DATA, Step, not_following
 from epk_gp.core.torch_overrides import disable_fused_attention, warn_unless_plain
 from epk_gp.optimizers.torch_rules import OptimizerGroup
 from epk_gp.optimizers.update_rules import Clip, UpdateCoefficients, relative_rounding
@@ -375,6 +375,7 @@ class Trajectory(Displayed):
         moving = f" and {count(model.num_statistics, 'moving statistic')}" if model.statistics else ""
         loss = f"{self.loss.name}, a function" if isinstance(self.loss, PerSampleLoss) else str(self.loss)
         accepted = "" if self.unexplained is None else f"up to {self.unexplained:g} of a step may be unexplained"
+        rows = "" if isinstance(self.loss, UnstatedLoss) else not_following(self.trained.steps)
         average = () if self.average is None else (Entry("weights", "the average of the trained weights"),)
         return Summary(
             f"Trajectory of {count(self.num_steps, 'step')} with {count(self.num_points, 'training point')}",
@@ -384,7 +385,7 @@ class Trajectory(Displayed):
                 *average,
                 Entry("inputs", f"{tuple(self.inputs.shape)}", kind_of(self.inputs)),
                 Entry("targets", f"{tuple(self.targets.shape)}", kind_of(self.targets)),
-                Entry("loss", loss),
+                Entry("loss", loss, rows and f"not followed in {rows}"),
                 Entry("update rule", self.update_rule, accepted),
                 Entry("steps", f"{len(self.steps):,}", self._described_steps()),
                 *([] if self.identity_finding is None else [Entry("indices", self.identity_finding)]),

@@ -17,7 +17,7 @@ from epk_gp.core.model import FunctionalModel
 from epk_gp.core.plans import rows_of_weights
 from epk_gp.core.show import Entry, certificate_entry, number, warn_uncertified
 from epk_gp.core.states import JUMP_SHARE, law_of_step, recomputation_of
-from epk_gp.core.step import Step
+from epk_gp.core.step import ForwardPass, SeenRows, Step
 from epk_gp.core.trajectory import Trajectory, flat_state, flat_weights, step_coefficients
 from epk_gp.core.update_law import UpdateLaw
 from epk_gp.optimizers.update_rules import ClipNorm, largest_entry, move_by_rounding, predict_step, relative_rounding
@@ -129,11 +129,15 @@ def _moved_passes(step: Step, dtype: torch.dtype) -> Step:
     the sums may come out the same.
     """
 
-    def moved(value: Tensor | None, eps: float) -> Tensor | None:
-        return None if value is None else move_by_rounding(value.flatten(), eps).view_as(value)
+    def moved(value: Tensor, eps: float) -> Tensor:
+        return move_by_rounding(value.flatten(), eps).view_as(value)
 
-    eps = torch.finfo(dtype).eps
-    passes = (replace(p, weights=moved(p.weights, eps), cotangents=moved(p.cotangents, 8 * eps)) for p in step.passes)
+    eps, passes = torch.finfo(dtype).eps, list[ForwardPass]()
+    for p in step.passes:
+        stored = p.cotangents
+        stored = None if stored is None else SeenRows(stored.index, moved(stored.values, 8 * eps))
+        weights = None if p.weights is None else moved(p.weights, eps)
+        passes.append(replace(p, weights=weights, cotangents=stored))
     return replace(step, passes=tuple(passes))
 
 

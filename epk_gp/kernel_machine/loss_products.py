@@ -26,7 +26,7 @@ from epk_gp.autodiff.jacobians import WeightLocation, layer_jacobians
 from epk_gp.autodiff.products import ParameterGradients, by_parameter
 from epk_gp.autodiff.representations import ContractionCost
 from epk_gp.autodiff.verification import MappedRows
-from epk_gp.core.gradients import PassData, RunReplay, seen_losses
+from epk_gp.core.gradients import PassData, RunReplay, seen_losses, some_rows
 from epk_gp.core.model import FunctionalModel
 from epk_gp.core.plans import rows_per_pass
 from epk_gp.core.step import Step, tensor_bytes
@@ -266,7 +266,9 @@ class LossProducts:
 
     def _takes_outputs(self, data: PassData) -> bool:
         """Whether the losses of a pass follow row by row from what the network in evaluation mode gives."""
-        return data.forward.is_deterministic and self.block.recorded.loss_takes_outputs
+        run = self.block.recorded
+        is_whole = data.forward.cotangents is None or run.model.signature.output is None  # a gradient in all returned
+        return data.forward.is_deterministic and run.loss_takes_outputs and is_whole
 
     def _goes_by_layers(self, data: PassData, num_directions: int) -> bool:
         plan, model = self.net.plan, self.net.model
@@ -397,7 +399,7 @@ class LossProducts:
             ValueError: torch has no forward mode for the network.
         """
         is_alone = data.forward.is_deterministic
-        own = rows_of(data, rows) if is_alone else data
+        own = some_rows(data, rows) if is_alone else data
         try:
             _, slopes = self._single(self.block.trained_state(step.index), own, direction, by_target=True)
         except RuntimeError as error:  # NotImplementedError among them
@@ -476,22 +478,9 @@ def add_products(
         values.add_(own.products(columns, rows), alpha=scale)
 
 
-def rows_of(data: PassData, rows: Int64[Tensor, " b"]) -> PassData:
-    """Return some rows of a pass that computes each by itself."""
-    forward, n = data.forward, len(data.X)
-    place = torch.full((n,), -1, device=rows.device).index_copy(0, rows, torch.arange(len(rows), device=rows.device))
-    seen, cotangents = forward.targets, forward.cotangents
-    if seen is not None:  # which of these rows have targets of their own
-        index = place[seen.index.to(rows.device)]
-        seen = type(seen)(index[index >= 0], seen.values.to(rows.device)[index >= 0])
-    cotangents = None if cotangents is None else cotangents[rows.to(cotangents.device)]
-    own = replace(forward, num_rows=len(rows), inputs=None, targets=seen, cotangents=cotangents)
-    return PassData(own, data.samples[rows], data.X[rows], data.y[rows], data.c[rows])
-
-
 def _loss_cotangents(block: Predictions, data: PassData, rows: slice) -> Cotangents:
     """Return the one cotangent of each row's weighted loss, with the targets as seen."""
-    own, loss = rows_of(data, torch.arange(len(data.X), device=data.X.device)[rows]), block.recorded.loss
+    own, loss = some_rows(data, torch.arange(len(data.X), device=data.X.device)[rows]), block.recorded.loss
 
     def derivative(z: Tensor) -> Tensor:
         with torch.enable_grad():

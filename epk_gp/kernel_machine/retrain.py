@@ -18,7 +18,7 @@ from epk_gp.core.losses import Head, apply_head, resolve_head, validate_stated
 from epk_gp.core.plans import EVALUATED_ROWS, rows_of_weights, weight_rows
 from epk_gp.core.show import Displayed, Entry, Summary, certificate_entry, count, kind_of, number
 from epk_gp.core.states import EndingWith, averaged_trajectory
-from epk_gp.core.step import Step, fingerprint, tensor_bytes
+from epk_gp.core.step import Step, fingerprint, not_following, tensor_bytes
 from epk_gp.core.torch_overrides import WrittenOutNormalisation, disable_fused_attention, outside_autocast
 from epk_gp.core.trajectory import (
     Trajectory,
@@ -488,12 +488,17 @@ def require_loss_as_function(trajectory: Trajectory, what: str) -> None:
                 f"{what} needs steps that follow from gradients alone: after step {step.index} the loop moved the "
                 "weights without one (Lookahead, a checkpoint that was restored). epk_gp.attribute explains such a run."
             )
-        if any(forward.weights is not None or forward.cotangents is not None for forward in step.passes):
+        if any(forward.weights is not None for forward in step.passes):
             raise ValueError(
-                f"{what} needs gradients at the weights that a step moves, of the stated loss: those of step "
-                f"{step.index} were taken at other ones (SAM), or are not the loss's, and held as recorded. "
-                "epk_gp.attribute explains such a run."
+                f"{what} needs gradients at the weights that a step moves: those of step {step.index} were taken at "
+                "other ones (SAM). epk_gp.attribute explains such a run."
             )
+    if rows := not_following(trajectory.trained.steps):
+        raise ValueError(
+            f"{what} needs the loss as a function of the outputs, which the loop's gradient does not follow: {rows}. "
+            "Record again with the loop's loss stated (loss=), or with the targets that it used "
+            "(recorder.batch(targets=)). epk_gp.attribute explains the run as it is."
+        )
 
 
 def require_replays(law: UpdateLaw) -> None:

@@ -2,12 +2,13 @@
 
 import math
 import reprlib
+from typing import Any
 
 import torch
 from jaxtyping import Float, Shaped
 from torch import Tensor, nn
 
-from epk_gp.core.checks import blocks_of, is_finite
+from epk_gp.core.checks import blocks_of, is_finite, validate_tensor
 from epk_gp.core.losses import (
     ELEMENTWISE,
     ClassLoss,
@@ -16,6 +17,7 @@ from epk_gp.core.losses import (
     MeanSquaredError,
     NegativeLogLikelihood,
     PerSampleLoss,
+    UnstatedLoss,
     classes_second,
     ignored_class,
 )
@@ -57,6 +59,28 @@ def validate_targets(
         raise TypeError(f"MeanSquaredError needs floating-point targets: got {targets.dtype}.")
     if isinstance(loss, ClassLoss):
         _validate_classes(loss, targets, sample_shape)
+
+
+def parse_batch_targets(
+    loss: Loss, targets: Any, y: Shaped[Tensor, "M ..."], num_rows: int, num_outputs: int
+) -> Shaped[Tensor, "n ..."]:
+    """Return the targets that a loop states for the rows of a batch.
+
+    Raises:
+        TypeError: They are no tensor.
+        ValueError: They are not such as y holds, or probabilities for its labels, one row for each of the batch.
+    """
+    validate_tensor(targets, "targets")
+    is_mixed = isinstance(loss, CrossEntropy) and y.ndim == 1 and targets.is_floating_point()
+    expected = (num_rows, num_outputs) if is_mixed else (num_rows, *y.shape[1:])
+    is_same_kind = is_mixed or targets.is_floating_point() == y.is_floating_point()
+    if targets.shape != expected or not is_same_kind or isinstance(loss, UnstatedLoss):
+        raise ValueError(
+            f"targets must be what the stated loss takes of the rows, of shape {expected} and the kind of y "
+            f"({y.dtype}): got {tuple(targets.shape)} of {targets.dtype} for {loss}."
+        )
+    parsed: Tensor = targets.detach().to(y.device)
+    return parsed
 
 
 def _validate_classes(loss: ClassLoss, targets: Tensor, sample_shape: tuple[int, ...]) -> None:

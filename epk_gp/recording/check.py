@@ -4,7 +4,7 @@ import hashlib
 import math
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 
 import torch
@@ -14,7 +14,6 @@ from torch import Tensor
 from epk_gp.core.checks import allclose
 from epk_gp.core.gradients import CANCELLATION_FACTOR, TrainingReplay, batch_gradient, passes_of
 from epk_gp.core.plans import TensorSpec
-from epk_gp.core.step import Step
 from epk_gp.core.torch_overrides import disable_fused_attention
 from epk_gp.optimizers.torch_rules import GRADIENT_DESCENT
 from epk_gp.optimizers.update_rules import (
@@ -32,12 +31,13 @@ from epk_gp.optimizers.update_rules import (
 )
 from epk_gp.recording.causes import StepMismatchError, changed_setting
 from epk_gp.recording.gradient_fit import GradientFit, GradientTerms, fit_gradient
-from epk_gp.recording.mismatches import ObservedStep, StepCheck, StepMeasures, explain_mismatch, scale_of_outputs
+from epk_gp.recording.mismatches import ObservedStep, StepCheck, StepMeasures, explain_mismatch
 from epk_gp.recording.observer import MadeStep
 from epk_gp.recording.setup import TrainingSetup
 
 _SHARE = 0.05  # of the time since recording began that checks take
 _FIRST_STEPS = 3  # always checked
+_LIKE_SCALE = 1e-3  # share by which the factor of a GradScaler may differ from that of the gradients in the outputs
 
 
 class CheckSchedule:
@@ -175,14 +175,14 @@ def _blocks(
 
 
 def edit_of(
-    setup: TrainingSetup, made: MadeStep, step: Step, w: Float[Tensor, " P"], terms: GradientTerms
+    made: MadeStep, scale: float, w: Float[Tensor, " P"], terms: GradientTerms
 ) -> tuple[bool, Float[Tensor, " P"], GradientFit | None]:
     """Return what a loop did to a gradient between backward() and the optimizer's step.
 
     Args:
-        setup: The training.
         made: The step.
-        step: Its record.
+        scale: By what the gradients in the outputs are more than those of the recorded loss, as under a GradScaler,
+            which divides the gradient by it afterwards; NaN where that is not seen.
         w: The weights before it.
         terms: What the steps before it show.
 
@@ -192,10 +192,13 @@ def edit_of(
     """
     if made.arrived is None or made.arrived is made.gradient:
         return made.arrived is not None, made.gradient, terms.nothing
-    if (scale := scale_of_outputs(setup, made, step, terms.scale)) is None:
+    if not math.isfinite(scale):
         return False, made.gradient, terms.nothing
+    if scale != 1:  # which is known up to rounding, and exactly from the gradients themselves
+        exact = (terms.scale, exact_factor(made.arrived, made.gradient))
+        scale = next((own for own in exact if own and abs(own / scale - 1) < _LIKE_SCALE), scale)
     terms.scale, came = scale, made.arrived if scale == 1 else made.arrived / scale
-    return True, came, fit_gradient(made.gradient, came, w, terms.nothing, setup.model.sizes)
+    return True, came, fit_gradient(made.gradient, came, w, terms.nothing, terms.sizes)
 
 
 def needs_exact_check(setup: TrainingSetup, observed: ObservedStep) -> bool:
@@ -298,6 +301,34 @@ def _recorded(setup: TrainingSetup, observed: ObservedStep, inner: GradientFit) 
     return inner.added_to(edit.added_to(made.update, sizes), sizes)
 
 
+def check_records(
+    setup: TrainingSetup, records: Sequence[ObservedStep], keeps_factor: bool | None, *, exact: bool
+) -> tuple[ObservedStep, UpdateCoefficients, bool | None]:
+    """Check a step of one or two records (`PassRecords.step`), of which it has one.
+
+    Args:
+        setup: The training.
+        records: The step with each of them.
+        keeps_factor: Whether it is the second one that steps before had; None if that is not known.
+        exact: Whether to recompute the gradient.
+
+    Returns:
+        The step with its record, its coefficients, and whether that is the second one.
+
+    Raises:
+        StepMismatchError: It has none of them.
+    """
+    is_read = any(batch.weight is None for batch in records[0].made.announced)
+    first, *others = records[::-1] if (is_read if keeps_factor is None else keeps_factor) else records
+    try:
+        return first, check_step(setup, first, exact=exact), first is records[-1] if others else keeps_factor
+    except StepMismatchError:
+        for other in others if exact else ():
+            with suppress(StepMismatchError):
+                return other, check_step(setup, other), other is records[-1]
+        raise
+
+
 def _stated_edit(setup: TrainingSetup, observed: ObservedStep, came: Float[Tensor, " P"]) -> GradientFit:
     """Return the stated clipping of a gradient, where what the loop did to it is not known."""
     nothing, clip = observed.terms.nothing, setup.clip
@@ -322,7 +353,7 @@ def _explained(setup: TrainingSetup, check: StepCheck) -> StepCheck:
     if _is_consistent(setup, check):
         terms.learn(check.inner, w, observed.came)
         return replace(check, is_explained=True)
-    if terms.is_fixed or observed.made.is_doubtful:  # a penalty on outputs may look like one on weights
+    if terms.is_fixed:
         return check
     room, given = _room(setup, check), (observed.came, check.gradient, w, terms.inner, setup.model.sizes)
     inner = fit_gradient(*given, room=room, has_factors=not observed.is_edit_seen)

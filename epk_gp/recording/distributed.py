@@ -43,7 +43,8 @@ _DIFFERENCES = {  # what differs between ranks whose weights differ, in the orde
 }
 
 _Value = TypeVar("_Value")
-_OwnStep = tuple[Step, Tensor, Tensor]  # a step, the moving statistics before and after it
+# the records that a step may have (`PassRecords.step`), the moving statistics before and after it
+_OwnStep = tuple[tuple[Step, ...], Tensor, Tensor]
 
 
 class Ranks:
@@ -153,7 +154,7 @@ class Ranks:
         Args:
             record: Returns this rank's part of the step, with all moving statistics of its passes.
             setup: The training.
-            made: The step as this rank saw it; it learns of the doubts of other ranks.
+            made: The step as this rank saw it; it learns what other ranks did not see.
             end: The weights after the step.
 
         Raises:
@@ -172,8 +173,8 @@ class Ranks:
         numbers = {"options": torch.cat([v.double().flatten() for v in made.update.tensors()])}
         numbers |= {"gradient": made.gradient, "weights": end}
         bits = {name: value.view(_INTEGER[value.dtype]).sum().item() for name, value in numbers.items()}
-        doubt, made.doubt = made.doubt or made.unseen, None
-        parts = self.gather((None if own is None else own[0].map(Tensor.cpu), error, doubt, bits))
+        steps = () if own is None else tuple(step.map(Tensor.cpu) for step in own[0])
+        parts = self.gather((steps, error, made.unseen, bits))
         for rank, (_, error, doubt, bits) in enumerate(parts):
             if error is not None:
                 raise StepMismatchError(f"rank {rank}: {error}")
@@ -188,7 +189,10 @@ class Ranks:
             return None
         made.announced = ()  # what one rank saw says nothing of the whole step
         _, before, after = own
-        return _joined([step for step, *_ in reversed(parts) if step is not None], setup, before, after), before, after
+        of_ranks = [steps for steps, *_ in reversed(parts)]
+        count = max(map(len, of_ranks))
+        joined = (_joined([own[min(k, len(own) - 1)] for own in of_ranks], setup, before, after) for k in range(count))
+        return tuple(joined), before, after
 
     def state_dict(self) -> dict[str, Any]:
         """Return the states that the other ranks send; none before the first step."""

@@ -70,8 +70,7 @@ class HuggingFaceRecorderCallback(RunOfCallback, TrainerCallback):  # type: igno
         """Start the recorder.
 
         Raises:
-            ValueError: The trainer removes the indices from the batches, or computes its loss in another precision
-                than the model's; or `Recorder` cannot record the training.
+            ValueError: The trainer removes the indices from the batches, or `Recorder` cannot record the training.
         """
         if args.remove_unused_columns:
             raise ValueError("batches must hold rows' indices: set TrainingArguments(remove_unused_columns=False).")
@@ -80,11 +79,6 @@ class HuggingFaceRecorderCallback(RunOfCallback, TrainerCallback):  # type: igno
             if isinstance(callback := getattr(hook, "__self__", None), HuggingFaceRecorderCallback):
                 callback.close()
         if args.label_smoothing_factor and isinstance(loss, CrossEntropy):
-            if model.dtype == torch.float64:
-                raise ValueError(
-                    "label_smoothing_factor must be 0 for a float64 model whose loss is stated: the trainer sums the "
-                    "smoothed part in float32. Pass the callback loss=None, which records what the trainer computes."
-                )
             loss = replace(loss, label_smoothing=float(args.label_smoothing_factor))
         clip = ClipNorm(float(args.max_grad_norm)) if args.max_grad_norm else None
         self._recorder = Recorder(model, kwargs["optimizer"], *self._data, loss=loss, clip=clip, **self._options)

@@ -1,56 +1,36 @@
 """Why a recorded step is not the one that was stated: guesses that are tested before one of them is named.
 
 What a loop did shows in three places, which are looked at in the order in which it did it. The outputs of a pass are
-those of the recorded network, or the network computed something else. The gradient in the outputs is that of the stated
-loss, or another loss, other targets or a factor is at work. The optimizer's gradient is what comes through the outputs,
-or something was added to it, left in it or done to it afterwards.
+those of the recorded network, or the network computed something else. The optimizer's gradient is what comes through
+the outputs, or something was added to it, left in it or done to it afterwards.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
-from jaxtyping import Bool, Float, Shaped
-from torch import Tensor, nn
+from jaxtyping import Float
+from torch import Tensor
 
 from epk_gp.core.checks import allclose
-from epk_gp.core.gradients import PassData, TrainingReplay, passes_of, seen_losses
+from epk_gp.core.gradients import PassData, TrainingReplay, passes_of
 from epk_gp.core.graphs import rows_of
-from epk_gp.core.losses import (
-    ELEMENTWISE,
-    ClassLoss,
-    CrossEntropy,
-    Loss,
-    MeanSquaredError,
-    PerSampleLoss,
-    UnstatedLoss,
-    as_loss,
-    classes_second,
-    fit_targets,
-    loss_derivatives,
-    loss_input,
-    per_sample_losses,
-    sample_weights,
-    soft_targets,
-)
 from epk_gp.core.model import device_random_state
 from epk_gp.core.plans import TensorSpec
 from epk_gp.core.step import ForwardPass, Step
 from epk_gp.core.torch_overrides import disable_fused_attention, kernels_of_the_loop, with_tensors
-from epk_gp.optimizers.update_rules import predict_step, relative_rounding, rounded_bound, step_tolerance
+from epk_gp.optimizers.update_rules import predict_step, relative_rounding, step_tolerance
 from epk_gp.recording.causes import changed_setting
-from epk_gp.recording.gradient_fit import GradientFit, GradientTerms, exact_factor
+from epk_gp.recording.gradient_fit import GradientFit, GradientTerms
 from epk_gp.recording.observer import CapturedForward, MadeStep
-from epk_gp.recording.passes import KnownLoss, common_factor, of_nodes, read_targets, rounding_of, row_factors
+from epk_gp.recording.passes import common_factor, of_nodes, rounding_of
 from epk_gp.recording.setup import TrainingSetup
 
 _OF_OUTPUTS = 10  # times the rounding of a gradient in the outputs: a replay of these may sum in another order
 _ROOM = 1e-4  # in numbers that are computed from it
 
-_MOST_TARGETS = 64  # that are tried in the place of a row's own, beside those of the batch
 _RECORDS = "State the loop's loss (loss=); loss=None records the run without one"
 
 
@@ -134,99 +114,34 @@ class StepCheck:
         return torch.cat([self.observed.start, self.observed.start_statistics])
 
 
-@dataclass(frozen=True, eq=False)
-class SeenPass:
+class SeenPass(NamedTuple):
     """A forward pass of a step as the hooks saw it, beside its record.
 
     Attributes:
         captured: What the hooks saw.
         data: What was recorded of it.
-        z: What the loss took.
-        delta: The gradient of the loop's loss in it.
-        factor: The factor in front of the loss of each row, as stated, (n,).
-        share: Share of the batch's rows that are this pass's.
-        rounding: Share of a gradient in the outputs that is rounding.
+        z: What the network returned for each row.
+        rounding: Share of the largest number in it that is rounding.
     """
 
     captured: CapturedForward
     data: PassData
-    z: Float[Tensor, "n ..."]
-    delta: Float[Tensor, "n ..."]
-    factor: Float[Tensor, " n"]
-    share: float
+    z: Float[Tensor, "n D"]
     rounding: float
-
-    def weights(self, loss: Loss, y: Shaped[Tensor, "n ..."]) -> Float[Tensor, " n"]:
-        """Return the weights of the rows in the loss of their step."""
-        share = self.share if loss.reduction == "mean" else 1.0
-        return self.factor.to(self.z) * share * sample_weights(loss, y).to(self.z)
-
-    def expected(self, loss: Loss, y: Shaped[Tensor, "n ..."]) -> Float[Tensor, "n ..."]:
-        """Return the gradient of a loss in the outputs."""
-        return self.by_row(self.weights(loss, y)) * loss_derivatives(loss, self.z, y)
-
-    def by_row(self, values: Float[Tensor, " n"]) -> Float[Tensor, "n ..."]:
-        """Return one number per row, as a factor of the outputs."""
-        return values.view(-1, *[1] * (self.z.ndim - 1))
-
-    def rows_like(self, expected: Float[Tensor, "n ..."]) -> Bool[Tensor, " n"]:
-        """Return in which rows a gradient in the outputs is the loop's up to rounding."""
-        size = self.factor.abs().max() / len(self.factor) + expected.abs().max()
-        return (self.delta - expected).abs().flatten(1).amax(dim=1) <= self.rounding * float(size)
 
 
 def seen_passes(setup: TrainingSetup, made: MadeStep, step: Step) -> list[SeenPass]:
     """Return the passes of a step whose outputs and gradient in them were seen; none if a batch's were not."""
-    announced, has_graph = made.announced, setup.model.signature.graph is not None
-    captured = [[of_nodes(f, b.samples) if has_graph else f for f in b.forwards] for b in announced]
-    counts = [len(f.inputs) for of_batch in captured for f in of_batch]
-    if not all(captured):
+    has_graph, seen = setup.model.signature.graph is not None, list[SeenPass]()
+    captured = [of_nodes(f, b.samples) if has_graph else f for b in made.announced for f in b.forwards]
+    if not all(batch.forwards for batch in made.announced) or not captured:
         return []
-    if not step.passes:  # rows of other processes come before
-        rest = (len(setup.X) if step.batch is None else len(step.batch)) - sum(counts)
-        step = replace(step, passes=tuple(ForwardPass(n) for n in (rest, *counts)))
-    passes = iter(passes_of(step, setup.X, setup.y, setup.loss)[-len(counts) :])
-    seen = list[SeenPass]()
-    for batch, of_batch in zip(announced, captured, strict=True):
-        weight = torch.as_tensor(1.0 if batch.weight is None else batch.weight, dtype=torch.float64)
-        factors = weight.expand(len(batch.samples)).split([len(f.inputs) for f in of_batch])
-        for f, factor in zip(of_batch, factors, strict=True):
-            data, z, delta = next(passes), f.outputs, f.output_gradient
-            if z is not None and delta is not None:
-                share = len(factor) / len(batch.samples)
-                seen.append(SeenPass(f, data, z.double(), delta.double(), factor, share, rounding_of(z)))
+    step = step if step.passes else replace(step, passes=tuple(ForwardPass(len(f.inputs)) for f in captured))
+    for f, data in zip(captured, passes_of(step, setup.X, setup.y, setup.loss), strict=True):
+        if f.returned is not None and f.sent:
+            z = rows_of(f.returned, len(f.inputs))
+            seen.append(SeenPass(f, data, z.double(), rounding_of(z)))
     return seen
-
-
-def scale_of_outputs(setup: TrainingSetup, made: MadeStep, step: Step, known: float) -> float | None:
-    """Return by which factor the outputs' gradients are those of the recorded loss; None if that is not seen.
-
-    A GradScaler multiplies the loss, and divides the gradient afterwards: the factor is 1, the one of the steps before,
-    or what the gradient was divided by.
-    """
-
-    def is_like(p: SeenPass, scale: float) -> bool:
-        z, c = p.z.detach().requires_grad_(), p.data.c.to(p.z)
-        with torch.enable_grad():
-            (expected,) = torch.autograd.grad(c @ seen_losses(setup.loss, z, p.data), z)
-        size = expected.abs().max() + c.abs().max()
-        return bool((p.delta / scale - expected).abs().max() <= p.rounding * size)
-
-    seen = seen_passes(setup, made, step)
-    ratio = exact_factor(made.arrived, made.gradient) if seen and made.arrived is not None else None
-    return next((s for s in (1.0, known, ratio) if seen and s and all(is_like(p, s) for p in seen)), None)
-
-
-def doubt_of_loss(setup: TrainingSetup, made: MadeStep, step: Step) -> str | None:
-    """Say what the loop's loss is, if passes of a step show that it is not the stated one; None if they do not."""
-    if (cause := _loss_cause(setup, made, seen_passes(setup, made, step), None)) is not None:
-        return cause
-    is_read = any(batch.weight is None for batch in made.announced)
-    return "weight=None found no factor of the stated loss that all rows have" if is_read else None
-
-
-def _are_like(seen: Sequence[SeenPass], gradients: Sequence[Tensor]) -> bool:
-    return all(bool(p.rows_like(g).all()) for p, g in zip(seen, gradients, strict=True))
 
 
 def explain_mismatch(setup: TrainingSetup, check: StepCheck, *, follows_rule: bool) -> str:
@@ -244,12 +159,11 @@ def explain_mismatch(setup: TrainingSetup, check: StepCheck, *, follows_rule: bo
         return _move_cause(setup, observed)
     if made.unseen is not None and not all(batch.forwards for batch in made.announced):
         return made.unseen
-    reached = {f.output_gradient is not None for b in made.announced for f in b.forwards if f.outputs is not None}
+    reached = {bool(f.sent) for b in made.announced for f in b.forwards if f.returned is not None}
     if len(reached) == 2:
         return "recorder.batch() announced rows that no backward() went through: leave them out"
     seen = seen_passes(setup, made, observed.step)
     cause = _kernel_cause(setup, check, seen) or _network_cause(setup, check, seen)
-    cause = cause or _loss_cause(setup, made, seen, check)
     return cause or _gradient_cause(setup, check, is_shown=bool(seen))
 
 
@@ -298,13 +212,12 @@ def _kernel_cause(setup: TrainingSetup, check: StepCheck, seen: Sequence[SeenPas
 
 def _network_cause(setup: TrainingSetup, check: StepCheck, seen: Sequence[SeenPass]) -> str | None:
     """Say why the outputs of a pass are not those of the recorded network; None where they are."""
-    model, net, loss = setup.model, setup.net, setup.loss
-    replay = TrainingReplay(model, loss, TensorSpec(check.state.dtype, check.state.device))
+    model, net = setup.model, setup.net
+    replay = TrainingReplay(model, setup.loss, TensorSpec(check.state.dtype, check.state.device))
     for p in seen:
         returned, draws_otherwise = _replayed(replay, check.state, p)
-        is_unstated = isinstance(loss, UnstatedLoss)
-        z = rows_of(returned, len(p.data.X)) if is_unstated else loss_input(model.signature, loss, returned, p.data.y)
-        if not isinstance(z, Tensor) or z.shape != p.z.shape:
+        z = rows_of(returned, len(p.data.X))
+        if z.shape != p.z.shape:
             continue
         difference = float((z.double() - p.z).abs().max())
         if difference <= _OF_OUTPUTS * p.rounding * float(p.z.abs().max()):
@@ -343,114 +256,6 @@ def _replayed(replay: TrainingReplay, state: Float[Tensor, " PQ"], seen: SeenPas
     states = zip(before, reached, after, strict=True)
     others = (not (used is None or own is None or end is None or torch.equal(own, end)) for used, own, end in states)
     return returned, any(others)
-
-
-def _loss_cause(setup: TrainingSetup, made: MadeStep, seen: Sequence[SeenPass], check: StepCheck | None) -> str | None:
-    """Say what the loop's loss is, where it is not the stated one: by its gradient in the outputs and the optimizer's.
-
-    A factor alone is none if the optimizer's gradient does not have it: a GradScaler takes its own back.
-    """
-    stated = setup.loss
-    if isinstance(stated, UnstatedLoss) or not seen:
-        return None
-    first, expected = seen[0], [p.expected(stated, p.data.y) for p in seen]
-    deltas, gradients = (torch.cat([v.flatten() for v in values]) for values in ([p.delta for p in seen], expected))
-    ratio = common_factor(deltas, gradients)
-    is_scaled = abs(ratio - 1) > _ROOM and bool(gradients.any()) and _are_like(seen, [ratio * e for e in expected])
-    is_scaled = is_scaled and check is not None and _is_same(check.used, ratio * check.expected)
-    if not is_scaled and not made.is_doubtful:
-        return None
-    factor, times = f"is {ratio:.6g} times that of the stated loss", first.captured.num_backwards
-    if is_scaled and times > 1 and abs(ratio / times - 1) < _ROOM:
-        return f"the gradient {factor}: backward() went through the pass {times} times"
-    for clause, loss, targets in _other_losses(stated, first):
-        with suppress(IndexError, RuntimeError, TypeError, ValueError):  # a loss that cannot take outputs or targets
-            if _are_like(seen, [p.expected(loss, targets(p)) for p in seen]):
-                return clause
-    if is_scaled:
-        advice = f"state it, recorder.batch(indices, weight={ratio:.6g}), or let weight=None read it"
-        return f"the loop's loss {factor}: {advice}"
-    if all(p.z.ndim == 2 and p.z.shape[1] > 2 for p in seen):  # of two outputs all gradients are multiples
-        factors = [row_factors(p.delta, e) for p, e in zip(seen, expected, strict=True)]
-        if _are_like(seen, [r[:, None] * e for r, e in zip(factors, expected, strict=True)]):
-            low, high = torch.cat(factors).aminmax()
-            return (
-                f"the loop weights the stated losses of the rows by {low:.3g} to {high:.3g}, as class weights and a "
-                f"focal loss do: state them, or pass recorder.batch() a weight per row. {_RECORDS}"
-            )
-    if (cause := _target_cause(setup, seen)) is not None:
-        return cause
-    row = int((~first.rows_like(expected[0])).long().argmax())
-    got, must = ([float(f"{v:.3g}") for v in value[row].flatten()[:3]] for value in (first.delta, expected[0]))
-    return (
-        f"the loop's loss is not {_name(stated)} on y[batch]: its gradient in the outputs of row {row} begins with "
-        f"{got}, that of the stated loss with {must}. {_RECORDS}"
-    )
-
-
-def _other_losses(stated: Loss, first: SeenPass) -> Iterator[tuple[str, Loss, Callable[[SeenPass], Tensor]]]:
-    """Yield losses that loops use in the place of the stated one, with a clause and their targets."""
-    y, others = first.data.y, list[Loss]()
-    if isinstance(stated, CrossEntropy):
-        c, (z, delta) = first.weights(stated, y), (classes_second(stated, value, y) for value in (first.z, first.delta))
-        q = z.softmax(dim=1) - delta / first.by_row(c)  # the targets, if it is a cross entropy
-        smoothing = rounded_bound(z.shape[1] * max(0.0, float(q.amin(dim=1).median())))
-        others += [replace(stated, label_smoothing=min(smoothing if smoothing > _ROOM else 0.0, 1.0))]
-    kinds = nn.CrossEntropyLoss, nn.NLLLoss, nn.MSELoss, nn.L1Loss, nn.SmoothL1Loss, nn.BCEWithLogitsLoss
-    others += [as_loss(kind(reduction=reduction)) for reduction in ("mean", "sum") for kind in kinds]
-
-    def recorded(p: SeenPass) -> Tensor:
-        return p.data.y
-
-    def entries(p: SeenPass) -> Tensor:
-        is_hard = isinstance(stated, ClassLoss) and not p.data.y.is_floating_point()
-        return soft_targets(CrossEntropy(), p.data.y, p.z) if is_hard else fit_targets(p.data.y, p.z).expand_as(p.z)
-
-    def against_all(z: Tensor, y: Tensor) -> Tensor:
-        return per_sample_losses(stated, z.expand(-1, len(y)), y.to(z).expand(len(z), -1))
-
-    for loss in others:
-        if loss != stated:
-            clause = f"the loop's loss is that of {_name(loss)}, not of the stated {_name(stated)}: state that one"
-            yield clause, loss, recorded if isinstance(loss, ClassLoss) else entries
-    is_elementwise = isinstance(stated, PerSampleLoss) and isinstance(stated.function, ELEMENTWISE)
-    if (isinstance(stated, MeanSquaredError) or is_elementwise) and y.ndim == 1:
-        clause = (
-            "the loop's loss broadcasts targets (n,) against outputs (n, 1) to (n, n), every output against every "
-            "target: give both one shape, as in net(X).squeeze(1) or y[:, None]"
-        )
-        yield clause, PerSampleLoss(against_all, stated.reduction), recorded
-
-
-def _target_cause(setup: TrainingSetup, seen: Sequence[SeenPass]) -> str | None:
-    """Say which targets give the stated loss the loop's gradient in the outputs, if those of other rows do, or soft."""
-    loss, is_class, C = setup.loss, isinstance(setup.loss, ClassLoss), seen[0].z.shape[1]
-    weights = getattr(loss, "class_weights", None)
-    if not isinstance(loss, KnownLoss) or weights is not None or any(p.z.ndim > 2 for p in seen):
-        return None
-    parts = ((p.z, p.delta, p.data.y, p.weights(loss, p.data.y)) for p in seen)
-    z, delta, y, c = (torch.cat(values) for values in zip(*parts, strict=True))
-    is_like = torch.cat([p.rows_like(p.expected(loss, p.data.y)) for p in seen])
-    room = 10 * seen[0].rounding
-    used, is_valid = read_targets(loss, z, delta, c, room)
-
-    def as_rows(targets: Tensor) -> Tensor:
-        return soft_targets(loss, targets, z) if isinstance(loss, ClassLoss) else targets.to(z).reshape(-1, C)
-
-    is_hard = is_class and not y.is_floating_point()
-    others = torch.arange(C, device=y.device) if is_hard else torch.cat([y, setup.y[:_MOST_TARGETS]])
-    room *= 1 + float(used.abs().max())
-    if bool((is_like | (torch.cdist(used, as_rows(others), p=torch.inf).amin(dim=1) <= room)).all()):
-        is_same = bool(((used - as_rows(y))[~is_like].sum(dim=0).abs() <= len(y) * room).all())
-        order = "the batch's in another order" if is_same else "those of other points"
-        rows = "X at the announced indices" if all(p.data.forward.inputs is None for p in seen) else "changed rows"
-        return (
-            f"the network saw {rows}, but the loop's targets are {order}, from row {int((~is_like).int().argmax())} of "
-            "the batch on. Take rows, targets and indices from one data set, such as IndexedDataset"
-        )
-    if is_class and C > 2 and bool((is_like | is_valid).all()):
-        return f"the loop's loss takes probabilities that are not y, such as a teacher's. {_RECORDS}"
-    return None
 
 
 def _gradient_cause(setup: TrainingSetup, check: StepCheck, *, is_shown: bool) -> str:
@@ -502,7 +307,3 @@ def _is_same(a: Tensor, b: Tensor) -> bool:
 
 def _named(names: Sequence[str]) -> str:
     return ", ".join(map(repr, names[:3])) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-
-
-def _name(loss: Loss) -> str:
-    return f"{loss.name}, reduction={loss.reduction!r}" if isinstance(loss, PerSampleLoss) else str(loss)

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from epk_gp.core.checks import is_finite, parse_batch, parse_weight
-from epk_gp.core.graphs import has_rows, map_tensors, rows_of, tensors_of
+from epk_gp.core.graphs import has_rows, map_tensors, tensors_of
 from epk_gp.core.inputs import arguments_of_call, memory_order
 from epk_gp.core.losses import UnstatedLoss, loss_input, targets_like
 from epk_gp.core.model import FEW_WEIGHTS, as_written, device_random_state
@@ -29,7 +29,7 @@ from epk_gp.optimizers.update_rules import (
     UpdateCoefficients,
     stack_steps,
 )
-from epk_gp.recording.causes import StepMismatchError
+from epk_gp.recording.causes import StepMismatchError, parse_batch_targets
 from epk_gp.recording.setup import TrainingSetup
 
 _after_backward: Any = torch.autograd.Variable._execution_engine.queue_callback
@@ -54,10 +54,10 @@ class CapturedForward:
         difference: In words, how the call differs from one with the recorded graph; None if it does not.
         random_states_after: The random numbers on the CPU and of the accelerator after it.
         position: Number of the pass since the recording began.
-        outputs: What the loss takes, (n, C), detached; None if it is not a tensor that the network returned. Where no
-            loss is stated it is all that the network returned for each row.
-        output_gradient: The gradient of the loop's loss in the outputs; None before the backward pass.
-        num_backwards: Number of backward passes that brought a gradient to the outputs.
+        returned: What the network returned, detached; None if no tensor has a row for each of the inputs.
+        outputs: What the loss takes, (n, ...), detached, where it is one of the returned tensors; else None.
+        place: Its place among them.
+        sent: The gradient that the loop itself sent into each returned tensor of rows, by its place.
         num_arguments: Number of arguments of the call.
         stray: Shape of a returned tensor without rows that got a gradient; None if there is none.
     """
@@ -70,66 +70,55 @@ class CapturedForward:
     difference: str | None = None
     position: int = 0
     random_states_after: tuple[Tensor | None, Tensor | None] = None, None
+    returned: Any = None
     outputs: Tensor | None = None
-    output_gradient: Tensor | None = None
-    num_backwards: int = 0
+    place: int = -1
+    sent: dict[int, Tensor] = field(default_factory=dict)
     num_arguments: int = 1
     stray: tuple[int, ...] | None = None
 
-    def watch(self, returned: Any, num_rows: int, counts: Callable[[], bool]) -> Any:
-        """Return what the network returned, with each tensor that a gradient can come into as an alias.
+    def watch(self, returned: Any, counts: Callable[[], bool]) -> Any:
+        """Return what the network returned, with an alias of each tensor of rows where several of these move.
 
         The gradient of an alias is what the loop itself sends into this tensor; that of the tensor would hold what
         comes through others of those that it returned too. `counts` returns whether what comes is part of the step.
         """
-        columns, own = [0], [z for z in tensors_of(returned) if has_rows(z, num_rows)]
+        num_rows, tensors, place = len(self.inputs), [*tensors_of(returned)], -1
+        if any(has_rows(z, num_rows) for z in tensors):
+            self.returned = map_tensors(returned, Tensor.detach)
+        moving = [has_rows(z, num_rows) for z in tensors if z.requires_grad]
         # through one tensor alone everything goes that the network computed of it too, such as the loss itself
-        is_only = sum(z.requires_grad for z in own) == 1
-        if own:
-            self.outputs = rows_of(returned, num_rows).detach()
+        is_only = sum(moving) == 1
 
         def watched(z: Tensor) -> Tensor:
-            first = columns[-1]
-            if is_row := has_rows(z, num_rows):
-                columns.append(first + z.shape[1:].numel())
-            if not z.requires_grad:
+            nonlocal place
+            place += 1
+
+            def add(gradient: Tensor | None, place: int = place) -> None:
+                if counts() and gradient is not None:
+                    gradient = gradient.detach()
+                    self.sent[place] = self.sent[place] + gradient if place in self.sent else gradient.clone()
+
+            def note(gradient: Tensor) -> None:
+                self.stray = tuple(z.shape) if counts() and bool(gradient.any()) and not is_only else self.stray
+
+            if z.requires_grad and not has_rows(z, num_rows):
+                z.register_hook(note)
+            if not z.requires_grad or not has_rows(z, num_rows):
                 return z
-
-            def add(gradient: Tensor) -> None:
-                if not counts():
-                    return
-                if not is_row:
-                    self.stray = tuple(z.shape) if bool(gradient.any()) and not is_only else self.stray
-                elif self.outputs is not None:
-                    if self.output_gradient is None:
-                        self.output_gradient = torch.zeros_like(self.outputs)
-                    size = z.shape[1:].numel()
-                    self.output_gradient[:, first : first + size] += gradient.detach().reshape(num_rows, size)
-
+            is_whole = is_only or (place == self.place and not all(moving))  # also what comes by way of a returned loss
             # no view: hooks of a view are lost where the loop changes it in place
-            alias = z if is_only else z.clone()
+            alias = z if is_whole else z.clone()
             alias.register_hook(add)
+            node: Any = z.grad_fn
+            if place == self.place and node is not None and node.name().startswith("ToCopyBackward"):
+                # of another precision, which may get none (Accelerate)
+                copied = node.next_functions[0][0]
+                copied.register_prehook(lambda came, place=place: None if place in self.sent else add(came[0]))
             return alias
 
-        return map_tensors(returned, watched)
-
-    def add_gradient(self, gradient: Tensor) -> None:
-        """Keep the gradient that a backward pass brought to the outputs; several passes add up."""
-        self.num_backwards += 1
-        gradient = gradient.detach()
-        gradient = gradient if self.outputs is None else gradient.reshape(self.outputs.shape)
-        self.output_gradient = gradient.clone() if self.output_gradient is None else self.output_gradient + gradient
-
-    def watch_original(self, node: Any, counts: Callable[[], bool]) -> None:
-        """Keep the original's gradient where outputs are a copy in another precision that gets none (Accelerate)."""
-
-        def add(gradients: tuple[Tensor | None, ...]) -> None:
-            if counts() and self.output_gradient is None and self.outputs is not None and gradients[0] is not None:
-                self.outputs = self.outputs.to(gradients[0].dtype)
-                self.add_gradient(gradients[0])
-
-        if node is not None and node.name().startswith("ToCopyBackward"):
-            node.next_functions[0][0].register_prehook(add)
+        changed = map_tensors(returned, watched)
+        return None if is_only else changed
 
 
 @dataclass(eq=False)
@@ -142,7 +131,7 @@ class AnnouncedBatch:
         weight: Factor that the loop puts in front of the batch's loss, or of each row's; None: it is read.
         position: Number of forward passes before the announcement.
         forwards: The forward passes that computed the batch, in the order of its rows; empty if none was seen.
-        targets: The rows' targets, of a stream, whose samples are known when the forward passes are.
+        targets: The targets that the loop's loss used for the rows; None where they are the recorded ones.
         is_void: Whether its gradient was cleared before a step, as by SAM, and where a GradScaler skips a step.
     """
 
@@ -171,10 +160,11 @@ class MadeStep:
         groups: The parameter groups of all optimizers; None where they are those of the step before.
         options: All options of each group.
         unseen, is_seen_enough: As `StepObserver._unseen_calls` returns them.
-        doubt: Why the loss is not the stated one, as a clause, where a pass shows that; such a step is checked.
+        doubt: What was not seen on some rank, as a clause; such a step is checked.
         others: Forward passes with a gradient in their outputs that are no announced batch's.
-        is_doubtful: Whether a pass shows another loss than the stated one, or no common factor that is read.
         has_left_over: Whether parameters had a gradient already when the first backward pass began.
+        scale: By what the gradients in the outputs are more than the first record of the passes says, as under a
+            GradScaler; NaN where that is not seen.
     """
 
     rates: Sequence[float]
@@ -191,7 +181,7 @@ class MadeStep:
     others: Sequence[CapturedForward]
     has_left_over: bool
     doubt: str | None = None
-    is_doubtful: bool = False
+    scale: float = 1.0
 
     @property
     def lr(self) -> float:
@@ -361,17 +351,16 @@ class StepObserver:
             ValueError: The batch is empty, an index is out of range, or the weight does not fit or is not finite.
         """
         setup, may_be_outside = self.setup, isinstance(self.setup.loss, UnstatedLoss)
-        if (indices if setup.stream is not None else targets) is not None:
-            raise ValueError(
-                "recorder.batch() must get indices into X, or, of a Stream, whose rows number themselves, the targets "
-                "of the rows: recorder.batch(targets=y)."
-            )
+        if indices is not None and setup.stream is not None:
+            raise ValueError("recorder.batch(targets=y) of a Stream, whose rows number themselves, gets no indices.")
         num_points = len(setup.X)
         batch = None if indices is None else parse_batch(indices, num_points, index, -1 if may_be_outside else 0)
         if setup.stream is not None:
             num_points = self._num_waiting_rows() if targets is None else len(targets)
         samples = torch.arange(num_points) if batch is None else batch.cpu()
         factor = None if weight is None else parse_weight(weight, len(samples), index)
+        if targets is not None and setup.stream is None:
+            targets = parse_batch_targets(setup.loss, targets, setup.y, len(samples), setup.fingerprint.shape[1])
         self._step.announced.append(AnnouncedBatch(batch, samples, factor, self.num_passes, targets=targets))
         if not len(samples):  # as a Poisson sampler may draw: a row without weight and pass stands for them
             row = torch.zeros(1, dtype=torch.int64)
@@ -386,7 +375,7 @@ class StepObserver:
             ValueError: There are none, or the loss needs their targets.
         """
         self._assign_forwards()
-        count = sum(len(f.inputs) for f in self._step.waiting if f.output_gradient is not None)
+        count = sum(len(f.inputs) for f in self._step.waiting if f.sent)
         if not isinstance(self.setup.loss, UnstatedLoss) or not count:
             raise ValueError(
                 "recorder.batch(targets=y) of a Stream must get the targets of the rows, after backward(): got none."
@@ -435,7 +424,7 @@ class StepObserver:
             options=[group.options for group in present],
             unseen=unseen,
             is_seen_enough=is_enough,
-            others=[forward for forward in self._step.waiting if forward.output_gradient is not None],
+            others=[forward for forward in self._step.waiting if forward.sent],
             has_left_over=self._step.has_left_over,
         )
         self._step = StepInProgress()
@@ -447,7 +436,7 @@ class StepObserver:
         missing = next((batch for batch in self._step.announced if not batch.forwards), None)
         if missing is None:
             return None, True
-        others = [batch.samples for batch in self._step.announced if batch.forwards and batch.targets is None]
+        others = [batch.samples for batch in self._step.announced if batch.forwards and self.setup.stream is None]
         if any(torch.equal(samples, missing.samples) for samples in others):
             return "recorder.batch() was called twice for one forward pass, and must be called once for each", False
         calls = [f"one on inputs of shape {', '.join(map(str, shapes))}" for shapes in self._step.calls]
@@ -495,9 +484,9 @@ class StepObserver:
     ) -> list[CapturedForward]:
         """Return the last pass of a batch's rows, or the last passes that have as many together; empty if none do."""
         whole = [forward for forward in forwards if len(forward.inputs) == num_rows]
-        if whole := [forward for forward in whole if forward.output_gradient is not None] or whole:
+        if whole := [forward for forward in whole if forward.sent] or whole:
             own = sum(not b.forwards and len(b.samples) == len(batch.samples) for b in self._step.announced)
-            if len(whole) > max(own, 1) and batch.targets is None:  # more passes than batches; no rows of a stream
+            if len(whole) > max(own, 1) and self.setup.stream is None:  # more passes than batches
                 X = self.setup.X[batch.samples.to(self.setup.X.device)]
                 whole = [f for f in whole if f.inputs.shape == X.shape and torch.equal(f.inputs, X)] or whole
             return whole[-1:]
@@ -513,17 +502,17 @@ class StepObserver:
         if not hasattr(self._called, "parameters"):
             return  # ranks hold parts of the gradients, which are gathered at the step
         has_gradient = any(bool(g.any()) for g in self._present_gradients())
-        if not has_gradient and not self._step.announced and all(f.output_gradient is None for f in self._step.waiting):
+        if not has_gradient and not self._step.announced and not any(f.sent for f in self._step.waiting):
             return
         self._step.has_left_over |= is_backward and has_gradient and not self._step.has_added
         # what was sent has been cleared; where nothing was, the loss is 0
-        seen = ((f, f.outputs is None, f.output_gradient) for f in self._passes if not has_gradient)
-        cleared = [f for f, is_hidden, sent in seen if is_hidden or (sent is not None and bool(sent.any()))]
+        seen = [] if has_gradient else self._passes
+        cleared = [f for f in seen if f.returned is None or any(bool(g.any()) for g in f.sent.values())]
         for batch in self._step.announced:
             batch.is_void |= any(forward in cleared for forward in batch.forwards)
         for forward in self._passes if is_backward else ():
             if forward in cleared or not self._step.has_added:
-                forward.output_gradient, forward.num_backwards, forward.stray = None, 0, None
+                forward.sent, forward.stray = {}, None
 
     def _counts(self) -> bool:
         """Return whether a backward pass adds to gradients of weights, or none of the step does, as by hand."""
@@ -622,7 +611,7 @@ class StepObserver:
         self._begun.append((CapturedForward(*own, num_arguments=len(args) + len(kwargs)), record))
 
     def _after_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], returned: Any) -> Any:
-        """Take what a pass returned; of a loss that is not stated the loop goes on with aliases of it."""
+        """Take what a pass returned; the loop goes on with aliases of it where there are several tensors of rows."""
         setup = self.setup
         self.num_passes += 1
         self._statistics = self._present_statistics()
@@ -637,16 +626,14 @@ class StepObserver:
                 record[name] = None
         forward.record = ForwardPass(**record)
         self._step.waiting = [*self._step.waiting[-_MAX_WAITING + 1 :], forward]
-        if isinstance(setup.loss, UnstatedLoss):
-            return forward.watch(returned, len(forward.inputs), self._counts)
-        value = loss_input(setup.model.signature, setup.loss, returned, self._targets_of(forward.inputs))
-        # one value per row is (n, 1) to the loss, but the loop goes on with the tensor that the network returned
-        source = returned if isinstance(returned, Tensor) and returned.ndim == 1 else value
-        if isinstance(value, Tensor) and isinstance(source, Tensor) and source.requires_grad:
-            forward.outputs = value.detach()
-            source.register_hook(lambda gradient: forward.add_gradient(gradient) if self._counts() else None)
-            forward.watch_original(source.grad_fn, self._counts)
-        return None
+        if not isinstance(setup.loss, UnstatedLoss):
+            value = loss_input(setup.model.signature, setup.loss, returned, self._targets_of(forward.inputs))
+            # one value per row is (n, 1) to the loss, but the loop goes on with the tensor that the network returned
+            source = returned if isinstance(returned, Tensor) and returned.ndim == 1 else value
+            places = [z is source and has_rows(z, len(forward.inputs)) for z in tensors_of(returned)]
+            if any(places):
+                forward.outputs, forward.place = value.detach(), places.index(True)
+        return forward.watch(returned, self._counts)
 
     def _targets_of(self, inputs: Shaped[Tensor, "n ..."]) -> Shaped[Tensor, "n ..."]:
         """Return a tensor in the shape of the targets that rows may have; its entries mean nothing."""

@@ -1,18 +1,18 @@
 """The record of a forward pass: what of it does not follow from weights, data and batch.
 
 Of a network in training mode: whether it draws random numbers, or computes something else than in evaluation mode. Of
-the loss, which a loop computes outside of the network: its gradient in a row's outputs, delta_i = c_i d loss_i / d z_i,
-shows what it did to the row (`_used_targets`). Under cross entropy delta_i is c_i (softmax(z_i) - q_i), so the target
-q_i (mixup, CutMix, label noise) and the weight c_i of a row follow from it. What does not follow is left as stated, and
-the check of the step's gradient decides.
+the loss, which a loop computes outside of the network: its gradient in a row's outputs, delta_i. A row follows the
+stated loss where delta_i = c_i d loss_i / d z_i; under cross entropy delta_i is c_i (softmax(z_i) - q_i), so the target
+q_i of mixup, CutMix and label noise follows from it. Of any other row delta_i itself is recorded.
 """
 
+import math
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from itertools import zip_longest
-from typing import Any, final
+from typing import Any, NamedTuple, final
 
 import torch
 from jaxtyping import Bool, Float, Float64, Int64, Shaped
@@ -21,23 +21,27 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from epk_gp.core.checks import blocks_of, is_finite
-from epk_gp.core.graphs import tensors_of
+from epk_gp.core.graphs import has_rows, map_tensors, select_rows, tensors_of
 from epk_gp.core.losses import (
     ClassLoss,
     CrossEntropy,
     Loss,
-    MeanSquaredError,
     NegativeLogLikelihood,
+    PerSampleLoss,
     UnstatedLoss,
     classes_second,
+    fit_targets,
     ignored_class,
     loss_derivatives,
+    loss_input,
+    loss_terms,
     sample_weights,
     soft_targets,
     targets_like,
 )
 from epk_gp.core.model import copied_module, perturbed_initial, random_state_kept
-from epk_gp.core.step import ForwardPass, SeenRows, Step, tensor_bytes
+from epk_gp.core.show import warn_caller
+from epk_gp.core.step import ForwardPass, SeenRows, Step, not_following, tensor_bytes
 from epk_gp.core.torch_overrides import disable_fused_attention, quiet_checkpoints, with_tensors
 from epk_gp.recording.causes import StepMismatchError
 from epk_gp.recording.observer import CapturedForward, MadeStep
@@ -46,6 +50,7 @@ from epk_gp.recording.setup import TrainingSetup
 # torch notes in a global variable that a mode is entered, and puts it back as it was: one thread at a time.
 _ENTERED = threading.RLock()
 
+_ONE_FACTOR = 1e-6  # by which the factors of the passes of a step may differ, of the same GradScaler
 _NUM_ROWS = 8  # rows on which the modes are compared
 
 
@@ -95,20 +100,28 @@ def of_nodes(forward: CapturedForward, nodes: Int64[Tensor, " B"]) -> CapturedFo
             f"the network must be called with the recorded graph: {forward.difference}. Change features and edges "
             "(DropEdge, masked features) inside the network's forward()."
         )
-    rows, gradient = nodes.to(forward.inputs.device), forward.output_gradient
-    if forward.outputs is None or gradient is None or len(gradient) != len(forward.inputs):
-        return replace(forward, inputs=forward.inputs[rows])
-    is_outside = torch.ones(len(gradient), dtype=torch.bool, device=rows.device).index_fill(0, rows, False)
-    read = (is_outside & gradient.flatten(1).any(dim=1)).nonzero().squeeze(1)
-    if len(read):
+    n, rows = len(forward.inputs), nodes.to(forward.inputs.device)
+    is_outside, places = torch.ones(n, dtype=torch.bool, device=rows.device).index_fill(0, rows, False), rows[:0]
+    for gradient in forward.sent.values():
+        places = torch.cat([places, (is_outside & gradient.reshape(n, -1).any(dim=1)).nonzero().squeeze(1)]).unique()
+    if len(places):
         raise StepMismatchError(
-            f"recorder.batch() must get all nodes whose outputs the loss reads: it reads node {int(read[0])} "
-            f"({len(read)} nodes in all), which the batch does not hold. A loss over several sets of nodes is one "
+            f"recorder.batch() must get all nodes whose outputs the loss reads: it reads node {int(places[0])} "
+            f"({len(places)} nodes in all), which the batch does not hold. A loss over several sets of nodes is one "
             "batch: recorder.batch(torch.cat(sets), weight=...) with a weight per row."
         )
-    counts = rows.bincount(minlength=len(gradient))[rows].to(gradient.dtype)
-    gradient = gradient[rows] / counts.view(-1, *[1] * (gradient.ndim - 1))
-    return replace(forward, inputs=forward.inputs[rows], outputs=forward.outputs[rows], output_gradient=gradient)
+    counts = rows.bincount(minlength=n)[rows]
+
+    def own(gradient: Tensor) -> Tensor:
+        return gradient[rows] / counts.to(gradient.dtype).view(-1, *[1] * (gradient.ndim - 1))
+
+    return replace(
+        forward,
+        inputs=forward.inputs[rows],
+        returned=select_rows(forward.returned, rows, n),
+        outputs=None if forward.outputs is None else forward.outputs[rows],
+        sent={place: own(gradient) for place, gradient in forward.sent.items()},
+    )
 
 
 class PassRecords:
@@ -121,73 +134,87 @@ class PassRecords:
 
     def __init__(self, setup: TrainingSetup, weights: Float[Tensor, " P"]) -> None:
         self._setup, self._state = setup, setup.state(weights)
+        self._has_warned = False  # of rows that do not follow the stated loss
         self._has_other_rows = False  # whether the network saw a row that is no training point: the loop changes rows
         self._differing: dict[bytes, bool] = {}  # whether the network in some modes is another one
 
-    def step(self, index: int, made: MadeStep, statistics: tuple[Tensor, Tensor]) -> Step:
+    def step(self, index: int, made: MadeStep, statistics: tuple[Tensor, Tensor]) -> tuple[Step, ...]:
         """Return the record of a step: its batches, their weights, and its forward passes if they do not follow.
+
+        Where the loop's loss of passes is a multiple of the stated one there are two: the second has the factors among
+        the weights, the first does not, for that of a GradScaler is taken out of the gradient before the step.
 
         Args:
             index: Number of the step.
-            made: What the optimizers did; it learns whether the loss of a pass may be another one, or its factor.
+            made: What the optimizers did; it learns the factor of its passes in the first record.
             statistics: The moving statistics at the start and at the end of the step.
 
         Raises:
             StepMismatchError: The network saw other training points than those that were announced, or another graph.
             ValueError: All samples of a batch are ignored by the loss.
         """
-        y, passes, weights, announced = self._setup.y, list[ForwardPass](), list[Tensor](), made.announced
+        announced, setup, seen = made.announced, self._setup, list[list[tuple[ForwardPass, Tensor, float]]]()
         is_stated = len(announced) == 1 and not isinstance(announced[0].weight, Tensor) and announced[0].weight == 1
         for batch in announced:
-            samples, forwards = batch.samples, batch.forwards
-            weight, is_read = (1.0, True) if batch.weight is None else (batch.weight, False)
-            is_empty, labels = batch.position < 0, y[samples.to(y.device)]
-            stated = torch.zeros(1) if is_empty else weight * sample_weights(self._setup.loss, labels).cpu()
-            if self._setup.model.signature.graph is not None:
+            samples, forwards, y = batch.samples, batch.forwards, setup.y[batch.samples.to(setup.y.device)]
+            used = y if batch.targets is None or setup.stream is not None else batch.targets
+            weight = 1.0 if batch.weight is None else batch.weight
+            stated = torch.zeros(1) if batch.position < 0 else weight * sample_weights(setup.loss, used).cpu()
+            if setup.model.signature.graph is not None:
                 forwards = [of_nodes(forward, samples) for forward in forwards]
             sizes = [len(forward.inputs) for forward in forwards] or [len(samples)]
-            used = list(stated.split(sizes))
-            passes += [] if forwards else [ForwardPass(len(samples))]
-            for number, (forward, rows) in enumerate(zip(forwards, samples.split(sizes), strict=False)):
-                record, used[number], is_doubtful = self._record(forward, rows, used[number], statistics, is_read)
-                made.is_doubtful |= is_doubtful
-                passes.append(record)
-            weights.append(torch.cat(used))
-            is_stated = is_stated and torch.equal(weights[-1], stated)
-        needed = () if all(forward.is_plain for forward in passes) else tuple(passes)
-        if is_stated:
-            return Step(index, made.lr, announced[0].indices, None, needed)
-        rows = torch.cat([batch.samples for batch in announced])
-        return Step(index, made.lr, rows, torch.cat(weights).cpu().double(), needed)
+            parts = zip(*(v.split(sizes) for v in (samples, stated, y, used)), strict=True)
+            seen += [] if forwards else [[(ForwardPass(len(samples)), stated, math.nan)]]
+            for forward, (rows, c, of_rows, stated_ones) in zip(forwards, parts, strict=False):
+                targets = of_rows, of_rows if used is y else stated_ones
+                seen.append(self._records(forward, rows, c, targets, statistics, reads=batch.weight is None))
+            is_stated = is_stated and used is y
+        rows, steps = torch.cat([batch.samples for batch in announced]), list[Step]()
+        for k in range(max(map(len, seen))):
+            records, weights, factors = zip(*(each[min(k, len(each) - 1)] for each in seen), strict=True)
+            is_one = max(factors) - min(factors) <= _ONE_FACTOR * abs(factors[0])
+            made.scale = made.scale if k else factors[0] if is_one else math.nan
+            needed = () if all(record.is_plain for record in records) else records
+            steps.append(Step(index, made.lr, rows, torch.cat(weights).cpu().double(), needed))
+        if is_stated and torch.equal(torch.cat([each[0][1] for each in seen]).cpu(), stated):
+            steps[0] = replace(steps[0], batch=announced[0].indices, sample_weights=None)
+        return tuple(steps)
 
-    def _record(
+    def warn_of(self, step: Step) -> None:
+        """Say once that rows of a recorded step do not follow the stated loss."""
+        if self._has_warned or isinstance(self._setup.loss, UnstatedLoss) or not (rows := not_following([step])):
+            return
+        self._has_warned, size = True, sum(p.cotangents.values.nbytes for p in step.passes if p.cotangents is not None)
+        warn_caller(
+            f"{rows} do not follow the stated loss. Contributions are exact: the gradients in the outputs are recorded "
+            f"({size / 1e6:.2g} MB in this step). What needs the loss as a function (influence, retrain) does not take "
+            "such a run: state the loop's loss (loss=), or the targets that it used (recorder.batch(targets=))."
+        )
+
+    def _records(
         self,
         forward: CapturedForward,
         rows: Int64[Tensor, " n"],
         c: Tensor,
+        targets: tuple[Tensor, Tensor],
         statistics: tuple[Tensor, Tensor],
-        is_read: bool,
-    ) -> tuple[ForwardPass, Tensor, bool]:
-        """Return the record of a pass, the weights of its rows in the loss, and whether the loss may be another one."""
+        *,
+        reads: bool,
+    ) -> list[tuple[ForwardPass, Tensor, float]]:
+        """Return the records that a pass may have, each with weights of its rows and what the loss has beside these."""
         setup = self._setup
         is_recorded = torch.zeros(len(rows), dtype=torch.bool, device=setup.X.device)
         for own in self._recorded_like(forward.inputs, setup.X[rows.to(setup.X.device)]):
             is_recorded |= (forward.inputs == own).reshape(len(rows), -1).all(dim=1)
         is_known = (rows >= 0).to(is_recorded.device)  # -1 is no training point
         is_recorded &= is_known
-        inputs, targets, cotangents, is_doubtful = None, None, None, False
+        inputs = None
         if not is_recorded[is_known].all():
             self._require_announced_rows(forward.inputs, rows, is_recorded | ~is_known)
         is_other = ~is_recorded if forward.inputs.shape[1:] == setup.X.shape[1:] else torch.ones_like(is_recorded)
         if is_other.any():
             other = is_other.nonzero().squeeze(1)
             inputs = SeenRows(other, forward.inputs[other])
-        y = setup.y[rows.to(setup.y.device)]
-        if isinstance(setup.loss, UnstatedLoss):
-            cotangents = _cotangents(forward, setup.model.spec.dtype)
-        else:
-            cuts = targets_like(setup.model.signature, setup.loss, setup.X, forward.inputs, y)
-            targets, c, is_doubtful = _used_targets(setup.loss, forward, y, cuts, c, is_recorded, is_read=is_read)
         seen, before, after = forward.record, forward.statistics, forward.statistics_after
         is_random = seen.random_state is not None or seen.device_random_state is not None
         is_special = seen.autocast is not None or seen.settings is not None
@@ -197,13 +224,12 @@ class PassRecords:
             num_rows=len(rows),
             modes=forward.modes if needs_modes else None,
             inputs=inputs,
-            targets=targets,
             statistics=None if torch.equal(before, statistics[0]) else before,
             statistics_after=None if torch.equal(after, statistics[1]) else after,
             memory_order=seen.memory_order if is_random else None,
-            cotangents=cotangents,
         )
-        return record, c.cpu().double(), is_doubtful
+        found = _seen_losses(setup, forward, *targets, c, reads=reads)
+        return [(replace(record, targets=own.targets, cotangents=own.cotangents), own.c, own.factor) for own in found]
 
     def _require_announced_rows(self, seen: Tensor, rows: Int64[Tensor, " n"], is_recorded: Bool[Tensor, " n"]) -> None:
         """Raise if the network saw training points under the indices of others.
@@ -276,23 +302,187 @@ def _places(
     return found
 
 
-# Relative differences of a gradient in the outputs that count as rounding, by the dtype of the outputs.
-_TOLERANCE = {torch.float64: 1e-9, torch.float32: 2e-5}
-_LOW_PRECISION = 2e-2
-
-# Share of the rows whose targets may be unlike the recorded ones while their inputs are as recorded: label noise. More
-# of them are other targets than those that were stated.
-_MOST_NOISY = 0.75
-_FEW_ROWS = 4
-
-# Weights of samples do not follow the outputs. Where the ranks of weights and losses agree by more than that, another
-# loss is at work (focal loss: a cross entropy whose weights are a function of its value).
-_FOLLOWS_LOSS = 0.9
-_ENOUGH_ROWS = 6
+# Differences of a gradient in the outputs that count as rounding, by its dtype: shares of the largest one of the pass,
+# and of the weight of the row, which the rounding of a softmax has however small the gradient is.
+TOLERANCE = {torch.float64: (1e-12, 2e-15), torch.float32: (2e-5, 1e-6)}
+_LOW_PRECISION = 2e-2, 4e-3
 
 
-def _cotangents(forward: CapturedForward, dtype: torch.dtype) -> Float[Tensor, "n D"]:
-    """Return what the loop's backward pass sent into each row of what the network returned.
+class SeenLoss(NamedTuple):
+    """What the gradient in the outputs of a pass says of the loss of its rows.
+
+    Attributes:
+        targets: Targets of rows that follow the stated loss with others than the recorded ones.
+        cotangents: The gradient in all that the network returned, of rows that do not follow it.
+        c: The weights of the rows.
+        factor: By what the gradient is more than these give it.
+    """
+
+    targets: SeenRows | None
+    cotangents: SeenRows | None
+    c: Float64[Tensor, " n"]
+    factor: float = 1.0
+
+
+def common_factor(values: Tensor, expected: Tensor) -> float:
+    """Return by which number an expected tensor comes nearest to some values."""
+    return float((values * expected).sum() / expected.square().sum().clamp(min=1e-300))
+
+
+def rounding_of(gradient: Tensor) -> float:
+    """Return which share of the largest gradient in outputs counts as rounding."""
+    return TOLERANCE.get(gradient.dtype, _LOW_PRECISION)[0]
+
+
+def rows_like(
+    delta: Float[Tensor, "n ..."], expected: Float[Tensor, "n ..."], c: Float[Tensor, " n"]
+) -> Bool[Tensor, " n"]:
+    """Return in which rows of a pass the gradient in the outputs is the expected one, up to rounding.
+
+    Args:
+        delta: The gradient that the loop's loss sent, in the dtype in which it came.
+        expected: That of the stated loss, with the weights.
+        c: The weights.
+    """
+    share, floor = TOLERANCE.get(delta.dtype, _LOW_PRECISION)
+    difference = (delta - expected).abs().flatten(1).amax(dim=1)
+    return difference <= share * expected.abs().max() + floor * c.abs()
+
+
+class _Fit(NamedTuple):
+    """Which rows of a pass follow a loss with some targets: as of `SeenLoss`."""
+
+    targets: Tensor
+    c: Tensor
+    follows: Tensor
+    factor: float = 1.0
+    is_sure: bool = True
+
+
+def _fit(delta: Tensor, expected: Tensor, targets: Tensor, c: Tensor, is_alone: Tensor) -> _Fit:
+    """Compare gradients of a pass, also but for one factor; `is_alone` says of which rows nothing came elsewhere."""
+    has_none, follows = ~delta.flatten(1).any(dim=1) & is_alone, rows_like(delta, expected, c) & is_alone
+    c = c.masked_fill(has_none & ~follows, 0.0)  # which the loop's loss leaves out
+    follows |= has_none
+    if follows.all() or not is_alone.all():
+        return _Fit(targets, c, follows)
+    chosen = ~has_none & ~rows_like(torch.zeros_like(delta), expected, c)
+    factor = common_factor(delta[chosen], expected[chosen])
+    scaled = factor * c
+    if not factor or not (has_none | rows_like(delta, factor * expected, scaled)).all():
+        return _Fit(targets, c, follows)
+    first = expected[chosen][:1].expand_as(expected[chosen])
+    is_sure = not bool(rows_like(expected[chosen], first, c[chosen]).all())  # of one row, any loss of two outputs
+    return _Fit(targets, c, torch.ones_like(follows), factor, is_sure)
+
+
+def _by_row(forward: CapturedForward) -> Float[Tensor, "n D"]:
+    """Return the gradient in all that the network returned for each row."""
+    n, sent = len(forward.inputs), forward.sent
+    tensors = [(sent.get(k), z) for k, z in enumerate(tensors_of(forward.returned)) if has_rows(z, n)]
+    return torch.cat([(torch.zeros_like(z) if g is None else g).reshape(n, z.shape[1:].numel()) for g, z in tensors], 1)
+
+
+def _derivatives(setup: TrainingSetup, forward: CapturedForward, loss: Loss, y: Tensor) -> Float[Tensor, "n ..."]:
+    """Return the derivative of the rows' losses in what they take; or in all that the network returned for a row."""
+    if (z := forward.outputs) is not None:
+        return loss_derivatives(loss, z if z.dtype in TOLERANCE else z.float(), y)
+    n = len(forward.inputs)
+    with torch.enable_grad():
+        leaves = map_tensors(forward.returned, lambda z: z.detach().requires_grad_() if has_rows(z, n) else z)
+        rows = [z for z in tensors_of(leaves) if has_rows(z, n)]
+        value = loss_terms(setup.model.signature, loss, leaves, y).sum()
+        found = torch.autograd.grad(value, rows, allow_unused=True, materialize_grads=True)
+    return torch.cat([g.reshape(n, -1) for g in found], dim=1)
+
+
+def _seen_losses(
+    setup: TrainingSetup,
+    forward: CapturedForward,
+    recorded: Shaped[Tensor, "n ..."],
+    used: Shaped[Tensor, "n ..."],
+    c: Float64[Tensor, " n"],
+    *,
+    reads: bool,
+) -> list[SeenLoss]:
+    """Compare the gradient in the outputs of a pass with that of the stated loss, row by row.
+
+    A masked language model is trained on other positions each time: those that the loss left out have no gradient.
+
+    Args:
+        setup: The training.
+        forward: The pass.
+        recorded: The recorded targets of its rows.
+        used: The targets that the loop states for them, or these.
+        c: The weights that the stated loss gives to the rows.
+        reads: Whether the factor of a pass whose rows are alike is that of its loss, too: the loop does not state it.
+
+    Returns:
+        What it says; where the rows follow but for a factor, first without it.
+
+    Raises:
+        StepMismatchError: With loss=None, a gradient came into a tensor that has no rows, or none came at all; else the
+            loop's labels are those of the next positions, or its classes are in another dimension.
+    """
+    loss, every = setup.loss, torch.arange(len(recorded), device=recorded.device)
+    if isinstance(loss, UnstatedLoss):
+        return [SeenLoss(None, SeenRows(every, _unstated(forward, setup.model.spec.dtype)), c)]
+    cuts, delta = targets_like(setup.model.signature, loss, setup.X, forward.inputs, used), None
+    z: Any = forward.outputs
+    if z is not None and forward.sent:
+        delta = forward.sent.get(forward.place, torch.zeros_like(z)).reshape(z.shape)
+    elif forward.returned is not None:  # it takes something that is computed of what was returned
+        z = loss_input(setup.model.signature, loss, forward.returned, cuts[0])
+        is_known = isinstance(z, Tensor) or isinstance(loss, PerSampleLoss)
+        delta = _by_row(forward) if is_known and forward.sent and forward.stray is None else None
+    if delta is None or not is_finite(delta) or not c.any():
+        return [SeenLoss(_seen_targets(loss, z, recorded, cuts[0], every >= 0), None, c)]
+    weights, is_alone = c.to(delta.device), torch.ones(len(c), dtype=torch.bool, device=delta.device)
+    for place, own in forward.sent.items() if forward.outputs is not None else ():
+        is_alone &= (place == forward.place) | ~own.reshape(len(own), -1).any(dim=1)
+
+    def fits(loss: Loss, cuts: list[Tensor], delta: Tensor = delta) -> Iterator[_Fit]:
+        for own in _possible_labels(loss, delta, cuts):
+            rated = weights if own is used else sample_weights(loss, own) * (weights / sample_weights(loss, used))
+            expected = rated.view(-1, *[1] * (delta.ndim - 1)) * _derivatives(setup, forward, loss, own)
+            yield _fit(delta, expected, own, rated, is_alone)
+
+    best = _Fit(cuts[0], weights, torch.zeros_like(is_alone))
+    for fit in fits(loss, cuts):
+        best = fit if int(fit.follows.sum()) > int(best.follows.sum()) else best
+        if best.follows.all():
+            break
+    if delta.ndim > 2 and isinstance(loss, ClassLoss) and not used.is_floating_point() and not best.follows.all():
+        for dim in (1, -1):  # where T = V both fit
+            if any(fit.follows.all() for fit in fits(replace(loss, dim=dim), cuts)):
+                raise StepMismatchError(
+                    f"the loss must say where scores {tuple(delta.shape)} have their classes, which lengths do not: "
+                    f"the loop's loss takes dimension {dim}. State loss=epk_gp.{replace(loss, dim=dim)}."
+                )
+        shifted = [F.pad(labels[:, 1:], (0, 1), value=ignored_class(loss)) for labels in cuts]
+        if any(fit.follows.all() for fit in fits(loss, shifted)):
+            raise StepMismatchError(
+                "y must hold the label of each position: the loop's loss compares the scores of each position with the "
+                "label of the next one, as causal language models do: pass epk_gp.next_words(y) as y."
+            )
+    follows, targets = best.follows, _seen_targets(loss, z, recorded, best.targets, best.follows)
+    if not follows.all() and isinstance(loss, CrossEntropy | NegativeLogLikelihood) and delta.ndim == 2:
+        read = _read_targets(loss, forward.outputs, delta, best.c, ~follows & is_alone)
+        if read is not None:
+            follows, known = follows.index_fill(0, read.index, True), [read] if targets is None else [targets, read]
+            targets = SeenRows(torch.cat([seen.index for seen in known]), torch.cat([seen.values for seen in known]))
+    other = (~follows).nonzero().squeeze(1)
+    if len(other):
+        values = _by_row(forward).to(setup.model.spec.dtype)
+        return [SeenLoss(targets, SeenRows(other, values[other]), best.c.index_fill(0, other, 1.0))]
+    plain, scaled = SeenLoss(targets, None, best.c, best.factor), SeenLoss(targets, None, best.factor * best.c)
+    if not best.is_sure and not reads:
+        scaled = SeenLoss(None, SeenRows(every, _by_row(forward).to(setup.model.spec.dtype)), torch.ones_like(c))
+    return [plain] if best.factor == 1 else [plain, scaled]
+
+
+def _unstated(forward: CapturedForward, dtype: torch.dtype) -> Float[Tensor, "n D"]:
+    """Return what the loop's own backward pass sent into each row of what the network returned.
 
     Raises:
         StepMismatchError: A gradient came into a tensor that has no rows, or none came at all.
@@ -302,130 +492,12 @@ def _cotangents(forward: CapturedForward, dtype: torch.dtype) -> Float[Tensor, "
             "with loss=None the loop's loss must be made of tensors that have one row per input: a gradient came into "
             f"one of shape {forward.stray} that it returned. Compute the loss outside of the network, or state it."
         )
-    if forward.output_gradient is None:
+    if not forward.sent:
         raise StepMismatchError(
             "with loss=None every pass of a batch must be followed by its backward() before the step: no gradient came "
             "into what the network returned. Call the network itself, net(X), and recorder.batch() after backward()."
         )
-    return forward.output_gradient.to(dtype)
-
-
-def rounding_of(outputs: Tensor) -> float:
-    """Return which share of a gradient in outputs counts as rounding."""
-    return _TOLERANCE.get(outputs.dtype, _LOW_PRECISION)
-
-
-def common_factor(values: Tensor, expected: Tensor) -> float:
-    """Return by which number an expected tensor comes nearest to some values."""
-    return float((values * expected).sum() / expected.square().sum().clamp(min=1e-300))
-
-
-def row_factors(values: Float[Tensor, "n C"], expected: Float[Tensor, "n C"]) -> Float[Tensor, " n"]:
-    """Return the same of each row."""
-    return (values * expected).sum(dim=1) / expected.square().sum(dim=1).clamp(min=1e-300)
-
-
-def _as_stated(
-    loss: Loss, z: Tensor, delta: Tensor, y: Tensor, c: Tensor, candidates: Iterable[Tensor], tolerance: float
-) -> tuple[Tensor, Tensor, float] | None:
-    """Return targets and weights that give the stated loss the gradient in the outputs, but for a factor, and that."""
-    for labels in candidates:
-        weights = c if labels is y else sample_weights(loss, labels).to(c) * (c / sample_weights(loss, y).to(c))
-        derivative, by_row = loss_derivatives(loss, z, labels), (-1, *[1] * (z.ndim - 1))
-        expected = weights.view(by_row) * derivative
-        factor, sizes = common_factor(delta, expected), 1 + derivative.reshape(len(z), -1).abs().amax(dim=1)
-        bound = tolerance * max(1.0, abs(factor)) * weights.abs() * sizes
-        if bool(((delta - factor * expected).abs() <= bound.view(by_row)).all()):
-            return labels, weights, factor
-    return None
-
-
-KnownLoss = CrossEntropy | NegativeLogLikelihood | MeanSquaredError
-
-
-def _used_targets(
-    loss: Loss,
-    forward: CapturedForward,
-    y: Tensor,
-    cuts: list[Tensor],
-    c: Float64[Tensor, " n"],
-    is_recorded: Bool[Tensor, " n"],
-    *,
-    is_read: bool,
-) -> tuple[SeenRows | None, Tensor, bool]:
-    """Find the targets and weights that explain the gradient in the outputs.
-
-    A masked language model is trained on other positions each time: those that the loss left out have no gradient.
-
-    Args:
-        loss: The stated loss.
-        forward: The pass.
-        y: The recorded targets of its rows.
-        cuts: These, or those that the rows may have had (`targets_like`).
-        c: The weights that the stated loss gives to the rows.
-        is_recorded: Which rows of the input are as recorded.
-        is_read: Whether all rows have a factor that is not stated.
-
-    Returns:
-        Targets of rows that have others than the recorded ones, weights of all rows, whether these may not be the
-        loop's.
-
-    Raises:
-        StepMismatchError: The loop's labels are those of the next positions; or its classes are in another dimension;
-            or the pass had another number of positions than y, and its labels are not found.
-    """
-    outputs, gradient = forward.outputs, forward.output_gradient
-    if outputs is None or gradient is None or not is_finite(gradient) or not c.any():
-        return None, c, is_read
-    z, delta, c, tolerance = outputs.double(), gradient.double(), c.to(outputs.device), rounding_of(outputs)
-    if not delta.any() and cuts[0].shape == y.shape and loss_derivatives(loss, z, y).any():
-        return None, 0 * c, False  # the loop's loss of the pass is 0
-    found = _as_stated(loss, z, delta, y, c, _possible_labels(loss, delta, cuts), tolerance)
-    if found is not None:
-        labels, weights, factor = found
-        differs = (labels != y).reshape(len(y), -1).any(dim=1) if labels.shape == y.shape else torch.ones(len(y)).bool()
-        index = differs.nonzero().squeeze(1).to(labels.device)
-        return SeenRows(index, labels[index]) if len(index) else None, weights * (factor if is_read else 1.0), False
-    if z.ndim > 2 and isinstance(loss, ClassLoss) and not y.is_floating_point():
-        for own in (replace(loss, dim=dim) for dim in (1, -1)):  # where T = V both fit
-            if _as_stated(own, z, delta, y, c, _possible_labels(own, delta, cuts), tolerance) is not None:
-                raise StepMismatchError(
-                    f"the loss must say where scores {tuple(z.shape)} have their classes, which lengths do not: the "
-                    f"loop's loss takes dimension {own.dim}. State loss=epk_gp.{own}."
-                )
-        shifted = (F.pad(labels[:, 1:], (0, 1), value=ignored_class(loss)) for labels in cuts)
-        if _as_stated(loss, z, delta, y, c, _possible_labels(loss, delta, [*shifted]), tolerance) is not None:
-            raise StepMismatchError(
-                "y must hold the label of each position: the loop's loss compares the scores of each position with the "
-                "label of the next one, as causal language models do: pass epk_gp.next_words(y) as y."
-            )
-        if cuts[0].shape != y.shape:
-            raise StepMismatchError(
-                f"labels of positions must be y's where the pass has positions, {tuple(cuts[0].shape)} of "
-                f"{tuple(y.shape)}: the outputs' gradient is not {loss}'s there. State loss and weight, or loss=None."
-            )
-    unknown = (None, c, True)
-    if is_read or z.ndim > 2:
-        return unknown
-    derivative = loss_derivatives(loss, z, y)
-    scale = c.abs()[:, None] * (1 + derivative.abs().amax(dim=1, keepdim=True))
-    is_like = _within(delta - c[:, None] * derivative, tolerance * scale)
-    ratio = row_factors(delta, derivative)
-    is_weighted = _within(delta - ratio[:, None] * derivative, tolerance * (scale + ratio.abs()[:, None]))
-    if is_weighted.all() and _are_weights(ratio, derivative, is_recorded):
-        return None, torch.where(is_like, c, ratio), False
-    if not isinstance(loss, KnownLoss) or getattr(loss, "class_weights", None) is not None:
-        return unknown
-    values, is_valid = read_targets(loss, z, delta, c, 10 * tolerance)
-    if not isinstance(loss, MeanSquaredError) and z.shape[1] > 2:
-        # two mixed labels leave a class out; the gradient of another loss does not
-        floor = getattr(loss, "label_smoothing", 0.0) / z.shape[1]
-        is_valid &= (values.amin(dim=1) - floor).abs() <= 10 * tolerance
-    other = ~is_like
-    if not is_valid[other].all() or not _is_plausible(loss, values, y, other, is_recorded):
-        return unknown
-    index = other.nonzero().squeeze(1)
-    return SeenRows(index, values[index].to(outputs.dtype)), c, False
+    return _by_row(forward).to(dtype)
 
 
 def _possible_labels(loss: Loss, gradient: Tensor, cuts: list[Tensor]) -> Iterator[Tensor]:
@@ -440,50 +512,36 @@ def _possible_labels(loss: Loss, gradient: Tensor, cuts: list[Tensor]) -> Iterat
             yield from (own for own in (labels, seen) if not torch.all(own == ignored_class(loss)))
 
 
-def _within(difference: Tensor, bound: Tensor) -> Tensor:
-    return (difference.abs() <= bound).all(dim=1)
+def _seen_targets(loss: Loss, z: Any, y: Tensor, used: Tensor, follows: Tensor) -> SeenRows | None:
+    """Return the targets of rows that follow a loss with others than the recorded ones, y."""
+    if used is y:
+        return None
+    if used.shape == y.shape:
+        follows = follows & (used != y).reshape(len(y), -1).any(dim=1)
+    elif used.ndim == y.ndim:  # labels of another number of positions, which none of the recorded ones are
+        follows = torch.ones_like(follows)
+    index = follows.nonzero().squeeze(1)
+    if len(index) and isinstance(loss, ClassLoss) and used.ndim == (2 if used.is_floating_point() else 1):
+        used = soft_targets(loss, used, z)
+    elif isinstance(z, Tensor):
+        used = fit_targets(used, z)
+    return SeenRows(index, used[index]) if len(index) else None
 
 
-def _are_weights(ratio: Tensor, derivative: Tensor, is_recorded: Tensor) -> bool:
-    """Return whether factors of the rows' gradients are weights of samples, and not the sign of another loss.
-
-    With two classes, or one output, the gradients of all losses are multiples of each other: only the ranks tell then.
-    """
-    num_outputs, rows = derivative.shape[1], len(ratio)
-    if num_outputs == 1 or (num_outputs == 2 and not is_recorded.all()) or bool((ratio < 0).any()):
-        return False
-    if rows < _ENOUGH_ROWS:
-        return num_outputs > 2
-    ranks = torch.stack([value.argsort().argsort().double() for value in (ratio, derivative.abs().amax(dim=1))])
-    return abs(float(torch.corrcoef(ranks)[0, 1])) <= _FOLLOWS_LOSS
-
-
-def read_targets(
-    loss: KnownLoss, z: Float[Tensor, "n C"], delta: Float[Tensor, "n C"], c: Float[Tensor, " n"], room: float
-) -> tuple[Float[Tensor, "n C"], Bool[Tensor, " n"]]:
-    """Return the targets that explain a gradient, and for which rows they are targets at all, up to some rounding."""
-    scaled = delta / c.where(c != 0, 1e-300)[:, None]
-    if isinstance(loss, MeanSquaredError):
-        factor = z.shape[1] if loss.reduction == "mean" else 1
-        return z - scaled * factor / 2, torch.ones_like(c, dtype=torch.bool)
-    q = z.softmax(dim=1) - scaled if isinstance(loss, CrossEntropy) else -scaled
-    is_valid, hard = (q >= -room).all(dim=1) & ((q.sum(dim=1) - 1).abs() <= room), q.round()
-    return torch.where(((q - hard).abs() <= room).all(dim=1)[:, None], hard, q), is_valid
-
-
-def _is_plausible(loss: KnownLoss, values: Tensor, y: Tensor, other: Tensor, is_recorded: Tensor) -> bool:
-    """Return whether other targets are those of a loop that changes targets, and not of one that was stated wrongly."""
-    noisy = other & is_recorded
-    if not noisy.any():
-        return True  # mixed rows with mixed targets
-    count, rows = int(noisy.sum()), len(noisy)
-    if isinstance(loss, MeanSquaredError):
-        return rows >= _FEW_ROWS and count <= rows / 2
-    if not is_recorded.all():
-        return True
-    if not bool((values[other] == values[other].round()).all()):
-        return values.shape[1] > 2  # mixed inside the network
-    expected = soft_targets(loss, y, values)
-    if count > 1 and torch.equal(values[other].sum(dim=0), expected[other].sum(dim=0).round()):
-        return False  # the recorded targets in another order
-    return count <= max(1, _MOST_NOISY * rows)
+def _read_targets(
+    loss: ClassLoss, z: Tensor | None, delta: Tensor, c: Tensor, rows: Bool[Tensor, " n"]
+) -> SeenRows | None:
+    """Return the targets of those of some rows whose gradient gives them: a label, or two labels that are mixed."""
+    if z is None or loss.class_weights is not None:
+        return None
+    share, smoothing = 10 * rounding_of(delta), getattr(loss, "label_smoothing", 0.0)
+    p = z.double().softmax(dim=1) if isinstance(loss, CrossEntropy) else torch.zeros_like(z, dtype=torch.float64)
+    q = p - delta.double() / c.where(c != 0, 1.0)[:, None]
+    top, places = ((q - smoothing / z.shape[1]) / max(1 - smoothing, 1e-300)).topk(min(2, z.shape[1]), dim=1)
+    largest = top[:, 0].where((top[:, 0] - 1).abs() > share, 1.0)
+    values = torch.stack([largest, 1 - largest], dim=1)[:, : z.shape[1]]
+    exact = (1 - smoothing) * torch.zeros_like(q).scatter(1, places, values) + smoothing / z.shape[1]
+    is_label = (largest == 1) | ((z.shape[1] > 2) & (largest > 0) & (largest < 1))
+    is_read = rows & is_label & (c != 0) & rows_like(delta, c[:, None] * (p - exact), c)
+    index = is_read.nonzero().squeeze(1)
+    return SeenRows(index, exact[index].to(z.dtype)) if len(index) else None

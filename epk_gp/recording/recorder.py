@@ -28,11 +28,11 @@ from epk_gp.optimizers.library_rules import NoOptimizer
 from epk_gp.optimizers.torch_rules import Optimizers, Rules, as_optimizers, given_rules, groups_of, learning_rate
 from epk_gp.optimizers.update_rules import Clip, UpdateCoefficients
 from epk_gp.recording.causes import StepMismatchError
-from epk_gp.recording.check import CheckSchedule, check_step, edit_of, measure_step, needs_exact_check
+from epk_gp.recording.check import CheckSchedule, check_records, check_step, edit_of, measure_step, needs_exact_check
 from epk_gp.recording.distributed import OTHER_RANKS, Ranks
 from epk_gp.recording.gradient_fit import GradientTerms
 from epk_gp.recording.history import CommitSchedule, Held, RunHistory, StepResult
-from epk_gp.recording.mismatches import ObservedStep, StepMeasures, doubt_of_loss
+from epk_gp.recording.mismatches import ObservedStep, StepMeasures
 from epk_gp.recording.observer import MadeStep, StepObserver
 from epk_gp.recording.passes import PassRecords
 from epk_gp.recording.probe import DerivativeProbe
@@ -70,8 +70,8 @@ class Recorder:
     Use it as a context manager; call `batch(indices)` after `backward()` and before `optimizer.step()`. What each
     forward pass of the network depended on (dropout, batch statistics, augmented rows) is recorded by hooks. Steps are
     checked (`check_every`): the recorded change of the weights must be what the update rule predicts from the
-    recomputed gradient of the stated loss on the stated batch. A step that is not raises `StepMismatchError`, which
-    names the cause as far as it can tell; the steps before it stay recorded.
+    recomputed gradient of the batch. A step that is not raises `StepMismatchError`, which names the cause as far as it
+    can tell; the steps before it stay recorded. Rows whose loss is not the stated one are recorded by its gradient.
 
     With `folder` and `resume` the loop, `for step in recorder.until(steps):`, continues where the last commit left it.
 
@@ -113,9 +113,9 @@ class Recorder:
                 a map-style dataset, or a `DataLoader` over one are read once, in their order, and written to a file.
             y: Their targets, a tensor or an array; None where no loss is stated and nothing else needs them, and where
                 items of a dataset are pairs (input, target), or dictionaries that hold `labels`, or their key.
-            loss: The loss that will be minimised. None states none: what the loop's own backward pass sends into each
-                row of what the network returns is recorded, which is all that contributions need, whatever the loss is
-                (contrastive pairs, teachers, critics); `influence` and `retrain` need it stated.
+            loss: The loss that is minimised, as a function of a row's outputs and target. Of rows that do not follow it
+                what the loop's backward pass sends into the outputs is recorded, which is all that contributions need;
+                `influence` and `retrain` need all rows to follow it. None states none, and y may be None.
             update_rule: How the optimizer's step follows from the gradient; known for all optimizers of torch that take
                 one gradient a step. Of several optimizers a sequence, None for torch's own.
             clip: The loop's gradient clipping, for `influence` and `retrain`: a bound of the 2-norm or of the entries
@@ -210,6 +210,7 @@ class Recorder:
         self._momenta: tuple[Tensor | None, Tensor | None] = None, None
         self._probe, self._terms = DerivativeProbe(), GradientTerms(self._setup.model.sizes)
         self._has_said_note = False  # that the loop scales and shifts its rows
+        self._keeps_factor: bool | None = None  # whether the optimizer gets factors of the loss, unlike a GradScaler's
         self._identity = RowIdentity(self._setup.X, self._setup.y, loss)
         self._schedule = CheckSchedule(check_every)
         self._waiting: list[WaitingStep] = []  # steps that are made, and neither checked nor recorded
@@ -357,11 +358,11 @@ class Recorder:
         Args:
             indices: Rows of X that the batch held, each as often as it occurred, none if a sampler drew none; None for
                 all of X. With loss=None, -1 stands for a row that is no training point, such as a generated one.
-            weight: Factor that the loop puts in front of this batch's loss, 1/k for the mean over k batches; or of each
-                row's loss. None reads one factor from the gradient in the outputs. With loss=None that gradient has the
-                loop's factors already: leave `weight` out but for 1 / scaler.get_scale() under a GradScaler.
-            targets: Of a `Stream`, whose rows are known by their content, the targets of the rows, in the place of
-                indices; None with loss=None, where the rows are those of the last backward pass.
+            weight: Factor that the loop puts in front of this batch's loss, or of each row's loss. A factor that all
+                rows have is seen if it is not stated; None reads that of a batch of one row too. With loss=None the
+                gradient has it already: leave `weight` out but for 1 / scaler.get_scale() under a GradScaler.
+            targets: What the loop's loss used in the place of y[indices], as y holds it, or probabilities (B, C) for
+                labels. Of a `Stream` the targets of the rows, in the place of indices; None with loss=None.
 
         Raises:
             RuntimeError: The recorder is not recording, or the loop is not one over `until` although it has to be.
@@ -518,24 +519,16 @@ class Recorder:
         """Record the step of several processes, on the one that writes."""
         setup, index, end = self._setup, self.num_steps, self._setup.weights()
 
-        def own_step() -> tuple[Step, Tensor, Tensor]:
+        def own_step() -> tuple[tuple[Step, ...], Tensor, Tensor]:
             step = self._made_step(made)
             _validate_weights(end)
             unknown = torch.full_like(step.statistics, torch.nan)
-            return self._record_of(index, step, (unknown, unknown)), step.before, step.statistics
+            return self._passes.step(index, made, (unknown, unknown)), step.before, step.statistics
 
         whole = self._ranks.whole_step(own_step, setup, made, end)
         if whole is not None:
-            record, before, after = whole
-            self._record_step(WaitingStep(made, self._history.last.end, end, before, after), record, None)
-
-    def _record_of(self, index: int, step: WaitingStep, statistics: tuple[Tensor, Tensor]) -> Step:
-        """Return the record of this process's rows of a step."""
-        made = step.made
-        record = self._passes.step(index, made, statistics)
-        if made.is_doubtful and (self._ranks.size > 1 or any(batch.weight is None for batch in made.announced)):
-            made.doubt = doubt_of_loss(self._setup, made, record)
-        return record
+            records, before, after = whole
+            self._record_step(WaitingStep(made, self._history.last.end, end, before, after), records, None)
 
     def _record_waiting(self) -> None:
         """Check and record the steps that wait.
@@ -547,61 +540,65 @@ class Recorder:
         if not steps:
             return
         first, setup, self._has_refused = self._history.num_steps, self._setup, True
-        records = plain_records(setup, self._passes.differs_in, first, [own.made for own in steps])
+        plain = plain_records(setup, self._passes.differs_in, first, [own.made for own in steps])
         measures = measure_together(setup.model.sizes, steps, self._training.momentum) if len(steps) > 1 else None
         with _errors_of_step(lambda: self._history.num_steps):
             for number, step in enumerate(steps):
-                self._record_step(step, records[number], None if measures is None else measures[number])
+                records = None if (record := plain[number]) is None else (record,)
+                self._record_step(step, records, None if measures is None else measures[number])
         self._has_refused = False
 
-    def _record_step(self, step: WaitingStep, record: Step | None, measures: StepMeasures | None) -> None:
-        """Check and record a step; its record and measures are made if they are not known."""
+    def _record_step(self, step: WaitingStep, records: Sequence[Step] | None, measures: StepMeasures | None) -> None:
+        """Check and record a step; the records that it may have, and its measures, are made if they are not known."""
         made, setup, momentum, index = step.made, self._setup, self._training.momentum, self._history.num_steps
         if measures is None or not math.isfinite(measures.difference):
             _validate_weights(step.end)
         made.unseen = made.unseen or (self._ranks.warning if self._ranks.size == 1 else None)
-        if record is None:
-            record = self._record_of(index, step, (step.before, step.statistics))
-        is_kept = measures is not None and not record.passes
+        is_plain, is_kept = records is not None, measures is not None
+        records = records or self._passes.step(index, made, (step.before, step.statistics))
         if measures is None:
             measures = measure_step(setup, made, (step.start, step.end), momentum, self._momenta[0])
-        observed = None
-        if is_kept and measures.follows_rule and self._is_plain(index, made):
-            update, self._unchecked = made.update, partial(self._observed, step, record, momentum, measures)
+        observe, observed = partial(self._observed, step, momentum, measures), None
+        if is_plain and is_kept and measures.follows_rule and self._is_unedited(index, made):
+            (record,), update = records, made.update
+            self._unchecked = partial(observe, record, 1.0)
         else:
-            observed = self._observed(step, record, momentum, measures)
-            update = self._checked(observed)
+            scales = (made.scale, 1.0)  # only the first record may be without a factor
+            observed, update = self._checked([observe(*pair) for pair in zip(records, scales, strict=False)])
+            record = observed.step
         if index >= self._probe.next:
-            observed = observed or self._observed(step, record, momentum, measures)
-            self._probe.look_at(setup, observed, self._schedule)
+            self._probe.look_at(setup, observed or observe(record, 1.0), self._schedule)
         self._momenta, self._training.momentum = (self._momenta[1], momentum), measures.momentum
         replay = None if self._commits is None else self._commits.replay_of(made, self._ranks.size)
         after = step.statistics if len(step.statistics) else None
         record = record if made.groups is None else replace(record, groups=made.groups)
-        self._history.append(record, step.end, update, after, replay, is_kept=is_kept)
+        self._history.append(record, step.end, update, after, replay, is_kept=is_plain and is_kept)
+        if record.passes:
+            self._passes.warn_of(record)
         setup.live.know_copy(step.end, self._history.last.end)
         if step.snapshot is not None and self._commits is not None:
             self._commits.complete_iteration(step.snapshot)
 
     def _observed(
-        self, step: WaitingStep, record: Step, momentum: Float[Tensor, " B"], measures: StepMeasures
+        self, step: WaitingStep, momentum: Float[Tensor, " B"], measures: StepMeasures, record: Step, scale: float
     ) -> ObservedStep:
-        edit = edit_of(self._setup, step.made, record, step.start, self._terms)
+        edit = edit_of(step.made, scale, step.start, self._terms)
         around = step.start, step.end, momentum, step.before, step.statistics
         return ObservedStep(step.made, record, *around, measures, self._terms, *edit)
 
-    def _is_plain(self, index: int, made: MadeStep) -> bool:
-        """Return whether nothing is left to be compared of a step whose record is plain, and that follows its rule."""
+    def _is_unedited(self, index: int, made: MadeStep) -> bool:
+        """Return whether nothing was done to the gradient of a step that need not be checked."""
         is_unedited = made.arrived is made.gradient and self._terms.is_empty and self._setup.clip is None
         return is_unedited and made.doubt is None and not self._schedule.is_due(index)
 
-    def _checked(self, observed: ObservedStep) -> UpdateCoefficients:
-        """Check a step, and return its coefficients; its gradient is recomputed if that is due."""
-        setup, record, made = self._setup, observed.step, observed.made
-        is_exact = self._schedule.is_due(record.index) or made.doubt is not None or needs_exact_check(setup, observed)
+    def _checked(self, records: Sequence[ObservedStep]) -> tuple[ObservedStep, UpdateCoefficients]:
+        """Check a step, and return it with its record and its coefficients; recompute its gradient if that is due."""
+        setup, first = self._setup, records[0]
+        is_exact = self._schedule.is_due(first.step.index) or first.made.doubt is not None
+        is_exact = is_exact or needs_exact_check(setup, first) or (len(records) > 1 and self._keeps_factor is None)
         with self._schedule.checking() if is_exact else nullcontext():
-            update = check_step(setup, observed, exact=is_exact)
-            self._unchecked = None if is_exact else lambda: observed
+            observed, update, self._keeps_factor = check_records(setup, records, self._keeps_factor, exact=is_exact)
+            record, self._unchecked = observed.step, None if is_exact else lambda: observed
             # until something is known, every step says something; rows of a stream are numbered by what they are
             if setup.stream is None and record.passes and (is_exact or not self._identity.num_judged):
                 self._require_identity(self._identity.look_at(record))
@@ -609,7 +606,7 @@ class Recorder:
                 warn_uncertified(f"{outside}.")
         if is_exact:
             self._schedule.add(record.index)
-        return update
+        return observed, update
 
     def _complete_iteration(self, *, commits: bool = True) -> None:
         """Keep what a resumed run continues from, if the run is on disk, and commit steps if that is due."""

@@ -13,6 +13,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from epk_gp.core.graphs import tensors_of
 from epk_gp.core.losses import (
     ClassLoss,
     Loss,
@@ -33,7 +34,7 @@ from epk_gp.optimizers.update_rules import (
 )
 from epk_gp.recording.mismatches import StepMeasures
 from epk_gp.recording.observer import CapturedForward, MadeStep
-from epk_gp.recording.passes import rounding_of
+from epk_gp.recording.passes import TOLERANCE
 from epk_gp.recording.setup import TrainingSetup
 
 MOST_STEPS, MOST_BYTES = 64, 1 << 22  # that wait, and that their rows and outputs take
@@ -63,7 +64,7 @@ class WaitingStep:
 def num_bytes(made: MadeStep) -> int:
     """Return how much memory a step takes that waits, beside its weights."""
     passes = [forward for batch in made.announced for forward in batch.forwards]
-    return sum(v.nbytes for f in passes for v in (f.inputs, f.outputs, f.output_gradient) if v is not None)
+    return sum(v.nbytes for f in passes for v in (f.inputs, *tensors_of(f.returned), *f.sent.values()))
 
 
 def plain_records(
@@ -86,10 +87,11 @@ def plain_records(
     samples = torch.cat([steps[k].announced[0].samples for k, _ in chosen])
     rows = samples.to(setup.X.device)
     y, z = setup.y[rows], torch.cat([f.outputs for _, f in chosen]).double()
-    delta = torch.cat([f.output_gradient for _, f in chosen]).double()
+    delta = torch.cat([f.sent[f.place].reshape(f.outputs.shape) for _, f in chosen]).double()
     is_same = (torch.cat([f.inputs for _, f in chosen]) == setup.X[rows]).reshape(len(rows), -1).all(dim=1)
     c, derivative = _weights_of(setup.loss, y, counts)[:, None], loss_derivatives(setup.loss, z, y)
-    bound = rounding_of(chosen[0][1].outputs) * c.abs() * (1 + derivative.abs().amax(dim=1, keepdim=True))
+    share, floor = TOLERANCE[chosen[0][1].outputs.dtype]
+    bound = share * (c * derivative).abs().amax(dim=1, keepdim=True) + floor * c.abs()
     is_same &= ((delta - c * derivative).abs() <= bound).all(dim=1)
     for (k, _), own, batch in zip(chosen, is_same.split(counts), samples.split(counts), strict=True):
         if bool(own.all()):
@@ -109,7 +111,13 @@ def _plain_pass(setup: TrainingSetup, made: MadeStep) -> CapturedForward | None:
     (forward,) = batch.forwards
     record, z = forward.record, forward.outputs
     is_alike = (forward.inputs.shape[1:], forward.inputs.dtype) == (setup.X.shape[1:], setup.X.dtype)
-    is_seen = z is not None and z.ndim == 2 and forward.output_gradient is not None
+    is_seen = (
+        z is not None
+        and z.ndim == 2
+        and z.dtype in TOLERANCE
+        and forward.sent.keys() == {forward.place}
+        and forward.stray is None
+    )
     special = record.random_state, record.device_random_state, record.autocast, record.settings, record.weights
     is_plain = is_alike and is_seen and all(value is None for value in special)
     return forward if is_plain and len(forward.inputs) == len(batch.samples) else None

@@ -27,9 +27,8 @@ _VECTORS = {
     "memory_order": (torch.int64,),
     "weights": (torch.float32, torch.float64),
     "settings": (torch.float64,),
-    "cotangents": (torch.float32, torch.float64, torch.float16, torch.bfloat16),  # the one that is no vector: (n, D)
 }
-_SEEN = ("inputs", "targets")
+_SEEN = ("inputs", "targets", "cotangents")
 PARTS = (*_VECTORS, *(f"{name}.{kind}" for name in _SEEN for kind in ("index", "values")))
 _DTYPES = tuple(SAFETENSORS_DTYPES)  # a dtype is stored as its place in this list
 _MAX_RANDOM_BYTES = 1 << 16  # torch's state has 16 bytes on CUDA
@@ -183,12 +182,11 @@ def validate_pass(forward: ForwardPass, schema: ChunkSchema | None = None) -> No
         lengths["modes"] = (schema.num_modules, schema.num_modules)
         lengths["statistics"] = lengths["statistics_after"] = (schema.num_statistics, schema.num_statistics)
         lengths["weights"] = (schema.num_weights, schema.num_weights)
-    lengths["cotangents"] = (forward.num_rows, forward.num_rows)
     for name, dtypes in _VECTORS.items():
         value = getattr(forward, name)
         if value is None:
             continue
-        if value.ndim != (2 if name == "cotangents" else 1) or value.dtype not in dtypes:
+        if value.ndim != 1 or value.dtype not in dtypes:
             raise ValueError(f"{name} must be a vector of {dtypes[-1]}: got {tuple(value.shape)} of {value.dtype}.")
         least, most = lengths.get(name, (0, len(value)))
         if not least <= len(value) <= most:
@@ -209,7 +207,8 @@ def validate_pass(forward: ForwardPass, schema: ChunkSchema | None = None) -> No
 
 def _validate_seen(name: str, seen: SeenRows, num_rows: int) -> None:
     index, values = seen.index, seen.values
-    if index.ndim != 1 or index.dtype != torch.int64 or values.ndim < 1 or len(values) != len(index):
+    is_numbers = name != "cotangents" or (values.ndim == 2 and values.is_floating_point())
+    if index.ndim != 1 or index.dtype != torch.int64 or values.ndim < 1 or len(values) != len(index) or not is_numbers:
         raise ValueError(f"{name} must have one row per index: got {tuple(index.shape)} and {tuple(values.shape)}.")
     if values.dtype not in SAFETENSORS_DTYPES:
         names = ", ".join(str(dtype).removeprefix("torch.") for dtype in SAFETENSORS_DTYPES)

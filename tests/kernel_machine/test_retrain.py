@@ -16,7 +16,7 @@ from weighted_loops import INPUTS, POINTS, Apply, Encoder, WeightedLoop, convolu
 
 import epk_gp as epk
 from epk_gp.core.plans import MemoryPlan
-from epk_gp.core.step import ForwardPass
+from epk_gp.core.step import ForwardPass, SeenRows
 from epk_gp.kernel_machine.influence import Influence
 from epk_gp.optimizers.torch_rules import PRECONDITIONERS
 from epk_gp.optimizers.update_rules import Clip, ClipNorm, ClipValue
@@ -277,9 +277,9 @@ def test_rounding_is_a_certified_derivative_whatever_a_run_may_leave_unexplained
 
 def test_a_pass_whose_rows_do_not_follow_the_stated_loss_is_refused():
     run = WeightedLoop(sgd).record()
-    forward = ForwardPass(5, cotangents=torch.ones(5, 3, dtype=torch.float64))
+    forward = ForwardPass(5, cotangents=SeenRows(torch.tensor([1, 4]), torch.ones(2, 3, dtype=torch.float64)))
     steps = (*run.steps[:2], replace(run.steps[2], passes=(forward,)), *run.steps[3:])
-    with pytest.raises(ValueError, match="those of step 2 were .* or are not the loss's"):
+    with pytest.raises(ValueError, match="does not follow: step 2: 2 of 5 rows"):
         epk.influence(replace(run, steps=steps), run.inputs[:1])
 
 

@@ -79,8 +79,6 @@ FAULTS = {
     " Likely cause: they, or what the optimizer holds, were changed on one rank alone",
     "module": "0 step 0: the weights after a step must be the same on all ranks: those of rank 1 are not those of "
     "rank 0. Likely cause: its gradient is its own. DDP averages gradients in the backward pass of net(X)",
-    "labels": "Likely cause: on rank 1 the network saw X at the announced indices, but the loop's targets are those of "
-    "other points, from row 0 of the batch on",
     "data": "X and y must be the same on all ranks: those of rank 1 are not those of rank 0",
 }
 

@@ -4,11 +4,12 @@ In a recorded run, results are not certified and say at which step; in a loop, t
 or what the network really did is recorded and the results are exact.
 """
 
+from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
 import torch
-from captured_loops import CLASSES, FEATURES, POINTS, CapturedLoop
+from captured_loops import FEATURES, POINTS, CapturedLoop
 from torch import nn
 from torch.nn import functional as F
 
@@ -223,10 +224,6 @@ def of_other_rows(loop):
     loop.z = loop.net(loop.X[others(loop)])
 
 
-def of_others(loop):
-    return F.one_hot(loop.y[(loop.rows + 1) % POINTS], CLASSES).double()
-
-
 def option(name, value, layer=1):
     return lambda loop: setattr(loop.net[layer], name, value)
 
@@ -290,18 +287,6 @@ REFUSED = {
         setting("announced", lambda loop: torch.cat([loop.rows[:-1], others(loop)[-1:]])), "was X"),
     "all_rows": (PLAIN, "forward", setting("announced", lambda _: None), "no call of the network on the batch's rows"),
     "fewer_rows": (("dropout", "mixup"), "forward", setting("announced", lambda loop: loop.rows[1:]), OTHER_GRADIENT),
-    "labels_in_another_order": (AS_RECORDED, "forward", setting("q", lambda loop: loop.q.roll(1, 0)), OTHER_GRADIENT),
-    "targets_of_another_batch": (AS_RECORDED, "forward", setting("q", of_others), OTHER_GRADIENT),
-    "loss_scaled": (ALL, "forward", with_loss(lambda loop: 1.01 * (loop.weight * loop.losses()).mean()),
-        OTHER_GRADIENT),
-    "labels_for_squares": (("one_hot_regression",), "forward", with_loss(lambda loop: F.cross_entropy(loop.z, loop.q)),
-        "that of CrossEntropy.reduction='mean'., not of the stated MeanSquaredError"),
-    "another_loss": (("dropout", "batch_norm", "mixup", "weights"), "forward",
-        with_loss(lambda loop: (loop.z - loop.q).square().mean()), OTHER_GRADIENT),
-    "temperature": (("augmentation", "weights"), "forward",
-        with_loss(lambda loop: -(loop.weight * (loop.q * (loop.z / 2).log_softmax(1)).sum(1)).mean()), OTHER_GRADIENT),
-    "backward_twice": (("plain", "weights", "accumulation"), "value",
-        lambda loop: loop.value().backward(retain_graph=True), OTHER_GRADIENT),
     "gradient_of_others_added": (("plain", "dropout", "batch_norm"), "forward", backward_elsewhere, OTHER_GRADIENT),
     "gradient_of_others_instead": (AS_RECORDED, "announce", gradient_of_other_rows, ""),
     "gradient_of_others_after_the_announcement": (("plain", "accumulation"), "announced", gradient_of_other_rows,
@@ -313,7 +298,6 @@ REFUSED = {
     "not_announced": (PLAIN, "announce", skip_announcement, NOT_ANNOUNCED),
     "a_batch_not_announced": (("accumulation",), "announce", skip_announcement, OTHER_GRADIENT),
     "a_batch_announced_for_another": (("accumulation",), "announce", keep_rows, "other training points"),
-    "another_factor": (("accumulation",), "announce", setting("weight", lambda _: 0.25), OTHER_GRADIENT),
     "statistics_edited_before_the_step": (NORM, "step", edit(mean), "in another way"),
     "statistics_switched_on": (("late_batch_norm",), "begin", lambda loop: loop.net.train(),
         "'1.running_mean' changed. If training moves it"),
@@ -381,8 +365,11 @@ SOUND = {
     "statistics_forgotten": (NORM, "begin", lambda loop: loop.net[1].reset_running_stats()),
     "one_noisy_label": (AS_RECORDED, "forward",
         setting("q", lambda loop: torch.cat([loop.q[:1].roll(1, 1), loop.q[1:]]))),
-    "weights_not_stated": (("dropout", "accumulation"), "forward",
-        with_loss(lambda loop: (torch.linspace(0.5, 1.5, len(loop.z)).double() * loop.weight * loop.losses()).mean())),
+    "loss_scaled": (ALL, "forward", with_loss(lambda loop: 1.01 * (loop.weight * loop.losses()).mean())),
+    "backward_twice": (("plain", "weights", "accumulation"), "value",
+        lambda loop: loop.value().backward(retain_graph=True)),
+    "another_factor": (("accumulation",), "announce", setting("weight", lambda _: 0.25)),
+    "labels_in_another_order": (AS_RECORDED, "forward", setting("q", lambda loop: loop.q.roll(1, 0))),
     "penalty": (("plain", "mixup"), "forward",
         with_loss(lambda loop: loop.losses().mean() + 0.01 * first_weight(loop).square().sum())),
     "hardest_half": (("batch_norm", "dropout"), "forward",
@@ -403,11 +390,23 @@ def test_a_number_that_changes_the_network_in_evaluation_mode_too_is_refused_at_
         loop.run()
 
 
-@pytest.mark.parametrize(("name", "feature"), cases(SOUND))
+OTHER_LOSS = {
+    "labels_for_squares": (("one_hot_regression",), "forward", with_loss(lambda loop: F.cross_entropy(loop.z, loop.q))),
+    "another_loss": (("dropout", "batch_norm", "mixup", "weights"), "forward",
+        with_loss(lambda loop: (loop.z - loop.q).square().mean())),
+    "temperature": (("augmentation", "weights"), "forward",
+        with_loss(lambda loop: -(loop.weight * (loop.q * (loop.z / 2).log_softmax(1)).sum(1)).mean())),
+    "weights_not_stated": (("dropout", "accumulation"), "forward",
+        with_loss(lambda loop: (torch.linspace(0.5, 1.5, len(loop.z)).double() * loop.weight * loop.losses()).mean())),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "feature"), cases(SOUND | OTHER_LOSS))
 def test_what_a_loop_may_do_is_recorded_as_it_was(name, feature):
-    _, place, act = SOUND[name]
+    _, place, act = (SOUND | OTHER_LOSS)[name]
     loop = CapturedLoop(feature, {place: act}, faulty_step=2 if place == "end" else 1)
-    run = loop.run()
+    with pytest.warns(UserWarning, match="step 1: .* not follow") if name in OTHER_LOSS else nullcontext():
+        run = loop.run()
     shares = epk.attribute(run, TEST, head="logits")
     assert run.num_steps == 3
     assert shares.certified
@@ -430,17 +429,6 @@ def test_what_moves_after_the_last_step_is_refused(feature, act, message):
     assert loop.recorder.num_steps == 3
     with pytest.warns(UserWarning, match="your network is not the one"):
         assert epk.reconstruct(loop.recorder.trajectory, TEST).certified
-
-
-def test_another_loss_is_refused_where_parameters_have_no_gradient():
-    """The gradient of the parameters that no optimizer moved is no measure of rounding."""
-
-    def one_optimizer_on_other_targets(loop):
-        loop.optimizers.pop()
-        loop.q = of_others(loop)
-
-    with pytest.raises(epk.StepMismatchError, match=OTHER_GRADIENT):
-        CapturedLoop("two_optimizers", {"forward": one_optimizer_on_other_targets}).run()
 
 
 def test_the_last_step_of_one_optimizer_alone_keeps_its_forward_pass():

@@ -37,21 +37,12 @@ def test_mixed_rows_of_a_regression_are_seen_whatever_its_shape(squeeze, column)
         return F.mse_loss(z.flatten(), 0.7 * t.flatten() + 0.3 * t.flatten().flip(0))
 
     y = y[:, None] if column else y
-    run = record(net, sgd(net), X, y, BATCHES, call=mixed, value=value, loss=nn.MSELoss()).trajectory
-    assert run.steps[0].passes[0].targets is not None
-    assert_exact(run)
-
-
-def test_mixed_targets_are_seen_under_a_negative_weight():
-    net, X, y = regression_net(squeeze=False), torch.randn(8, 4).double(), torch.rand(8, 1).double()
-
-    def value(z, t):
-        return -0.5 * F.mse_loss(z, 0.7 * t + 0.3 * t.flip(0))
-
-    run = record(net, sgd(net), X, y, BATCHES, call=mixed, value=value, weight=-0.5, loss=nn.MSELoss()).trajectory
-    batch = run.steps[0].batch
-    seen = run.steps[0].passes[0].targets
-    assert_close(seen.values, 0.7 * y[batch] + 0.3 * y[batch].flip(0))
+    targets = [0.7 * y[rows] + 0.3 * y[rows].flip(0) for rows in BATCHES]
+    options = {"call": mixed, "value": value, "loss": nn.MSELoss(), "targets": targets}
+    run = record(net, sgd(net), X, y, BATCHES, **options).trajectory
+    seen = run.steps[0].passes[0]
+    assert seen.cotangents is None
+    assert_close(seen.targets.values.flatten(), targets[0].flatten())
     assert_exact(run)
 
 
@@ -80,15 +71,9 @@ def test_mixed_labels_are_read_where_the_loss_is_and_not_from_derived_outputs():
         return 0.7 * F.cross_entropy(z, t) + 0.3 * F.cross_entropy(z, t.flip(0))
 
     options = {"call": mixed, "value": value, "output": lambda returned: returned["logits"][:, :2]}
-    assert_exact(record(net, sgd(net), X, y, BATCHES, **options).trajectory)
-
-
-@pytest.mark.filterwarnings("ignore:Using a target size")
-@pytest.mark.parametrize("loss", [nn.MSELoss(), nn.MSELoss(reduction="sum"), nn.HuberLoss()])
-def test_a_loop_that_broadcasts_targets_is_told_so(loss):
-    net, X, y = nn.Linear(4, 1).double(), torch.randn(9, 4).double(), torch.rand(9).double()
-    with pytest.raises(epk.StepMismatchError, match=r"broadcasts targets .n,. against outputs .n, 1."):
-        record(net, sgd(net), X, y, [None], value=loss, loss=loss)
+    run = record(net, sgd(net), X, y, BATCHES, **options).trajectory
+    assert [seen.cotangents for step in run.steps for seen in step.passes] == [None, None]
+    assert_exact(run)
 
 
 def record_positions(loss, shape=(3, 5), smoothing=0.0):
@@ -130,5 +115,6 @@ def test_another_loss_of_positions_is_no_choice_of_positions():
         return F.cross_entropy(z, (labels + 1).clamp(max=4).masked_fill(labels < 0, -100))
 
     for loss in (focal, next_class):
-        with pytest.raises(epk.StepMismatchError, match="step 0"):
-            record_positions(loss)
+        with pytest.warns(UserWarning, match="step 0: [23] of 4 rows do not follow"):  # row 1 has no position
+            run, _ = record_positions(loss)
+        assert_exact(run)

@@ -297,13 +297,6 @@ def test_wrong_uses_are_refused_at_the_door():
     def with_its_loss(net, rows, others):
         return net(X[rows])[1]
 
-    def wrong_factor():
-        with epk.Recorder(net, optimizer, X, Y) as recorder:
-            optimizer.zero_grad()
-            focal(net, BATCHES[0], None).backward()
-            recorder.batch(BATCHES[0], weight=None)
-            optimizer.step()
-
     refusals = {
         "y must be the targets that the stated loss takes": lambda: epk.Recorder(net, optimizer, X, None),
         "-1, for a row that is no training point, needs": lambda: run(
@@ -314,11 +307,207 @@ def test_wrong_uses_are_refused_at_the_door():
         ),
         "no gradient came into what the network returned": without_backward,
         "must be seen: no call of the network on the batch's rows": lambda: run(focal, BATCHES[0][:2]),
-        "the loop weights the stated losses of the rows by": wrong_factor,
         "indices must lie in 0..9: got -2": lambda: run(focal, [-2, 0, 1, 2]),
     }
     for message, call in refusals.items():
         assert refusal((TypeError, ValueError), re.escape(message), call) is None, message
+
+
+def teacher(z, rows):
+    q = torch.randn(10, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(8)).softmax(dim=1)
+    return 4 * F.kl_div((z / 2).log_softmax(dim=1), q[rows], reduction="batchmean")
+
+
+def neighbours(z, rows):
+    z = F.normalize(z)
+    likeness = (z @ z.T / 0.5).fill_diagonal_(-1e9)
+    return F.cross_entropy(likeness, torch.arange(len(z)).roll(1))
+
+
+def focal_of(z, y):
+    values = F.cross_entropy(z, y, reduction="none")
+    return (1 - (-values).exp()) ** 2 * values
+
+
+def half(z, rows):
+    first = F.cross_entropy(z[::2], Y[rows[::2]], reduction="sum")
+    return (first + focal_of(z[1::2], Y[rows[1::2]]).sum()) / len(rows)
+
+
+def one_hot(rows):
+    return F.one_hot(Y[rows], 3).double()
+
+
+# losses of the outputs z that are not the stated cross entropy, and how many of four rows follow that all the same
+OTHERS = {
+    "smoothing": (lambda z, rows: F.cross_entropy(z, Y[rows], label_smoothing=0.1), 0),
+    "teacher": (teacher, 0),
+    "neighbours": (neighbours, 0),
+    "critic": (lambda z, rows: z[:2].mean() - z[2:].mean(), 0),
+    "focal": (lambda z, rows: focal_of(z, Y[rows]).mean(), 0),
+    "class_weights": (lambda z, rows: F.cross_entropy(z, Y[rows], weight=torch.tensor([1.0, 2, 3]).double()), 0),
+    "sample_weights": (lambda z, rows: torch.tensor([1.0, 2, 1, 3]).double() @ F.cross_entropy(z, Y[rows],
+        reduction="none") / 4, 2),
+    "squares": (lambda z, rows: F.mse_loss(z, one_hot(rows)), 0),
+    "binary": (lambda z, rows: F.binary_cross_entropy_with_logits(z, one_hot(rows)), 0),
+    "entropy": (lambda z, rows: F.cross_entropy(z, Y[rows]) - 0.1 * torch.special.entr(z.softmax(1)).mean(), 0),
+    "half": (half, 2),
+}  # fmt: skip
+
+
+class Dropped(nn.Module):
+    """It draws random numbers, and normalises by the batch."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(3)
+        self.inner = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Tanh(), nn.Dropout(0.3), nn.Linear(6, 3))
+        self.double()
+
+    def forward(self, x):
+        return self.inner(x)
+
+
+def record_other(make, value, *, loss, y=Y, **options):
+    net = make()
+    torch.manual_seed(4)
+    optimizer = torch.optim.Adam(net.parameters(), lr=0.01)
+    with epk.Recorder(net, optimizer, X, y, loss=loss, output=outputs_of, **options) as recorder:
+        for rows in BATCHES:
+            optimizer.zero_grad()
+            value(net(X[rows]), rows).backward()
+            recorder.batch(rows)
+            optimizer.step()
+    return recorder.trajectory
+
+
+def assert_as_unstated(make, value, tmp_path, follow, **options):
+    """Contributions are those of the same loop without a stated loss, and what needs the loss refuses the run."""
+    options = {"loss": epk.CrossEntropy(), "folder": tmp_path / "run"} | options
+    with pytest.warns(UserWarning, match=f"step 0: {4 - follow} of 4 rows do not follow the stated loss") as said:
+        run = record_other(make, value, **options)
+    assert len(said) == 1
+    unstated = record_other(make, value, loss=None)
+    found, expected = (epk.attribute(each, X_TEST, head="logits") for each in (run, unstated))
+    assert found.certified
+    assert (found.samples - expected.samples).abs().max() < 1e-13
+    assert found.samples.abs().max() > 1e-4
+    assert epk.reconstruct(run, X_TEST).certified
+    assert f"(not followed in steps 0 to 2: {4 - follow} of 4" in " ".join(str(run).split())
+    message = f"does not follow: steps 0 to 2: {4 - follow} of 4 rows"
+    calls = (
+        lambda: epk.influence(run, X_TEST),
+        lambda: epk.retrain(run, torch.ones(10)),
+        lambda: self_influence(run),
+    )
+    assert [refusal(ValueError, message, call) for call in calls] == [None] * 3
+    return run
+
+
+@pytest.mark.mostly_slow
+@pytest.mark.parametrize("make", [Dropped, mlp], ids=["dropout", "plain"])
+@pytest.mark.parametrize("name", ["half", *(name for name in OTHERS if name != "half")])
+def test_rows_that_do_not_follow_the_stated_loss_keep_their_gradient(name, make, tmp_path):
+    value, follow = OTHERS[name]
+    run = assert_as_unstated(make, value, tmp_path, follow)
+    for step in run.steps:
+        (seen,) = step.passes
+        assert len(seen.cotangents.index) == 4 - follow
+        assert seen.cotangents.values.shape == (4 - follow, 3)
+
+
+HEADS = {
+    "two_heads": lambda r, rows: F.cross_entropy(r["outputs"], Y[rows]) + r["features"][:, 0].square().mean(),
+    "some_rows": lambda r, rows: F.cross_entropy(r["outputs"], Y[rows]) + 0.1 * r["features"][:1].square().sum(),
+}
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_what_comes_into_other_tensors_than_the_loss_takes_is_recorded_too(name, tmp_path):
+    run = assert_as_unstated(TwoReturned, HEADS[name], tmp_path, 3 if name == "some_rows" else 0)
+    assert run.steps[0].passes[0].cotangents.values.shape[1] == 8  # features and outputs
+    plain = record_other(TwoReturned, lambda r, rows: F.cross_entropy(r["outputs"], Y[rows]), loss=epk.CrossEntropy())
+    assert [step.passes for step in plain.steps] == [()] * 3
+
+
+@pytest.mark.parametrize(("factor", "rows"), [(0.37, 4), (0.37, 1), (1.0, 4)])
+@pytest.mark.parametrize("scale", [1.0, 2.0**10])
+def test_a_factor_of_all_rows_is_a_weight_and_that_of_a_gradient_scaler_is_none(factor, rows, scale):
+    """Of one row a factor may be that of any loss: it follows only where the optimizer's gradient does not have it."""
+    net = mlp()
+    optimizer = sgd(net)
+    is_other = (factor, rows) == (0.37, 1)
+    with epk.Recorder(net, optimizer, X, Y) as recorder:
+        for batch in (each[:rows] for each in BATCHES):
+            optimizer.zero_grad()
+            (scale * factor * F.cross_entropy(net(X[batch]), Y[batch])).backward()
+            recorder.batch(batch, weight=1.0 if scale == 1 else factor)
+            for p in net.parameters():
+                p.grad /= scale
+            if is_other and scale == 1 and not recorder.num_steps:
+                with pytest.warns(UserWarning, match="step 0: 1 of 1 rows do not follow"):
+                    optimizer.step()
+            else:
+                optimizer.step()
+    run = recorder.trajectory
+    assert epk.attribute(run, X_TEST).certified
+    for step in run.steps:
+        stored = [seen.cotangents for seen in step.passes]
+        assert [len(seen.index) for seen in stored if seen is not None] == ([1] if is_other and scale == 1 else [])
+        if factor == 1.0:
+            assert step.sample_weights is None
+        elif not is_other:
+            assert torch.allclose(step.sample_weights, torch.full((4,), factor / 4).double(), rtol=1e-12)
+    if not (is_other and scale == 1):
+        assert epk.influence(run, X_TEST).certified
+
+
+def test_rows_of_one_point_that_all_have_one_factor_are_none_of_the_stated_loss():
+    """Of two outputs the gradients of all losses are multiples of each other."""
+    net, rows = mlp(outputs=2), torch.tensor([0, 0, 0])
+    optimizer = sgd(net)
+    with epk.Recorder(net, optimizer, X, Y % 2) as recorder:
+        focal_of(net(X[rows]), (Y % 2)[rows]).mean().backward()
+        recorder.batch(rows)
+        with pytest.warns(UserWarning, match="3 of 3 rows do not follow"):
+            optimizer.step()
+
+
+@pytest.mark.parametrize("kind", ["labels", "probabilities", "numbers"])
+def test_targets_that_the_loop_states_stand_in_the_place_of_the_recorded_ones(kind):
+    y = Y if kind != "numbers" else X[:, :3].sin()
+    loss = nn.MSELoss() if kind == "numbers" else nn.CrossEntropyLoss()
+    used = {"labels": (Y + 1) % 3, "probabilities": X[:, :3].softmax(dim=1), "numbers": X[:, 1:].cos()}[kind]
+    runs = []
+    for stated, options in ((y, {"targets": used}), (used, {})):
+        net = mlp()
+        optimizer = sgd(net)
+        with epk.Recorder(net, optimizer, X, stated, loss=loss) as recorder:
+            for rows in BATCHES:
+                optimizer.zero_grad()
+                loss(net(X[rows]), used[rows]).backward()
+                recorder.batch(rows, **{name: value[rows] for name, value in options.items()})
+                optimizer.step()
+        runs.append(recorder.trajectory)
+    found, expected = (epk.attribute(run, X_TEST, head="logits") for run in runs)
+    assert found.certified
+    assert (found.samples - expected.samples).abs().max() < 1e-14
+    shown, known = (epk.influence(run, X_TEST, head="logits") for run in runs)
+    assert shown.certified
+    assert (shown.values - known.values).abs().max() < 1e-12
+
+
+@pytest.mark.parametrize(
+    ("targets", "error", "message"),
+    [
+        (Y[:3], ValueError, r"of shape \(4,\)"),
+        (X[:4, :2], ValueError, r"of shape \(4, 3\)"),
+        ([0, 1, 2, 0], TypeError, "targets must be a"),
+    ],
+)
+def test_targets_of_another_shape_or_kind_are_refused_at_the_door(targets, error, message):
+    with epk.Recorder(mlp(), None, X, Y) as recorder, pytest.raises(error, match=message):
+        recorder.batch(torch.arange(4), targets=targets)
 
 
 def test_wrong_indices_are_found_without_a_loss():

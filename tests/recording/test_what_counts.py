@@ -344,16 +344,6 @@ def test_a_batch_whose_loss_is_0_has_no_weight(zero, batch_norm):
     assert epk.attribute(recorder.trajectory, X[:2], head="logits").certified
 
 
-def test_backward_is_said_to_go_through_a_pass_twice_only_where_that_explains_the_factor():
-    def losses(z, y):
-        loss = F.cross_entropy(z, y)
-        (0.5 * loss).backward(retain_graph=True)
-        return loss
-
-    with pytest.raises(epk.StepMismatchError, match="the loop's loss is 1.5 times that of the stated loss: state it"):
-        train(mlp(), losses=losses)
-
-
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 def test_rows_that_no_backward_pass_went_through_are_named_on_a_cpu_too(dtype):
     net, (X, y) = mlp(dtype), data(dtype=dtype)

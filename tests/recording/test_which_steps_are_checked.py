@@ -6,6 +6,7 @@ from torch.nn import functional as F
 
 import epk_gp as epk
 from epk_gp.optimizers.update_rules import ClipNorm
+from epk_gp.recording import check as check_module
 from epk_gp.recording import recorder as recorder_module
 from epk_gp.recording.check import CheckSchedule
 from loops import data, mlp, sgd
@@ -76,7 +77,8 @@ def recomputed(monkeypatch):
         indices.extend([observed.step.index] * exact)
         return real(setup, observed, exact=exact)
 
-    monkeypatch.setattr(recorder_module, "check_step", counted)
+    for module in (check_module, recorder_module):
+        monkeypatch.setattr(module, "check_step", counted)
     return indices
 
 
