@@ -263,7 +263,7 @@ def clip(function, bound):
     return lambda loop: function(loop.net.parameters(), bound)
 
 
-ALL = ("plain", "dropout", "batch_norm", "augmentation", "mixup", "weights", "accumulation", "two_optimizers")
+UNMIXED = ("plain", "dropout", "batch_norm", "augmentation", "weights", "accumulation", "two_optimizers")
 AS_RECORDED = ("plain", "dropout", "batch_norm", "accumulation")  # the network sees X[batch]
 NORM = ("batch_norm", "accumulated_batch_norm")
 OTHER_GRADIENT = "the change of the weights must be"
@@ -365,7 +365,7 @@ SOUND = {
     "statistics_forgotten": (NORM, "begin", lambda loop: loop.net[1].reset_running_stats()),
     "one_noisy_label": (AS_RECORDED, "forward",
         setting("q", lambda loop: torch.cat([loop.q[:1].roll(1, 1), loop.q[1:]]))),
-    "loss_scaled": (ALL, "forward", with_loss(lambda loop: 1.01 * (loop.weight * loop.losses()).mean())),
+    "loss_scaled": (UNMIXED, "forward", with_loss(lambda loop: 1.01 * (loop.weight * loop.losses()).mean())),
     "backward_twice": (("plain", "weights", "accumulation"), "value",
         lambda loop: loop.value().backward(retain_graph=True)),
     "another_factor": (("accumulation",), "announce", setting("weight", lambda _: 0.25)),
@@ -391,6 +391,7 @@ def test_a_number_that_changes_the_network_in_evaluation_mode_too_is_refused_at_
 
 
 OTHER_LOSS = {
+    "mixed_and_scaled": (("mixup",), "forward", with_loss(lambda loop: 1.01 * (loop.weight * loop.losses()).mean())),
     "labels_for_squares": (("one_hot_regression",), "forward", with_loss(lambda loop: F.cross_entropy(loop.z, loop.q))),
     "another_loss": (("dropout", "batch_norm", "mixup", "weights"), "forward",
         with_loss(lambda loop: (loop.z - loop.q).square().mean())),

@@ -3,7 +3,6 @@
 import pytest
 import torch
 from torch import nn
-from torch.nn import functional as F
 
 import epk_gp as epk
 from epk_gp.core.show import CertificateWarning
@@ -41,18 +40,24 @@ def test_a_step_too_small_to_be_seen_needs_the_right_gradient_all_the_same(dtype
         record_rows(0, dtype, rates)
 
 
-def record_scaled(wrong):
-    """Record a loop whose gradient is doubled at one step, and check few steps."""
-    net, (X, y) = mlp(), data()
-    factors = iter([2.0 if index == wrong else 1.0 for index in range(STEPS)])
-    options = {"value": lambda z, y: next(factors) * F.cross_entropy(z, y), "check_every": 1000}
-    return record(net, sgd(net), X, y, [None] * STEPS, **options)
+def record_edited(wrong, num_steps=STEPS, **options):
+    """Record a loop that edits its gradient after backward() in one of its steps, and check few steps."""
+    net, (X, y), steps = mlp(), data(), iter(range(num_steps))
+    optimizer = sgd(net)
+
+    def edit(*_):
+        if next(steps) == wrong:
+            for p in net.parameters():
+                p.grad.add_(0.1)
+
+    optimizer.register_step_pre_hook(edit)
+    return record(net, optimizer, X, y, [None] * num_steps, check_every=1000, **options)
 
 
 def test_check_every_checks_the_last_step_and_leaves_one_between_to_the_certificate():
-    with pytest.raises(epk.StepMismatchError, match=f"step {STEPS - 1}: .*2 times that of the stated loss"):
-        record_scaled(wrong=STEPS - 1)
-    recorder = record_scaled(wrong=1)
+    with pytest.raises(epk.StepMismatchError, match=f"step {STEPS - 1}: .*not come through the outputs"):
+        record_edited(wrong=STEPS - 1)
+    recorder = record_edited(wrong=1)
     assert (recorder.num_steps, recorder.num_checked) == (STEPS, 2)
     with pytest.warns(CertificateWarning, match="step 1 differs"):
         assert not epk.reconstruct(recorder.trajectory, recorder.X).certified
@@ -61,11 +66,10 @@ def test_check_every_checks_the_last_step_and_leaves_one_between_to_the_certific
 
 
 def test_check_every_checks_the_first_step_of_a_resumed_run(tmp_path):
-    options = {"folder": tmp_path / "run", "resume": True, "check_every": 1000}
-    net, (X, y) = mlp(), data()
-    record(net, sgd(net), X, y, [None] * 2, **options)
+    options = {"folder": tmp_path / "run", "resume": True}
+    record_edited(None, 2, **options)
     with pytest.raises(epk.StepMismatchError, match="step 2: "):
-        record(net, sgd(net), X, y, [None] * 7, value=lambda z, y: 2 * F.cross_entropy(z, y), **options)
+        record_edited(0, 7, **options)
 
 
 class Scaled(nn.Module):
