@@ -113,8 +113,10 @@ def fit_gradient(
     def decays_of(factor: Float[Tensor, " L"]) -> Iterator[Float[Tensor, " L"]]:
         d = u / factor[part] - g
         products, squares, terms = sums(d * v), sums(v * v), sums(g.square() + d.square()).sqrt()
-        own = products / squares.clamp(min=_TINY)
-        shows = (left(d, own) <= _LEFT * left(d, none)) & (left(d, none) > eps * terms) & (sums((v != 0).double()) > 1)
+        own, number = products / squares.clamp(min=_TINY), sums((v != 0).double())
+        shows = (left(d, own) <= _LEFT * left(d, none)) & (left(d, none) > eps * terms) & (number > 1)
+        if bool((number < 2)[part[~inside & ~zero & (v != 0)]].any()):
+            return  # of a parameter that is clipped in all entries, any decay would do
         if bool(shows.any()):
             same = shows & ((own / own[shows].median() - 1).abs() <= 0.1)
             common, own = products[same].sum() / squares[same].sum() * ones, torch.where(shows, own, none)
