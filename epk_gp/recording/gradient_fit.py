@@ -1,12 +1,14 @@
-"""What a loop does to a gradient: a factor and a decay of each parameter make one gradient of another one."""
+"""What a loop does to a gradient, as it arrived and as it was used: a factor and a decay of each parameter."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
+from typing import Any, cast
 
 import torch
 from jaxtyping import Bool, Float, Float64
 from torch import Tensor
 
+from epk_gp.core.model import FunctionalModel
 from epk_gp.optimizers.update_rules import UpdateCoefficients, broadcast_to_params, scale_gradient
 
 _ROUNDINGS = 16  # of an entry that was multiplied and added to a few times
@@ -155,6 +157,55 @@ def fit_gradient(
                     own = whole.to(w) if not is_all else float(factor[0]) if is_one else factor.cpu()
                     return GradientFit(own, decay.cpu())
     return None
+
+
+_after_backward: Any = torch.autograd.Variable._execution_engine.queue_callback
+
+
+class ArrivedGradient:
+    """The gradient as the last backward pass of a step left it, before clipping, masks and noise."""
+
+    def __init__(self, model: FunctionalModel, named: Callable[[], Mapping[str, Tensor]]) -> None:
+        self._model, self._named, self._flat, self._memory = (
+            model,
+            named,
+            cast("Tensor | None", None),
+            cast("Tensor | None", None),
+        )
+
+    def keep_after_backward(self, used: Mapping[str, Tensor]) -> None:
+        """Copy it when the running backward pass ends, but for parameters whose gradient an optimizer has used."""
+        # the callback by which DDP averages gradients is queued in between
+        _after_backward(lambda: _after_backward(lambda: self._keep(used)))
+
+    def _keep(self, used: Mapping[str, Tensor]) -> None:
+        model, named = self._model, self._named()
+        if not {*model.names} <= named.keys():
+            return  # which is refused at the next batch
+        gradients = {n: torch.zeros_like(p) if (p := named[n]).grad is None else p.grad for n in model.names}
+        gradients = {n: g.to_dense() if g.is_sparse else g for n, g in gradients.items()}
+        if self._flat is not None:
+            before = model.unflatten(self._flat)
+            gradients |= {n: before[n] for n in used}
+        self._flat, self._memory = model.flatten(gradients, self._memory), self._flat
+
+    def take(self, gradient: Float[Tensor, " P"], without: Set[str]) -> Float[Tensor, " P"] | None:
+        """Return it, and begin anew; the gradient that was used itself where it is the same, None where none was seen.
+
+        Args:
+            gradient: The gradient that was used.
+            without: Names of parameters that have none.
+        """
+        flat, self._flat = self._flat, None
+        if flat is None:
+            return None
+        for name, part in zip(self._model.names, flat.split(self._model.sizes), strict=True):
+            if name in without:
+                part.zero_()
+        if not torch.equal(flat, gradient):
+            return flat
+        self._memory = flat
+        return gradient
 
 
 class GradientTerms:

@@ -29,9 +29,8 @@ from epk_gp.optimizers.update_rules import (
     stack_coefficients,
 )
 from epk_gp.recording.causes import StepMismatchError
+from epk_gp.recording.gradient_fit import ArrivedGradient
 from epk_gp.recording.setup import TrainingSetup
-
-_after_backward: Any = torch.autograd.Variable._execution_engine.queue_callback
 
 # Forward passes that are kept until a batch is announced: those of an attack on the inputs are dropped for later ones.
 _MAX_WAITING = 16
@@ -49,9 +48,8 @@ class CapturedForward:
         record: Its precision, random numbers, memory order, weights and settings.
         difference: In words, how the call differs from one with the recorded graph; None if it does not.
         random_states_after: The random numbers on the CPU and of the accelerator after it.
-        position: Number of the pass since the recording began.
-        outputs: What the loss takes, (n, C), detached; None if it is not a tensor that the network returned. Where no
-            loss is stated it is all that the network returned for each row.
+        position: Its number since the recording began.
+        outputs: What the loss takes, (n, C), detached, or all that was returned; None if it is no returned tensor.
         output_gradient: The gradient of the loop's loss in the outputs; None before the backward pass.
         num_backwards: Number of backward passes that brought a gradient to the outputs.
         num_arguments: Number of arguments of the call.
@@ -112,8 +110,7 @@ class CapturedForward:
     def add_gradient(self, gradient: Tensor) -> None:
         """Keep the gradient that a backward pass brought to the outputs; several passes add up."""
         self.num_backwards += 1
-        gradient = gradient.detach()
-        gradient = gradient if self.outputs is None else gradient.reshape(self.outputs.shape)
+        gradient = gradient.detach().reshape(gradient.shape if self.outputs is None else self.outputs.shape)
         self.output_gradient = gradient.clone() if self.output_gradient is None else self.output_gradient + gradient
 
     def watch_original(self, node: Any, counts: Callable[[], bool]) -> None:
@@ -159,8 +156,7 @@ class MadeStep:
         lr: The learning rate of the first optimizer that took part.
         announced: The batches that were announced for it, with their forward passes.
         gradient: The gradient that the optimizers used; zero for a parameter without one.
-        arrived: The gradient as the last backward pass left it, before clipping, masks and noise: `gradient` itself
-            where nothing changed it. None where that is not seen: gradients that are written by hand, or in parts.
+        arrived: The gradient as backward() left it: `gradient` itself where nothing changed it, None if not seen.
         without_gradient: Names of the parameters without a gradient, which torch neither clips nor moves.
         update: The coefficients of the step, read from the optimizers, without gradient clipping.
         groups: The parameter groups of all optimizers; None where they are those of the step before.
@@ -234,8 +230,7 @@ class StepObserver:
         self._waiting: list[CapturedForward] = []  # that no announced batch has taken
         self._calls: list[str] = []  # shapes of what the network was called with
         self._has_added, self._last_backward = False, -1  # to gradients of weights; torch's number of the last that did
-        self._arrived: Tensor | None = None  # the gradient as the last of these left it
-        self._room: Tensor | None = None  # memory for the next one
+        self._arrived = ArrivedGradient(setup.model, setup.live.named if hasattr(called, "parameters") else dict)
         self.other_optimizer = ""  # in words, which one stepped that is none of these
         self._statistics = setup.model.statistics_of(setup.net)  # after the last pass; they may move in no other way
         with as_written(setup.net) as self._autocast:  # which begins inside of a pass
@@ -244,9 +239,8 @@ class StepObserver:
     @property
     def num_announced(self) -> int:
         """Number of batches that wait for their step; not those whose gradients are not finite, which have none."""
-        if not all(map(is_finite, self._present_gradients())):
-            return 0  # a GradScaler skips such a step
-        return sum(not batch.is_void for batch in self._announced)
+        is_skipped = not all(map(is_finite, self._present_gradients()))  # by a GradScaler
+        return 0 if is_skipped else sum(not batch.is_void for batch in self._announced)
 
     @property
     def _passes(self) -> list[CapturedForward]:
@@ -357,19 +351,11 @@ class StepObserver:
         zeros = {name: torch.zeros_like(weight) for name, weight in named if name not in self._gradients}
         present = [group for groups in self._groups.values() for group in groups]
         before, self._last_groups = self._last_groups, tuple(group.of_scale() for group in present)
-        memory, self._spare = self._spare, None
-        gradient, arrived = model.flatten({**zeros, **self._gradients}, memory), self._arrived
-        if arrived is not None:
-            for name, part in zip(model.names, arrived.split(model.sizes), strict=True):
-                if name in zeros:
-                    part.zero_()
-            if torch.equal(arrived, gradient):
-                arrived, self._room = gradient, arrived
         made = MadeStep(
             lr=self._lr,
             announced=self._announced,
-            gradient=gradient,
-            arrived=arrived,
+            gradient=(gradient := model.flatten({**zeros, **self._gradients}, self._spare)),
+            arrived=self._arrived.take(gradient, zeros.keys()),
             without_gradient={*model.names} - self._gradients.keys(),
             update=stack_coefficients([self._coefficients.get(n, NO_UPDATE) for n in model.names], model.sizes),
             groups=None if before == self._last_groups else self._last_groups,
@@ -379,9 +365,8 @@ class StepObserver:
             others=[forward for forward in self._waiting if forward.output_gradient is not None],
             has_left_over=self._has_left_over,
         )
-        self._announced, self._stepped, self._waiting, self._calls = [], [], [], []
+        self._announced, self._stepped, self._waiting, self._calls, self._spare = [], [], [], [], None
         self._coefficients, self._gradients, self._has_left_over, self._has_added = {}, {}, False, False
-        self._arrived = None
         self._report(made)
         self._spare, self._last_gradient = self._last_gradient, made.gradient
 
@@ -421,9 +406,9 @@ class StepObserver:
     def _assign_forwards(self) -> None:
         """Find the forward passes of each announced batch, and take them from those that wait.
 
-        A batch is announced after its backward pass, so its pass is the last one before the announcement that saw as
-        many rows, or the last ones that saw as many together; where there are more passes than batches, of those that
-        saw its own rows. One announced before takes the first that fits. A pass of a graph has a row for each node.
+        A batch is announced after its backward pass, so its pass is the last one before it that saw as many rows, or
+        the last ones that did together; of more passes than batches one that saw its own rows. One announced before
+        takes the first that fits. A pass of a graph has a row for each node.
         """
         for batch in reversed([batch for batch in self._announced if not batch.forwards and batch.position >= 0]):
             rows = len(self.setup.X if self.setup.model.signature.graph is not None else batch.samples)
@@ -474,21 +459,8 @@ class StepObserver:
         if adds and (number := torch._C._current_graph_task_id()) > self._last_backward:
             self._look_at_gradients()
             self._has_added, self._last_backward = True, number
-            if hasattr(self._called, "parameters"):
-                _after_backward(lambda: _after_backward(self._keep_arrived))  # after DDP's, which is queued in between
+            self._arrived.keep_after_backward(self._gradients)
         return adds or not self._has_added
-
-    def _keep_arrived(self) -> None:
-        """Copy the gradient that a backward pass left."""
-        model, named, memory = self.setup.model, self.setup.live.named(), self._room
-        if not {*model.names} <= named.keys():
-            return
-        gradients = {n: torch.zeros_like(p) if (p := named[n]).grad is None else p.grad for n in model.names}
-        gradients = {n: g.to_dense() if g.is_sparse else g for n, g in gradients.items()}
-        if self._arrived is not None:  # what an optimizer has used already came before
-            before = model.unflatten(self._arrived)
-            gradients |= {n: before[n] for n in self._gradients}
-        self._arrived, self._room = model.flatten(gradients, memory), self._arrived
 
     def _present_gradients(self) -> Iterator[Tensor]:
         held = (p for optimizer in self._optimizers for group in optimizer.param_groups for p in group["params"])
@@ -508,9 +480,8 @@ class StepObserver:
         graph, difference = model.signature.graph, None
         if graph is not None:
             values = arguments_of_call(list(graph.tensors), args, kwargs, setup.net.forward)
-            difference = "it was called with other arguments"
-            if values is not None:
-                difference = graph.difference(dict(zip(graph.tensors, values, strict=True)))
+            named = {} if values is None else dict(zip(graph.tensors, values, strict=True))
+            difference = graph.difference(named) if named else "it was called with other arguments"
         rows = model.signature.pack_call(args, kwargs, setup.net.forward) if graph is None else setup.X
         tensors = (value for value in (*args, *kwargs.values()) if isinstance(value, Tensor))
         self._calls = [*self._calls[-2:], f"one on inputs of shape {', '.join(str(tuple(v.shape)) for v in tensors)}"]
@@ -617,8 +588,7 @@ class StepObserver:
             g = g.to_dense() if g.is_sparse else g
             if WEIGHTS in rule.needs_before:
                 before[WEIGHTS] = weights[name]
-            state = state_of(optimizer, parameter)
-            linear = rule.coefficients(parameter, groups[id(parameter)], before, state)
+            linear = rule.coefficients(parameter, groups[id(parameter)], before, state_of(optimizer, parameter))
             if parameter.requires_grad or bool(g.any()):
                 self._gradients[name] = g.clone() if len(self._optimizers) > 1 else g
             else:
