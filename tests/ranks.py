@@ -99,6 +99,7 @@ class Loop:
         module: Give the recorder the network inside of the wrapper.
         kind: How the processes share the training: "ddp", "fully_shard", or "zero".
         pulls: Share of the way back to slow weights that every second step ends with (Lookahead).
+        clip: Bound of the norm of the gradient.
     """
 
     layers: Callable[[], tuple[nn.Module, ...]] = tuple
@@ -109,6 +110,7 @@ class Loop:
     module: bool = False
     kind: str = "ddp"
     pulls: float = 0.0
+    clip: float = float("inf")
     steps: int = 4
     batch_size: int = 8
 
@@ -150,6 +152,8 @@ LOOPS = {
     "zero": Loop(kind="zero", **ADAMW),
     "adamw": Loop(**ADAMW),
     "lookahead": Loop(pulls=0.4),
+    "clipped": Loop(clip=0.1234567),
+    "fully_shard_clipped": Loop(kind="fully_shard", clip=0.1234567),
 }
 
 
@@ -186,6 +190,7 @@ def on_rank(name: str, **options: Any) -> Any:
                 with nullcontext() if is_last else wrapped.no_sync():
                     (F.cross_entropy(wrapped(X[rows]), y[rows]) / loop.parts).backward()
                 recorder.batch(rows, weight=1 / loop.parts)
+            nn.utils.clip_grad_norm_(net.parameters(), loop.clip)
             optimizer.step()
             loop.pull(net, slow, step)
     if rank == 0:
@@ -221,6 +226,7 @@ def in_one_process(name: str, size: int = SIZE, weights: Tensor | None = None) -
                     if recorder is not None:
                         recorder.batch(rows, weight=factor)
                 states[rank] = torch.get_rng_state()
+            nn.utils.clip_grad_norm_(net.parameters(), loop.clip)
             optimizer.step()
             loop.pull(net, slow, step)
     return net.eval() if recorder is None else recorder.trajectory

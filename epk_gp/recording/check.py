@@ -192,7 +192,7 @@ def edit_of(
     """
     if made.arrived is None or made.arrived is made.gradient:
         return made.arrived is not None, made.gradient, terms.nothing
-    if not math.isfinite(scale):
+    if not math.isfinite(scale) or bool(made.arrived[:1].isnan()):
         return False, made.gradient, terms.nothing
     if scale != 1:  # which is known up to rounding, and exactly from the gradients themselves
         exact = (terms.scale, exact_factor(made.arrived, made.gradient))
@@ -362,7 +362,7 @@ def _explained(setup: TrainingSetup, check: StepCheck) -> StepCheck:
     own, made = torch.as_tensor(inner.factor, dtype=torch.float64), observed.made
     has_factor = not bool(((own == 0) | (own == 1)).all())
     terms.is_always_checked |= has_factor and made.arrived is None
-    if not observed.is_edit_seen and made.arrived is not None:
+    if not observed.is_edit_seen and made.arrived is not None and bool(made.arrived.isfinite().all()):
         terms.scale = float(own.max() * made.arrived.norm() / made.gradient.norm())
     terms.learn(replace(inner, factor=1.0) if has_factor else inner, w, observed.came)
     return replace(check, inner=inner, is_explained=True)

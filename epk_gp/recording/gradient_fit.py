@@ -1,17 +1,20 @@
-"""What a loop does to a gradient: a factor and a decay of each parameter make one gradient of another one."""
+"""What a loop does to a gradient, as it arrived and as it was used: a factor and a decay of each parameter."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 import torch
 from jaxtyping import Bool, Float, Float64
 from torch import Tensor
 
+from epk_gp.core.model import FunctionalModel
 from epk_gp.optimizers.update_rules import UpdateCoefficients, broadcast_to_params, scale_gradient
 
 _ROUNDINGS = 16  # of an entry that was multiplied and added to a few times
 _LEFT = 0.2  # share of a difference's norm that a decay may leave, which is then compared with rounding
+_MANY_WEIGHTS, _FIRST_STEPS = 1 << 21, 3  # of which the gradient is copied in the first steps only
 _MOST_CHANGES = 1  # of the decays between checked steps; after more, every step is checked
 _TINY = 1e-300
 
@@ -119,8 +122,10 @@ def fit_gradient(
     def decays_of(factor: Float[Tensor, " L"]) -> Iterator[Float[Tensor, " L"]]:
         d = u / factor[part] - g
         products, squares, terms = sums(d * v), sums(v * v), sums(g.square() + d.square()).sqrt()
-        own = products / squares.clamp(min=_TINY)
-        shows = (left(d, own) <= _LEFT * left(d, none)) & (left(d, none) > eps * terms) & (sums((v != 0).double()) > 1)
+        own, number = products / squares.clamp(min=_TINY), sums((v != 0).double())
+        shows = (left(d, own) <= _LEFT * left(d, none)) & (left(d, none) > eps * terms) & (number > 1)
+        if bool((number < 2)[part[~inside & ~zero & (v != 0)]].any()):
+            return  # of a parameter that is clipped in all entries, any decay would do
         if bool(shows.any()):
             same = shows & ((own / own[shows].median() - 1).abs() <= 0.1)
             common, own = products[same].sum() / squares[same].sum() * ones, torch.where(shows, own, none)
@@ -159,6 +164,79 @@ def fit_gradient(
                     own = whole.to(w) if not is_all else float(factor[0]) if is_one else factor.cpu()
                     return GradientFit(own, decay.cpu())
     return None
+
+
+_after_backward: Any = torch.autograd.Variable._execution_engine.queue_callback
+
+
+class ArrivedGradient:
+    """The gradient as the last backward pass of a step left it, before clipping, masks and noise.
+
+    It is copied; a large one only until some steps have shown that nobody writes to it. From then on torch's counts of
+    writes are enough. What is written through `.data` leaves no trace there: checked steps show it.
+
+    Args:
+        model: The network.
+        named: Returns its parameters; none where ranks hold parts of them.
+    """
+
+    def __init__(self, model: FunctionalModel, named: Callable[[], Mapping[str, Tensor]]) -> None:
+        self._model, self._named = model, named
+        self._flat: Tensor | None = None
+        self._memory: Tensor | None = None
+        self._writes: list[tuple[int, int]] | None = None  # which tensors it lies in, and the counts of writes to them
+        self._trusts_counts, self._num_unwritten = False, 0
+
+    def keep_after_backward(self, used: Mapping[str, Tensor]) -> None:
+        """Copy it when the running backward pass ends, but for parameters whose gradient an optimizer has used."""
+        # the callback by which DDP averages gradients is queued in between
+        _after_backward(lambda: _after_backward(lambda: self._keep(used)))
+
+    def _keep(self, used: Mapping[str, Tensor]) -> None:
+        model, named = self._model, self._named()
+        if len(named) < len(model.names):
+            return  # which is refused at the next batch
+        self._writes = _writes(named)
+        if self._trusts_counts:
+            return
+        gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in named.values()]
+        parts = [(g.to_dense() if g.is_sparse else g).detach().reshape(-1) for g in gradients]
+        if self._flat is not None:
+            before = zip(model.names, self._flat.split(model.sizes), parts, strict=True)
+            parts = [own if name in used else part for name, own, part in before]
+        memory = None if self._memory is None or self._memory.dtype != parts[0].dtype else self._memory
+        self._flat, self._memory = torch.cat(parts, out=memory), self._flat
+
+    def take(self, gradient: Float[Tensor, " P"], without: Set[str]) -> Float[Tensor, " P"] | None:
+        """Return it, and begin anew: the used gradient itself where it is the same.
+
+        Args:
+            gradient: The gradient that was used.
+            without: Names of parameters that have none.
+
+        Returns:
+            None where none was seen; NaN where it was not copied, and somebody wrote to it.
+        """
+        (flat, self._flat), (writes, self._writes) = (self._flat, None), (self._writes, None)
+        is_written = writes is None or writes != _writes(self._named())
+        if self._trusts_counts:
+            self._trusts_counts = not is_written
+            return torch.full_like(gradient, torch.nan) if is_written else gradient
+        if flat is None:
+            return None
+        for name, part in zip(self._model.names, flat.split(self._model.sizes), strict=True) if without else ():
+            if name in without:
+                part.zero_()
+        if not torch.equal(flat, gradient):
+            return flat
+        self._memory, self._num_unwritten = flat, 0 if is_written else self._num_unwritten + 1
+        self._trusts_counts = self._model.num_weights > _MANY_WEIGHTS and self._num_unwritten >= _FIRST_STEPS
+        return gradient
+
+
+def _writes(named: Mapping[str, Tensor]) -> list[tuple[int, int]]:
+    """Return which tensors the gradients are, and torch's counts of writes to them."""
+    return [(id(g), 0 if g is None else g._version) for g in (p.grad for p in named.values())]
 
 
 class GradientTerms:

@@ -30,15 +30,12 @@ from epk_gp.optimizers.update_rules import (
     stack_steps,
 )
 from epk_gp.recording.causes import StepMismatchError, parse_batch_targets
+from epk_gp.recording.gradient_fit import ArrivedGradient
 from epk_gp.recording.setup import TrainingSetup
-
-_after_backward: Any = torch.autograd.Variable._execution_engine.queue_callback
 
 # Forward passes that are kept until a batch is announced: those of an attack on the inputs are dropped for later ones.
 _MAX_WAITING = 16
-# Weights whose optimizer's state is joined, and whose gradient is copied after each backward pass: more cost too much.
-_FEW_ENOUGH = 1 << 21
-_FIRST_STEPS = 3  # which are checked
+_FEW_ENOUGH = 1 << 21  # weights whose optimizer's state is joined; joining more costs more than reading one by one
 
 
 @dataclass(eq=False)
@@ -204,8 +201,6 @@ class StepInProgress:
         has_added: Whether a backward pass has added to gradients of weights.
         last_backward: Torch's number of the last one that did.
         has_left_over: Whether parameters had a gradient already when the first of them began.
-        arrived: The gradient as the last of them left it.
-        writes: The gradients that it left, and torch's counts of writes to them.
         announced: The batches whose gradient the step uses.
         before: What the optimizer that makes its step held of each parameter before it.
         stepped: The optimizers that have made their part of the step.
@@ -220,8 +215,6 @@ class StepInProgress:
     has_added: bool = False
     last_backward: int = -1
     has_left_over: bool = False
-    arrived: Tensor | None = None
-    writes: list[tuple[int, int]] | None = None
     announced: list[AnnouncedBatch] = field(default_factory=list)
     before: Mapping[str, Any] = field(default_factory=dict)
     stepped: list[Optimizer] = field(default_factory=list)
@@ -275,9 +268,7 @@ class StepObserver:
         self._shapes = dict[torch.Size, Tensor]()  # of the targets of the last passes, by those of the rows
         self._versions = list[int]()  # of the weights when the last pass found those of the last step
         self._parts, self._modes = [*setup.net.modules()], (list[bool](), torch.empty(0, dtype=torch.bool))
-        self._room: Tensor | None = None  # memory for the gradient as a backward pass leaves it
-        # whether torch's counts of writes to gradients are enough, and steps so far in which nobody wrote to them
-        self._trusts_counts, self._num_unwritten = False, 0
+        self._arrived = ArrivedGradient(setup.model, setup.live.named if hasattr(called, "parameters") else dict)
         self.other_optimizer = ""  # in words, which one stepped that is none of these
         self._statistics = setup.model.statistics_of(setup.net)  # after the last pass; they may move in no other way
         with as_written(setup.net) as self._autocast:  # which begins inside of a pass
@@ -416,7 +407,7 @@ class StepObserver:
             rates=self._step.rates,
             announced=self._step.announced,
             gradient=gradient,
-            arrived=self._arrived(gradient),
+            arrived=self._arrived.take(gradient, zeros.keys()),
             without_gradient={*model.names} - self._step.gradients.keys(),
             linear=self._step.joint or [self._step.coefficients.get(name, NO_UPDATE) for name in model.names],
             sizes=model.sizes,
@@ -525,45 +516,8 @@ class StepObserver:
         if adds and (number := torch._C._current_graph_task_id()) > self._step.last_backward:
             self._look_at_gradients()
             self._step.has_added, self._step.last_backward = True, number
-            if hasattr(self._called, "parameters"):
-                _after_backward(lambda: _after_backward(self._keep_arrived))  # after DDP's, which is queued in between
+            self._arrived.keep_after_backward(self._step.gradients)
         return adds or not self._step.has_added
-
-    def _keep_arrived(self) -> None:
-        """Copy the gradient that a backward pass left; of a large one that nobody writes to, torch's counts of writes.
-
-        What is written through `.data` leaves no trace there: checked steps show it.
-        """
-        step, model, named = self._step, self.setup.model, self.setup.live.named()
-        if len(named) < len(model.names):
-            return
-        step.writes = _writes(named)
-        if self._trusts_counts:
-            return
-        gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in named.values()]
-        flat = [(g.to_dense() if g.is_sparse else g).detach().reshape(-1) for g in gradients]
-        if step.arrived is not None:  # what an optimizer has used already came before
-            before = zip(model.names, step.arrived.split(model.sizes), strict=True)
-            flat = [own if n in step.gradients else g for (n, own), g in zip(before, flat, strict=True)]
-        step.arrived, self._room = torch.cat(flat, out=self._room), step.arrived
-
-    def _arrived(self, gradient: Float[Tensor, " P"]) -> Float[Tensor, " P"] | None:
-        """Return the gradient as the last backward pass left it, given the one that was used."""
-        step, model, named = self._step, self.setup.model, self.setup.live.named()
-        is_written = step.writes is None or step.writes != _writes(named)
-        if self._trusts_counts:
-            self._trusts_counts = not is_written
-            return None if is_written else gradient
-        if (arrived := step.arrived) is None:
-            return None
-        for name, part in zip(model.names, arrived.split(model.sizes), strict=True):
-            if name not in step.gradients:
-                part.zero_()
-        if not torch.equal(arrived, gradient):
-            return arrived
-        self._room, self._num_unwritten = arrived, 0 if is_written else self._num_unwritten + 1
-        self._trusts_counts = model.num_weights > _FEW_ENOUGH and self._num_unwritten >= _FIRST_STEPS
-        return gradient
 
     def _present_gradients(self) -> Iterator[Tensor]:
         held = (p for optimizer in self._optimizers for group in optimizer.param_groups for p in group["params"])
@@ -749,8 +703,3 @@ class StepObserver:
             else:
                 linear = replace(linear, grad_scale=0.0)
             self._step.coefficients[name] = linear
-
-
-def _writes(named: Mapping[str, Tensor]) -> list[tuple[int, int]]:
-    """Return which tensors the gradients are, and torch's counts of writes to them."""
-    return [(id(g), 0 if g is None else g._version) for g in (p.grad for p in named.values())]

@@ -102,7 +102,7 @@ EDITS = {
     "penalty by hand": decayed,
     "penalty by its own backward pass": lambda net: squares(0.015, weights)(net, 0).backward(),
     "penalty by hand, norm": together(decayed, NORM),
-    "penalty by hand, entries": together(decayed, VALUE),
+    "penalty by hand, entries": together(decayed, lambda net: clip_grad_value_(net.parameters(), 0.18)),
 }
 
 
@@ -324,6 +324,7 @@ def noisy(net):
 
 UNEXPLAINED = {
     "noise": ({"edit": noisy}, "was changed after backward"),
+    "a bias without an entry that is not clipped": ({"edit": together(decayed, VALUE)}, "was changed after backward"),
     "one entry": ({"edit": lambda net: net[2].bias.grad[1:2].add_(0.1)}, r"in '2.bias', was changed after backward"),
     "elastic net": (
         {"penalty": lambda net, step: sum(1e-2 * (p.abs().sum() + p.square().sum()) for p in net.parameters())},
