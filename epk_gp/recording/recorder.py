@@ -297,17 +297,19 @@ class Recorder:
             return
         self._is_recording, self._is_closed = False, True
         try:
-            if kind is not None:
-                with suppress(StepMismatchError):  # it would hide the error
+            try:
+                if kind is None:
+                    self._observer.complete()
+                with nullcontext() if kind is None else suppress(StepMismatchError):  # it would hide the error
                     self._record_waiting()
-            if kind is None:
-                self._observer.complete()
-                self._record_waiting()
-                if not self._has_refused and self._setup.has_all_weights():
-                    self._follow_present(is_end=True)
-                self._complete_iteration()
-            if self._commits is not None and not self._commits.writer.failed:  # a second failure would hide the first
-                self._commits.commit_completed_only()
+                if kind is None:
+                    if not self._has_refused and self._setup.has_all_weights():
+                        self._follow_present(is_end=True)
+                    self._complete_iteration()
+            finally:
+                # a second failure would hide the first
+                if self._commits is not None and not self._commits.writer.failed:
+                    self._commits.commit_completed_only()
             if kind is None:
                 with self._ranks.together():
                     self._finish()
@@ -505,6 +507,7 @@ class Recorder:
 
     def _made_step(self, made: MadeStep) -> WaitingStep:
         """Return a step with the weights and moving statistics around it."""
+        self._setup.validate_modules()
         if not made.announced:
             raise StepMismatchError("optimizer.step() must be preceded by recorder.batch(indices): it was not.")
         if not made.is_seen_enough:
