@@ -34,6 +34,7 @@ def tensors_of(returned: Any) -> Iterator[Tensor]:
     """Yield the tensors that a network returned, in order."""
     if isinstance(returned, Tensor):
         yield returned
+        return
     for part in _parts(returned).values():
         yield from tensors_of(part)
 
@@ -53,7 +54,7 @@ def rows_of(returned: Any, num_rows: int) -> Float[Tensor, "n D"]:
 
 def has_rows(z: Tensor, num_rows: int) -> bool:
     """Return whether a tensor that a network returned has a row of floating-point numbers for each of its inputs."""
-    return z.is_floating_point() and z.ndim > 0 and len(z) == num_rows
+    return z.is_floating_point() and z.ndim > 0 and z.shape[0] == num_rows
 
 
 def select_rows(returned: Any, rows: slice | Integer[Tensor, " n"], num_rows: int) -> Any:

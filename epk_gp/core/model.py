@@ -5,6 +5,7 @@ import math
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import cached_property
 from importlib import import_module
 from typing import Any, final
 
@@ -100,17 +101,17 @@ class FunctionalModel:
         """Restore the network."""
         self.__init__(**state)
 
-    @property
+    @cached_property
     def num_weights(self) -> int:
         """Number P of trained weights."""
         return sum(self.sizes)
 
-    @property
+    @cached_property
     def num_statistics(self) -> int:
         """Number Q of moving statistics."""
         return sum(shape.numel() for shape in self.statistic_shapes)
 
-    @property
+    @cached_property
     def sizes(self) -> tuple[int, ...]:
         """Number of weights of each parameter."""
         return tuple(shape.numel() for shape in self.shapes)
@@ -172,7 +173,7 @@ class FunctionalModel:
 
     def flatten(self, params: Mapping[str, Tensor], memory: Tensor | None = None) -> Float[Tensor, " P"]:
         """Concatenate the trained parameters in the model's order, in memory that is not used any more if given."""
-        return torch.cat([params[name].detach().reshape(-1) for name in self.names], out=memory)
+        return flattened([params[name] for name in self.names], memory)
 
     def unflatten(self, flat: Float[Tensor, "*G n"]) -> dict[str, Tensor]:
         """View flat vectors of P weights, or of P weights and Q moving statistics, as named tensors."""
@@ -547,6 +548,15 @@ _NUM_COMPARED = 128  # weights of each parameter, where torch has not written to
 FEW_WEIGHTS = 1 << 15  # that are compared sooner than looked at; steps of so small networks wait for others
 
 
+def flattened(tensors: Sequence[Tensor], memory: Tensor | None = None) -> Float[Tensor, " P"]:
+    """Return a copy of tensors as one vector, in memory that is not used any more if given."""
+    if memory is None:
+        with torch.no_grad():
+            flat: Tensor = torch._C._nn.flatten_dense_tensors(tensors)  # as one call
+        return flat
+    return torch.cat([value.detach().reshape(-1) for value in tensors], out=memory)
+
+
 class LiveWeights:
     """The weights that a network which is trained has at present.
 
@@ -566,6 +576,10 @@ class LiveWeights:
         self._owners = [(name, net.get_submodule(path), leaf) for name, path, leaf in paths]
         self._known: tuple[Tensor | None, list[tuple[int, int]], Tensor] = None, [], torch.empty(0)
 
+    def are_there(self) -> bool:
+        """Return whether the network has all parameters."""
+        return all(isinstance(module._parameters.get(leaf), nn.Parameter) for _, module, leaf in self._owners)
+
     def named(self) -> dict[str, Tensor]:
         """Return the parameters, as far as the network has them."""
         held = ((name, module._parameters.get(leaf)) for name, module, leaf in self._owners)
@@ -579,9 +593,8 @@ class LiveWeights:
 
     def copy(self) -> Float[Tensor, " P"]:
         """Return a copy of the weights."""
-        with torch.no_grad():
-            w = torch.cat([module._parameters[leaf].view(-1) for _, module, leaf in self._owners])
-        if len(w) > FEW_WEIGHTS:
+        w = flattened([module._parameters[leaf] for _, module, leaf in self._owners])
+        if self._model.num_weights > FEW_WEIGHTS:
             self._known = w, *self._marks(self.named())
         return w
 
@@ -596,7 +609,7 @@ class LiveWeights:
 
     def are(self, w: Float[Tensor, " P"]) -> bool:
         """Return whether the network has some weights; nothing is copied."""
-        if len(w) <= FEW_WEIGHTS:
+        if self._model.num_weights <= FEW_WEIGHTS:
             present = self.copy()
             return present.dtype == w.dtype and torch.equal(present, w)
         named = self.named()

@@ -545,7 +545,7 @@ def states_before(
     groups = {id(p): group for group in optimizer.param_groups for p in group["params"]} if needs_before else {}
     for name, parameter in parameters.items():
         state = state_of(optimizer, parameter)
-        held = result[name] = dict.fromkeys(state if any(value is not None for value in state.values()) else ())
+        held = result[name] = dict.fromkeys(() if all(value is None for value in state.values()) else state)
         if not needs_before:
             continue
         for key in held.keys() & {*needs_before}:

@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Bool, Float, Float64
 from torch import Tensor
 
-from epk_gp.core.model import FunctionalModel
+from epk_gp.core.model import FEW_WEIGHTS, FunctionalModel, flattened
 from epk_gp.optimizers.update_rules import UpdateCoefficients, broadcast_to_params, scale_gradient
 
 _ROUNDINGS = 16  # of an entry that was multiplied and added to a few times
@@ -200,12 +200,12 @@ class ArrivedGradient:
         if self._trusts_counts:
             return
         gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in named.values()]
-        parts = [(g.to_dense() if g.is_sparse else g).detach().reshape(-1) for g in gradients]
+        parts = [g.to_dense() if g.is_sparse else g for g in gradients]
         if self._flat is not None:
             before = zip(model.names, self._flat.split(model.sizes), parts, strict=True)
             parts = [own if name in used else part for name, own, part in before]
-        memory = None if self._memory is None or self._memory.dtype != parts[0].dtype else self._memory
-        self._flat, self._memory = torch.cat(parts, out=memory), self._flat
+        memory = self._memory if model.num_weights > FEW_WEIGHTS else None
+        self._flat, self._memory = flattened(parts, memory), self._flat
 
     def take(self, gradient: Float[Tensor, " P"], without: Set[str]) -> Float[Tensor, " P"] | None:
         """Return it, and begin anew: the used gradient itself where it is the same.

@@ -80,7 +80,7 @@ class CapturedForward:
         The gradient of an alias is what the loop itself sends into this tensor; that of the tensor would hold what
         comes through others of those that it returned too. `counts` returns whether what comes is part of the step.
         """
-        num_rows, tensors, place = len(self.inputs), [*tensors_of(returned)], -1
+        num_rows, tensors, place = self.inputs.shape[0], [*tensors_of(returned)], -1
         if any(has_rows(z, num_rows) for z in tensors):
             self.returned = map_tensors(returned, Tensor.detach)
         moving = [has_rows(z, num_rows) for z in tensors if z.requires_grad]
@@ -464,19 +464,20 @@ class StepObserver:
         saw its own rows. One announced before takes the first that fits. A pass of a graph has a row for each node.
         """
         for batch in reversed([batch for batch in self._step.announced if not batch.forwards and batch.position >= 0]):
-            rows = len(self.setup.X if self.setup.model.signature.graph is not None else batch.samples)
+            rows = (self.setup.X if self.setup.model.signature.graph is not None else batch.samples).shape[0]
             earlier = [forward for forward in self._step.waiting if forward.position <= batch.position]
-            later = self._last_with_rows(self._step.waiting[::-1], batch, rows)[::-1]
-            batch.forwards = self._last_with_rows(earlier, batch, rows) or later
+            batch.forwards = self._last_with_rows(earlier, batch, rows)
+            if not batch.forwards:
+                batch.forwards = self._last_with_rows(self._step.waiting[::-1], batch, rows)[::-1]
             self._step.waiting = [forward for forward in self._step.waiting if forward not in batch.forwards]
 
     def _last_with_rows(
         self, forwards: list[CapturedForward], batch: AnnouncedBatch, num_rows: int
     ) -> list[CapturedForward]:
         """Return the last pass of a batch's rows, or the last passes that have as many together; empty if none do."""
-        whole = [forward for forward in forwards if len(forward.inputs) == num_rows]
+        whole = [forward for forward in forwards if forward.inputs.shape[0] == num_rows]
         if whole := [forward for forward in whole if forward.sent] or whole:
-            own = sum(not b.forwards and len(b.samples) == len(batch.samples) for b in self._step.announced)
+            own = sum(not b.forwards and b.samples.numel() == batch.samples.numel() for b in self._step.announced)
             if len(whole) > max(own, 1) and self.setup.stream is None:  # more passes than batches
                 X = self.setup.X[batch.samples.to(self.setup.X.device)]
                 whole = [f for f in whole if f.inputs.shape == X.shape and torch.equal(f.inputs, X)] or whole
@@ -525,7 +526,7 @@ class StepObserver:
         return (g.coalesce().values() if g.is_sparse else g for g in gradients)
 
     def _before_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if not torch.is_grad_enabled() or len(self.setup.live.named()) < len(self.setup.model.names):
+        if not torch.is_grad_enabled() or not self.setup.live.are_there():
             # functional_call puts others in their place
             self._begun.append(None)
             return
@@ -550,7 +551,7 @@ class StepObserver:
         inputs, statistics = rows.detach().clone(), self._present_statistics()
         is_mixed = torch.is_autocast_enabled(device.type)
         record = {
-            "num_rows": len(inputs),
+            "num_rows": inputs.shape[0],
             "random_state": torch.random.get_rng_state(),
             "device_random_state": device_random_state(device),
             "autocast": torch.get_autocast_dtype(device.type) if is_mixed else self._autocast,
@@ -584,7 +585,7 @@ class StepObserver:
             value = loss_input(setup.model.signature, setup.loss, returned, self._targets_of(forward.inputs))
             # one value per row is (n, 1) to the loss, but the loop goes on with the tensor that the network returned
             source = returned if isinstance(returned, Tensor) and returned.ndim == 1 else value
-            places = [z is source and has_rows(z, len(forward.inputs)) for z in tensors_of(returned)]
+            places = [z is source and has_rows(z, forward.inputs.shape[0]) for z in tensors_of(returned)]
             if any(places):
                 forward.outputs, forward.place = value.detach(), places.index(True)
         return forward.watch(returned, self._counts)
@@ -661,8 +662,8 @@ class StepObserver:
         is_whole = len(self._optimizers) == len(optimizer.param_groups) == 1 and (*names,) == model.names
         if rule.of_entries is None or not is_whole or len(params) == 1 or model.num_weights > _FEW_ENOUGH:
             return None
-        states, before = [optimizer.state.get(p, {}) for p in params], [self._step.before.get(n, {}) for n in names]
-        is_alike = all(own.keys() == states[0].keys() for own in states) and before.count(before[0]) == len(before)
+        states, before = [optimizer.state.get(p, {}) for p in params], [*self._step.before.values()]
+        is_alike = all(own.keys() == states[0].keys() for own in states) and before.count(before[0]) == len(names)
         if not is_alike or any(p.grad is None or p.grad.is_sparse or not p.requires_grad for p in params):
             return None
         state: dict[str, Any] = dict.fromkeys(states[0])

@@ -135,10 +135,9 @@ class TrainingSetup:
         Raises:
             StepMismatchError: It has others; the message names the first.
         """
-        named = self.live.named()
-        if len(named) == len(self.model.names) and all(part._modules == own for part, own in self._children):
+        if self.live.are_there() and all(part._modules == own for part, own in self._children):
             return
-        present = dict(self.net.named_modules())
+        present, named = dict(self.net.named_modules()), self.live.named()
         changed = [name for name in self._modules | present if present.get(name) is not self._modules.get(name)]
         if changed := changed or [name for name in self.model.names if name not in named]:
             raise StepMismatchError(

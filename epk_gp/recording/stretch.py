@@ -83,7 +83,7 @@ def plain_records(
     records: list[Step | None] = [None] * len(steps)
     if not chosen:
         return records
-    counts = [len(f.inputs) for _, f in chosen]
+    counts = [f.inputs.shape[0] for _, f in chosen]
     samples = torch.cat([steps[k].announced[0].samples for k, _ in chosen])
     rows = samples.to(setup.X.device)
     y, z = setup.y[rows], torch.cat([f.outputs for _, f in chosen]).double()
@@ -120,7 +120,7 @@ def _plain_pass(setup: TrainingSetup, made: MadeStep) -> CapturedForward | None:
     )
     special = record.random_state, record.device_random_state, record.autocast, record.settings, record.weights
     is_plain = is_alike and is_seen and all(value is None for value in special)
-    return forward if is_plain and len(forward.inputs) == len(batch.samples) else None
+    return forward if is_plain and forward.inputs.shape[0] == batch.samples.numel() else None
 
 
 def _weights_of(loss: Loss, y: Tensor, counts: Sequence[int]) -> Tensor:
