@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import cached_property
 from importlib import import_module
+from operator import is_
 from typing import Any, final
 
 import torch
@@ -575,15 +576,21 @@ class LiveWeights:
         paths = ((name, *name.rpartition(".")[::2]) for name in model.names)
         self._owners = [(name, net.get_submodule(path), leaf) for name, path, leaf in paths]
         self._known: tuple[Tensor | None, list[tuple[int, int]], Tensor] = None, [], torch.empty(0)
+        self._seen: list[Any] = [None] * len(self._owners)
 
-    def are_there(self) -> bool:
-        """Return whether the network has all parameters."""
-        return all(isinstance(module._parameters.get(leaf), nn.Parameter) for _, module, leaf in self._owners)
+    def parameters(self) -> list[nn.Parameter] | None:
+        """Return the parameters; None if the network has not all of them, or torch.func puts tensors in their place."""
+        present: list[Any] = [module._parameters.get(leaf) for _, module, leaf in self._owners]
+        if not all(map(is_, present, self._seen)):  # looked at again only where one is another object
+            if not all(isinstance(p, nn.Parameter) for p in present):
+                return None
+            self._seen = present
+        return present
 
     def named(self) -> dict[str, Tensor]:
         """Return the parameters, as far as the network has them."""
         held = ((name, module._parameters.get(leaf)) for name, module, leaf in self._owners)
-        return {name: p for name, p in held if isinstance(p, nn.Parameter)}  # torch.func puts other tensors there
+        return {name: p for name, p in held if isinstance(p, nn.Parameter)}
 
     def _marks(self, named: dict[str, Tensor]) -> tuple[list[tuple[int, int]], Tensor]:
         """Return what shows that weights were written to: addresses, torch's counts of writes, and a few values."""

@@ -408,10 +408,10 @@ def groups_of(optimizer: Optimizer, given: UpdateRule | None, names: Mapping[int
 
 def options_of(optimizer: Optimizer) -> list[Any]:
     """Return all options of the groups and the number of their parameters: equal where `groups_of` gives the same."""
-    values = (value for group in optimizer.param_groups for key, value in group.items() if key != "params")
-    return [_plain(v) if isinstance(v, Tensor | list) else v for v in values] + [
-        len(group["params"]) for group in optimizer.param_groups
-    ]
+    options = [[*group.values(), len(group["params"])] for group in optimizer.param_groups]
+    for group in options if any(Tensor in set(map(type, group)) for group in options) else ():
+        group[:] = [_plain(option) if isinstance(option, Tensor) else option for option in group]
+    return options
 
 
 def _plain(option: Any) -> Any:
@@ -523,7 +523,8 @@ def _known_rule(optimizer: Optimizer) -> UpdateRule:
 
 def state_of(optimizer: Optimizer, p: nn.Parameter) -> Options:
     """Return what an optimizer keeps of a parameter, with what the one inside it keeps."""
-    inner, own = getattr(optimizer, "optimizer", None), optimizer.state.get(p, {})
+    own: Options = optimizer.state.get(p, {})
+    inner = vars(optimizer).get("optimizer")
     return {**inner.state.get(p, {}), **own} if isinstance(inner, Optimizer) else own
 
 
@@ -541,6 +542,8 @@ def states_before(
         By the parameter's name its state: a copy of each entry that is needed, and None for each other one. It is empty
         where the optimizer has no state of the parameter yet.
     """
+    if not needs_before and not optimizer.state:
+        return {name: {} for name in parameters}
     result: dict[str, dict[str, Any]] = {}
     groups = {id(p): group for group in optimizer.param_groups for p in group["params"]} if needs_before else {}
     for name, parameter in parameters.items():

@@ -177,12 +177,12 @@ class UpdateCoefficients:
 
     def __iter__(self) -> Iterator[Tensor]:
         """Iterate over the coefficients that are no matrices, in the order of `FIELDS`."""
-        return iter(getattr(self, name) for name in FIELDS)
+        return iter(_FIELDS_OF(self))
 
     @property
     def has_matrices(self) -> bool:
         """Whether the step of any parameter is multiplied with a matrix, or has a second buffer."""
-        return any(getattr(self, name) for name in BY_PARAMETER)
+        return any(_MATRICES_OF(self))
 
     def tensors(self) -> Iterator[Tensor]:
         """Iterate over all tensors: the coefficients, and then the matrices by the position of their parameter."""
@@ -243,15 +243,23 @@ def stack_steps(steps: Sequence[Sequence[LinearStep] | LinearStep], sizes: Seque
     several = [(own,) if isinstance(own, LinearStep) else own for own in steps]
     if any(type(own) is not LinearStep or own.has_matrices for step in several for own in step):
         return [stack_coefficients(step, sizes) for step in several]
-    columns = list[Sequence[Tensor]]()
+    columns, L = list[Sequence[Tensor]](), len(sizes)
     for rows in zip(*(zip(*map(_FIELDS_OF, step), strict=True) for step in several), strict=True):
-        if any(isinstance(value, Tensor) for row in rows for value in row):
+        if any(Tensor in set(map(type, row)) for row in rows):
+            name = FIELDS[len(columns)]
+            is_whole = [len(row) < L and isinstance(row[0], Tensor) and row[0].ndim > 0 for row in rows]
+            whole = [row if own else row * (L // len(row)) for own, row in zip(is_whole, rows, strict=True)]
             columns.append(
-                [row[0] if len(row) < len(sizes) else _joined(FIELDS[len(columns)], row, sizes) for row in rows]
+                [row[0] if own else _joined(name, row, sizes) for own, row in zip(is_whole, whole, strict=True)]
             )
         else:
-            columns.append(torch.tensor([row * (len(sizes) // len(row)) for row in rows], dtype=torch.float64).unbind())
+            columns.append(torch.tensor([row * (L // len(row)) for row in rows], dtype=torch.float64).unbind())
     return [UpdateCoefficients(*own) for own in zip(*columns, strict=True)]
+
+
+def _is_whole(values: Sequence[Number]) -> bool:
+    """Return whether one tensor has the numbers of all weights."""
+    return len(values) == 1 and isinstance(values[0], Tensor) and values[0].ndim > 0
 
 
 def broadcast_to_params(value: Tensor, sizes: Sequence[int], reference: Tensor) -> Float[Tensor, " P"]:

@@ -177,11 +177,11 @@ class ArrivedGradient:
 
     Args:
         model: The network.
-        named: Returns its parameters; none where ranks hold parts of them.
+        parameters: Returns its parameters; None where it has not all, or ranks hold parts of them.
     """
 
-    def __init__(self, model: FunctionalModel, named: Callable[[], Mapping[str, Tensor]]) -> None:
-        self._model, self._named = model, named
+    def __init__(self, model: FunctionalModel, parameters: Callable[[], Sequence[Tensor] | None]) -> None:
+        self._model, self._parameters = model, parameters
         self._flat: Tensor | None = None
         self._memory: Tensor | None = None
         self._writes: list[tuple[int, int]] | None = None  # which tensors it lies in, and the counts of writes to them
@@ -193,13 +193,14 @@ class ArrivedGradient:
         _after_backward(lambda: _after_backward(lambda: self._keep(used)))
 
     def _keep(self, used: Mapping[str, Tensor]) -> None:
-        model, named = self._model, self._named()
-        if len(named) < len(model.names):
+        model, parameters = self._model, self._parameters()
+        if parameters is None:
             return  # which is refused at the next batch
-        self._writes = _writes(named)
+        if model.num_weights > _MANY_WEIGHTS:
+            self._writes = _writes(parameters)
         if self._trusts_counts:
             return
-        gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in named.values()]
+        gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
         parts = [g.to_dense() if g.is_sparse else g for g in gradients]
         if self._flat is not None:
             before = zip(model.names, self._flat.split(model.sizes), parts, strict=True)
@@ -218,7 +219,7 @@ class ArrivedGradient:
             None where none was seen; NaN where it was not copied, and somebody wrote to it.
         """
         (flat, self._flat), (writes, self._writes) = (self._flat, None), (self._writes, None)
-        is_written = writes is None or writes != _writes(self._named())
+        is_written = writes is not None and writes != _writes(self._parameters() or ())
         if self._trusts_counts:
             self._trusts_counts = not is_written
             return torch.full_like(gradient, torch.nan) if is_written else gradient
@@ -234,9 +235,9 @@ class ArrivedGradient:
         return gradient
 
 
-def _writes(named: Mapping[str, Tensor]) -> list[tuple[int, int]]:
+def _writes(parameters: Sequence[Tensor]) -> list[tuple[int, int]]:
     """Return which tensors the gradients are, and torch's counts of writes to them."""
-    return [(id(g), 0 if g is None else g._version) for g in (p.grad for p in named.values())]
+    return [(id(g), 0 if g is None else g._version) for g in [p.grad for p in parameters]]
 
 
 class GradientTerms:

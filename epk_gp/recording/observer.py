@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from operator import is_
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from epk_gp.core.checks import is_finite, parse_batch, parse_weight
 from epk_gp.core.graphs import has_rows, map_tensors, tensors_of
 from epk_gp.core.inputs import arguments_of_call, memory_order
 from epk_gp.core.losses import UnstatedLoss, loss_input, targets_like
-from epk_gp.core.model import FEW_WEIGHTS, as_written, device_random_state
+from epk_gp.core.model import FEW_WEIGHTS, as_written, device_random_state, flattened
 from epk_gp.core.step import ForwardPass
 from epk_gp.optimizers.library_rules import NoOptimizer
 from epk_gp.optimizers.torch_rules import GivenRules, OptimizerGroup, groups_of, options_of, state_of, states_before
@@ -268,7 +269,9 @@ class StepObserver:
         self._shapes = dict[torch.Size, Tensor]()  # of the targets of the last passes, by those of the rows
         self._versions = list[int]()  # of the weights when the last pass found those of the last step
         self._parts, self._modes = [*setup.net.modules()], (list[bool](), torch.empty(0, dtype=torch.bool))
-        self._arrived = ArrivedGradient(setup.model, setup.live.named if hasattr(called, "parameters") else dict)
+        self._arrived = ArrivedGradient(
+            setup.model, setup.live.parameters if hasattr(called, "parameters") else lambda: None
+        )
         self.other_optimizer = ""  # in words, which one stepped that is none of these
         self._statistics = setup.model.statistics_of(setup.net)  # after the last pass; they may move in no other way
         with as_written(setup.net) as self._autocast:  # which begins inside of a pass
@@ -526,7 +529,7 @@ class StepObserver:
         return (g.coalesce().values() if g.is_sparse else g for g in gradients)
 
     def _before_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if not torch.is_grad_enabled() or not self.setup.live.are_there():
+        if not torch.is_grad_enabled() or self.setup.live.parameters() is None:
             # functional_call puts others in their place
             self._begun.append(None)
             return
@@ -615,9 +618,19 @@ class StepObserver:
             return None  # a class that calls its parent's step()
         if any(stepped is optimizer for stepped in self._step.stepped):
             self.complete()
+        rule, states = self.setup.update_rule, [*optimizer.state.values()]
+        is_joint = rule.of_entries is not None and not rule.needs_before and self._are_all(optimizer)
+        if (
+            is_joint
+            and len(states) == len(self.setup.model.names)
+            and all(state.keys() == states[0].keys() for state in states)
+        ):
+            kept = dict.fromkeys(name for name, value in states[0].items() if value is not None)
+            self._step.before = dict.fromkeys(self.setup.model.names, kept)
+            return None
         held = [p for group in optimizer.param_groups for p in group["params"]]
         own = {self._names[id(p)]: p for p in held if id(p) in self._names}
-        self._step.before = states_before(optimizer, own, self.setup.update_rule.needs_before)
+        self._step.before = states_before(optimizer, own, rule.needs_before)
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
         if closure is None or GRADIENT not in self.setup.update_rule.needs_before:
             return None
@@ -637,17 +650,15 @@ class StepObserver:
         del self._inside[-1:]
         if any(each is optimizer for each in self._inside):
             return
-        groups = {id(p): group for group in optimizer.param_groups for p in group["params"]}
-        if groups.keys() - self._names.keys():  # of another network, or a new one
-            self._names = {id(p): name for name, p in self.setup.net.named_parameters()}
         if (options := options_of(optimizer)) != self._options.get(id(optimizer)):
             self._options[id(optimizer)] = options
             self._groups[id(optimizer)] = groups_of(optimizer, self._rules[id(optimizer)], self._names)
         if (joint := self._joint_coefficients(optimizer)) is not None:
+            params = optimizer.param_groups[0]["params"]
             self._step.joint = joint
-            self._step.gradients = {self._names[id(p)]: p.grad for p in optimizer.param_groups[0]["params"]}
+            self._step.gradients = dict(zip(self.setup.model.names, [p.grad for p in params], strict=True))
         else:
-            self._read_parameters(optimizer, groups)
+            self._read_parameters(optimizer)
         self._step.rates += [
             float("nan" if group.get("lr") is None else group["lr"]) for group in optimizer.param_groups
         ]
@@ -657,28 +668,37 @@ class StepObserver:
 
     def _joint_coefficients(self, optimizer: Optimizer) -> LinearStep | None:
         """Return the coefficients of all weights together, where one group holds them all and a rule reads entries."""
-        model, rule, params = self.setup.model, self.setup.update_rule, optimizer.param_groups[0]["params"]
-        names = [self._names.get(id(p)) for p in params]
-        is_whole = len(self._optimizers) == len(optimizer.param_groups) == 1 and (*names,) == model.names
-        if rule.of_entries is None or not is_whole or len(params) == 1 or model.num_weights > _FEW_ENOUGH:
+        rule, params, before = self.setup.update_rule, optimizer.param_groups[0]["params"], self._step.before
+        if rule.of_entries is None or not self._are_all(optimizer) or self.setup.model.num_weights > _FEW_ENOUGH:
             return None
-        states, before = [optimizer.state.get(p, {}) for p in params], [*self._step.before.values()]
-        is_alike = all(own.keys() == states[0].keys() for own in states) and before.count(before[0]) == len(names)
+        states, first = [optimizer.state.get(p, {}) for p in params], next(iter(before.values()))
+        is_alike = all(own.keys() == states[0].keys() for own in states) and [*before.values()].count(first) == len(
+            params
+        )
         if not is_alike or any(p.grad is None or p.grad.is_sparse or not p.requires_grad for p in params):
             return None
         state: dict[str, Any] = dict.fromkeys(states[0])
         for name in state:
             values = [own[name] for own in states]
             if name in rule.of_entries:
-                state[name] = torch.cat([value.reshape(-1) for value in values])
+                state[name] = flattened(values)
             elif not isinstance(values[0], Tensor) or not values[0].ndim:
                 state[name] = values[0]
                 if any(value != values[0] for value in values):
                     return None
-        return rule.coefficients(params[0], optimizer.param_groups[0], before[0], state)
+        return rule.coefficients(params[0], optimizer.param_groups[0], first, state)
 
-    def _read_parameters(self, optimizer: Optimizer, groups: Mapping[int, Options]) -> None:
+    def _are_all(self, optimizer: Optimizer) -> bool:
+        """Return whether the only group of the only optimizer holds the recorded parameters, in their order."""
+        params, present = optimizer.param_groups[0]["params"], self.setup.live.parameters()
+        is_only = len(self._optimizers) == len(optimizer.param_groups) == 1
+        return is_only and present is not None and 1 < len(params) == len(present) and all(map(is_, params, present))
+
+    def _read_parameters(self, optimizer: Optimizer) -> None:
         """Read gradients and coefficients of an optimizer's parameters one by one."""
+        groups = {id(p): group for group in optimizer.param_groups for p in group["params"]}
+        if groups.keys() - self._names.keys():  # of another network, or a new one
+            self._names = {id(p): name for name, p in self.setup.net.named_parameters()}
         model, rule = self.setup.model, self.setup.update_rule
         weights = model.unflatten(self._weights()) if WEIGHTS in rule.needs_before else {}
         for parameter in (p for group in optimizer.param_groups for p in group["params"] if id(p) in self._names):

@@ -135,7 +135,7 @@ class TrainingSetup:
         Raises:
             StepMismatchError: It has others; the message names the first.
         """
-        if self.live.are_there() and all(part._modules == own for part, own in self._children):
+        if self.live.parameters() is not None and all(part._modules == own for part, own in self._children):
             return
         present, named = dict(self.net.named_modules()), self.live.named()
         changed = [name for name in self._modules | present if present.get(name) is not self._modules.get(name)]
