@@ -551,7 +551,7 @@ FEW_WEIGHTS = 1 << 15  # that are compared sooner than looked at; steps of so sm
 
 def flattened(tensors: Sequence[Tensor], memory: Tensor | None = None) -> Float[Tensor, " P"]:
     """Return a copy of tensors as one vector, in memory that is not used any more if given."""
-    if memory is None:
+    if memory is None and len(tensors) > 1:  # of one it would be a view
         with torch.no_grad():
             flat: Tensor = torch._C._nn.flatten_dense_tensors(tensors)  # as one call
         return flat
