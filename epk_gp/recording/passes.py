@@ -78,16 +78,13 @@ def of_nodes(forward: CapturedForward, nodes: Int64[Tensor, " B"]) -> CapturedFo
             "batch: recorder.batch(torch.cat(sets), weight=...) with a weight per row."
         )
     counts = rows.bincount(minlength=n)[rows]
-
-    def own(gradient: Tensor) -> Tensor:
-        return gradient[rows] / counts.to(gradient.dtype).view(-1, *[1] * (gradient.ndim - 1))
-
+    gradients = {place: g[rows] / counts.to(g.dtype).view(-1, *[1] * (g.ndim - 1)) for place, g in forward.sent.items()}
     return replace(
         forward,
         inputs=forward.inputs[rows],
         returned=select_rows(forward.returned, rows, n),
         outputs=None if forward.outputs is None else forward.outputs[rows],
-        sent={place: own(gradient) for place, gradient in forward.sent.items()},
+        sent=gradients,
     )
 
 

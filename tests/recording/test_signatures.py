@@ -201,7 +201,7 @@ def test_losses_of_what_the_network_returns_are_recorded_and_attributed(loss, in
 
 @pytest.mark.mostly_slow
 @pytest.mark.parametrize("shape", [(12,), (12, 1)], ids=["targets (n,)", "targets (n, 1)"])
-@pytest.mark.parametrize("output", [None, lambda z: z, lambda z: z[:, None], lambda z: F.pad(z[:, None], (1, 0))])
+@pytest.mark.parametrize("output", [lambda z: z, None, lambda z: z[:, None], lambda z: F.pad(z[:, None], (1, 0))])
 def test_one_number_per_point_is_recorded_and_attributed_with_any_output(output, shape):
     torch.manual_seed(2)
     X, y = torch.randn(12, 3, dtype=torch.float64), torch.rand(shape, dtype=torch.float64).round()

@@ -2,6 +2,7 @@
 
 import copy
 import re
+from contextlib import nullcontext
 from itertools import product
 
 import numpy as np
@@ -18,7 +19,6 @@ from epk_gp.kernel_machine.axes import by_step
 from epk_gp.kernel_machine.influence import self_influence
 from helpers import refusal
 from loops import data, mlp, sgd
-from loops import record as record_stated
 
 X, Y = data()
 BATCHES = [torch.tensor(rows) for rows in ([0, 3, 5, 7], [1, 2, 9, 3], [8, 0, 4, 6])]
@@ -74,7 +74,7 @@ def indices_of(loss, rows):
     return torch.cat([rows, torch.full_like(rows, -1)]) if LOSSES[loss] < 0 else rows.repeat(LOSSES[loss])
 
 
-def train(net, optimizer, value, *, y=Y, batch=epk.Recorder.batch, batches=BATCHES, **options):
+def train(net, optimizer, value, *, X=X, y=Y, batch=epk.Recorder.batch, batches=BATCHES, **options):
     """Record a loop with the loss value(net, rows)."""
     with epk.Recorder(net, optimizer, X, y, **options) as recorder:
         for rows in batches:
@@ -161,23 +161,10 @@ def test_contributions_are_the_parts_of_the_gradient_that_came_through_each_row(
     assert torch.allclose(by_layer.values.sum(dim=2), parts.samples.sum(dim=2), atol=1e-10)
 
 
-class WithValues(nn.Module):
-    """A policy that returns logits and one value per row, as actor-critic networks do, after a normalisation."""
-
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(3)
-        self.body, self.norm = nn.Linear(4, 6), nn.BatchNorm1d(6)
-        self.policy, self.value = nn.Linear(6, 3), nn.Linear(6, 1)
-        self.double()
-
-    def forward(self, x):
-        h = torch.tanh(self.norm(self.body(x)))
-        return [self.policy(h), self.value(h).squeeze(1)]
-
-
 def ppo(net, rows):
-    logits, values = net(X[rows])
+    """The loss of a policy and its values."""
+    returned = net(X[rows])
+    logits, values = returned["outputs"], returned["features"][:, 0]
     advantages = torch.linspace(-1, 2, len(rows), dtype=torch.float64)
     advantages = (advantages - advantages.mean()) / advantages.std()
     log_p = logits.log_softmax(dim=1)
@@ -189,35 +176,33 @@ def ppo(net, rows):
 
 
 def changed_in_place(net, rows):
-    z = net(X[rows])[0]
+    z = net(X[rows])["outputs"]
     z.div_(2.0)
     return F.cross_entropy(z, Y[rows])
 
 
 def triplet(net, rows):
     """It does not change when all outputs are shifted: the gradient of the last bias is nothing but rounding."""
-    return F.triplet_margin_loss(*(net(X[(rows + k) % 10])[0] for k in range(3)))
+    return F.triplet_margin_loss(*(net(X[(rows + k) % 10])["outputs"] for k in range(3)))
 
 
 def two_backwards(net, rows):
-    z = net(X[rows])[0]
+    z = net(X[rows])["outputs"]
     F.cross_entropy(z[:2], Y[rows[:2]]).backward(retain_graph=True)
     return z.square().mean()
 
 
 @pytest.mark.parametrize("loss", [ppo, changed_in_place, triplet, two_backwards])
 def test_whatever_a_loop_does_to_outputs_is_in_the_gradient_that_comes_into_them(loss):
-    """Under AdamW, with batch normalisation in training mode."""
-    net = WithValues()
-    recorder = train(
-        net, torch.optim.AdamW(net.parameters(), lr=0.01), loss, y=None, loss=None, output=lambda returned: returned[0],
-        batch=lambda recorder, rows: recorder.batch(
-            torch.cat([(rows + k) % 10 for k in range(3)]) if loss is triplet else rows
-        ),
-    )  # fmt: skip
+    def batch(recorder, rows):
+        recorder.batch(torch.cat([(rows + k) % 10 for k in range(3)]) if loss is triplet else rows)
+
+    net = TwoReturned()
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
+    recorder = train(net, optimizer, loss, y=None, loss=None, output=outputs_of, batch=batch)
     parts = epk.attribute(recorder.trajectory, X_TEST)
     assert parts.certified
-    assert (parts.total - net.eval()(X_TEST)[0]).abs().max() < 1e-8
+    assert (parts.total - outputs_of(net(X_TEST))).abs().max() < 1e-8
     assert parts.samples.abs().max() > 1e-3
 
 
@@ -230,15 +215,8 @@ def test_a_run_on_disk_is_the_run_in_memory_and_resumes(tmp_path):
     one, other = (epk.attribute(run, X_TEST) for run in (in_memory, opened))
     assert torch.equal(one.samples, other.samples)
     assert torch.equal(one.sources[NOT_OF_DATA], other.sources[NOT_OF_DATA])
-    net = TwoReturned()
-    optimizer = sgd(net, momentum=0.9)
-    with epk.Recorder(
-        net, optimizer, X, None, loss=None, output=outputs_of, folder=tmp_path / "run", resume=True
-    ) as again:
-        assert again.num_steps == 3
-        focal(net, BATCHES[0], None).backward()
-        again.batch(BATCHES[0])
-        optimizer.step()
+    again = record(TwoReturned(), focal, folder=tmp_path / "run", resume=True)
+    assert again.num_steps == 6
     assert epk.attribute(again.trajectory, X_TEST).certified
 
 
@@ -416,36 +394,37 @@ def test_what_comes_into_other_tensors_than_the_loss_takes_is_recorded_too(name,
     assert [step.passes for step in plain.steps] == [()] * 3
 
 
-@pytest.mark.parametrize(("factor", "rows"), [(0.37, 4), (0.37, 1), (1.0, 4)])
-@pytest.mark.parametrize("scale", [1.0, 2.0**10])
-def test_a_factor_of_all_rows_is_a_weight_and_that_of_a_gradient_scaler_is_none(factor, rows, scale):
+# factor of the loss, rows of a batch, what a GradScaler multiplies it with, and the stated weight: None reads it
+FACTORS = [(0.37, 4, 1.0, 1.0), (0.37, 1, 1.0, 1.0), (1.0, 4, 1.0, 1.0), (0.37, 4, 1024.0, 0.37),
+           (0.37, 1, 1024.0, 0.37), (1.0, 4, 1024.0, 1.0), (0.75, 4, 1.0, 0.75), (0.75, 4, 1.0, None)]  # fmt: skip
+
+
+@pytest.mark.parametrize(("factor", "rows", "scale", "weight"), FACTORS)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+def test_a_factor_of_all_rows_is_a_weight_and_that_of_a_gradient_scaler_is_none(factor, rows, scale, weight, dtype):
     """Of one row a factor may be that of any loss: it follows only where the optimizer's gradient does not have it."""
-    net = mlp()
-    optimizer = sgd(net)
-    is_other = (factor, rows) == (0.37, 1)
-    with epk.Recorder(net, optimizer, X, Y) as recorder:
-        for batch in (each[:rows] for each in BATCHES):
-            optimizer.zero_grad()
-            (scale * factor * F.cross_entropy(net(X[batch]), Y[batch])).backward()
-            recorder.batch(batch, weight=1.0 if scale == 1 else factor)
-            for p in net.parameters():
-                p.grad /= scale
-            if is_other and scale == 1 and not recorder.num_steps:
-                with pytest.warns(UserWarning, match="step 0: 1 of 1 rows do not follow"):
-                    optimizer.step()
-            else:
-                optimizer.step()
-    run = recorder.trajectory
-    assert epk.attribute(run, X_TEST).certified
+    net, own_X, is_other = mlp(dtype), X.to(dtype), (rows, scale) == (1, 1.0)
+
+    def announce(recorder, batch):
+        recorder.batch(batch, weight=weight)
+        for p in net.parameters():
+            p.grad /= scale
+
+    with pytest.warns(UserWarning, match="step 0: 1 of 1 rows do not follow") if is_other else nullcontext():
+        run = train(
+            net, sgd(net), lambda net, batch: scale * factor * F.cross_entropy(net(own_X[batch]), Y[batch]),
+            X=own_X, batch=announce, batches=[each[:rows] for each in BATCHES],
+        ).trajectory  # fmt: skip
+    assert epk.attribute(run, X_TEST.to(dtype)).certified
     for step in run.steps:
         stored = [seen.cotangents for seen in step.passes]
-        assert [len(seen.index) for seen in stored if seen is not None] == ([1] if is_other and scale == 1 else [])
+        assert [len(seen.index) for seen in stored if seen is not None] == [1] * is_other
         if factor == 1.0:
             assert step.sample_weights is None
         elif not is_other:
-            assert torch.allclose(step.sample_weights, torch.full((4,), factor / 4).double(), rtol=1e-12)
-    if not (is_other and scale == 1):
-        assert epk.influence(run, X_TEST).certified
+            expected = torch.full((rows,), factor / rows).double()
+            assert torch.allclose(step.sample_weights, expected, rtol=1e-12 if dtype == torch.float64 else 1e-6)
+    assert is_other or epk.influence(run, X_TEST.to(dtype)).certified
 
 
 def test_rows_of_one_point_that_all_have_one_factor_are_none_of_the_stated_loss():
@@ -477,17 +456,3 @@ def test_targets_that_the_loop_states_stand_in_the_place_of_the_recorded_ones(ki
     shown, known = (epk.influence(run, X_TEST, head="logits") for run in runs)
     assert shown.certified
     assert (shown.values - known.values).abs().max() < 1e-12
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-def test_a_common_factor_is_read_where_it_is_not_stated(dtype):
-    """Whatever the loop multiplies a batch's loss with: the run is the one in which it is stated."""
-
-    digests = []
-    for weight in (0.75, None):
-        net = mlp(dtype)
-        value = lambda z, y: 0.75 * F.cross_entropy(z, y)  # noqa: E731
-        recorder = record_stated(net, sgd(net), X.to(dtype), Y, BATCHES, value=value, weight=weight)
-        digests.append(epk.attribute(recorder.trajectory, X_TEST.to(dtype)).samples)
-        assert torch.allclose(recorder.steps[0].sample_weights, torch.full((4,), 0.1875).double(), rtol=1e-6)
-    assert torch.allclose(*digests, rtol=1e-5)
