@@ -69,7 +69,7 @@ def pair(request, tmp_path_factory):
 
 
 def test_weights_outputs_contributions_and_the_kernel_machine_are_the_same(pair):
-    assert torch.equal(pair.run.states[-1], pair.by_hand.states[-1])
+    assert torch.equal(pair.run.states[2], pair.by_hand.states[2])
     assert pair.run.loss_takes_outputs
     assert torch.equal(epk.network_outputs(pair.run, pair.X), epk.network_outputs(pair.by_hand, pair.rows))
     result, expected = epk.reconstruct(pair.run, pair.X), epk.reconstruct(pair.by_hand, pair.rows)
