@@ -1,9 +1,11 @@
 """What the scikit-learn estimators share: a network that is trained on a table, recorded, and explained."""
 
 import copy
-from collections.abc import Callable, Iterable
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, final
 
 import numpy as np
 import torch
@@ -14,6 +16,7 @@ from sklearn.exceptions import ConvergenceWarning
 from sklearn.preprocessing import StandardScaler
 from sklearn.utils.validation import check_is_fitted, check_random_state, validate_data
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import epk_gp  # whose report needs matplotlib, which is imported when a report is written
 from epk_gp.core.checks import as_tensor, validate_positive
@@ -22,11 +25,44 @@ from epk_gp.core.show import warn_caller
 from epk_gp.core.trajectory import Trajectory, network_outputs
 from epk_gp.gp.data import InUnits, class_labels, plain_frame, row_labels
 from epk_gp.kernel_machine.attribute import Attribution, attribute
-from epk_gp.recording.passes import draw_from
 from epk_gp.recording.train import train
+
+# torch notes in a global variable that a mode is entered, and puts it back as it was: one thread at a time.
+_ENTERED = threading.RLock()
 
 NO_UNITS = np.array([[0.0], [1.0]])  # of columns, or of outputs: nothing is subtracted, and all are divided by 1
 Network = nn.Module | Callable[[int, int], nn.Module]
+
+
+@contextmanager
+def draw_from(generator: torch.Generator) -> Iterator[None]:
+    """Let everything random in this thread draw from a generator, and nothing from torch's global one.
+
+    The numbers are those that the global generator would give with the same seed. Seeding that one instead would
+    disturb every other thread that draws from it, and be disturbed by them.
+
+    Args:
+        generator: A generator on the CPU.
+    """
+    with _ENTERED, _Draws(generator):
+        yield
+
+
+@final
+class _Draws(TorchDispatchMode):
+    """Give a generator to every operation that takes one and got none."""
+
+    def __init__(self, generator: torch.Generator) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.generator = generator
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # torch's protocol
+        """Make the call."""
+        kwargs = dict(kwargs or {})
+        if torch.Tag.nondeterministic_seeded in func.tags and kwargs.get("generator") is None:
+            with suppress(RuntimeError, TypeError):  # it has no form that takes a generator
+                return func.overloadpacket(*args, **{**kwargs, "generator": self.generator})
+        return func(*args, **kwargs)
 
 
 def one_hidden_layer(num_features: int, num_outputs: int, width: int = 32) -> nn.Module:

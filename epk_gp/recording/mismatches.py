@@ -29,9 +29,6 @@ from epk_gp.recording.passes import common_factor, of_nodes, rounding_of
 from epk_gp.recording.setup import TrainingSetup
 
 _OF_OUTPUTS = 10  # times the rounding of a gradient in the outputs: a replay of these may sum in another order
-_ROOM = 1e-4  # in numbers that are computed from it
-
-_RECORDS = "State the loop's loss (loss=); loss=None records the run without one"
 
 
 class StepMeasures(NamedTuple):
@@ -98,11 +95,6 @@ class StepCheck:
     inner: GradientFit
     is_explained: bool = False
 
-    @property
-    def used(self) -> Float[Tensor, " P"]:
-        """The gradient that backward() left, without the factor of a GradScaler."""
-        return self.observed.came
-
     @cached_property
     def expected(self) -> Float[Tensor, " P"]:
         """What it must be, (P,)."""
@@ -114,34 +106,18 @@ class StepCheck:
         return torch.cat([self.observed.start, self.observed.start_statistics])
 
 
-class SeenPass(NamedTuple):
-    """A forward pass of a step as the hooks saw it, beside its record.
-
-    Attributes:
-        captured: What the hooks saw.
-        data: What was recorded of it.
-        z: What the network returned for each row.
-        rounding: Share of the largest number in it that is rounding.
-    """
-
-    captured: CapturedForward
-    data: PassData
-    z: Float[Tensor, "n D"]
-    rounding: float
+_Seen = list[tuple[CapturedForward, PassData]]  # passes as the hooks saw them, each beside what is recorded of it
 
 
-def seen_passes(setup: TrainingSetup, made: MadeStep, step: Step) -> list[SeenPass]:
+def _seen_passes(setup: TrainingSetup, made: MadeStep, step: Step) -> _Seen:
     """Return the passes of a step whose outputs and gradient in them were seen; none if a batch's were not."""
-    has_graph, seen = setup.model.signature.graph is not None, list[SeenPass]()
-    captured = [of_nodes(f, b.samples) if has_graph else f for b in made.announced for f in b.forwards]
-    if not all(batch.forwards for batch in made.announced) or not captured:
+    if not made.announced or not all(batch.forwards for batch in made.announced):
         return []
+    has_graph = setup.model.signature.graph is not None
+    captured = [of_nodes(f, b.samples) if has_graph else f for b in made.announced for f in b.forwards]
     step = step if step.passes else replace(step, passes=tuple(ForwardPass(len(f.inputs)) for f in captured))
-    for f, data in zip(captured, passes_of(step, setup.X, setup.y, setup.loss), strict=True):
-        if f.returned is not None and f.sent:
-            z = rows_of(f.returned, len(f.inputs))
-            seen.append(SeenPass(f, data, z.double(), rounding_of(z)))
-    return seen
+    seen = zip(captured, passes_of(step, setup.X, setup.y, setup.loss), strict=True)
+    return [(f, data) for f, data in seen if f.returned is not None and f.sent]
 
 
 def explain_mismatch(setup: TrainingSetup, check: StepCheck, *, follows_rule: bool) -> str:
@@ -153,17 +129,18 @@ def explain_mismatch(setup: TrainingSetup, check: StepCheck, *, follows_rule: bo
         follows_rule: Whether the step is the update rule's step on the gradient that the optimizer used.
     """
     observed, made = check.observed, check.observed.made
-    if not torch.isfinite(check.used).all():
+    if not torch.isfinite(observed.came).all():
         return "the gradient holds NaN or infinity: training diverged"
-    if not follows_rule and allclose(check.used, check.expected):
+    if not follows_rule and allclose(observed.came, check.expected):
         return _move_cause(setup, observed)
     if made.unseen is not None and not all(batch.forwards for batch in made.announced):
         return made.unseen
     reached = {bool(f.sent) for b in made.announced for f in b.forwards if f.returned is not None}
     if len(reached) == 2:
         return "recorder.batch() announced rows that no backward() went through: leave them out"
-    seen = seen_passes(setup, made, observed.step)
-    cause = _kernel_cause(setup, check, seen) or _network_cause(setup, check, seen)
+    replay = TrainingReplay(setup.model, setup.loss, TensorSpec(check.state.dtype, check.state.device))
+    seen = _seen_passes(setup, made, observed.step)
+    cause = _kernel_cause(replay, check, seen) or _network_cause(setup, replay, check.state, seen)
     return cause or _gradient_cause(setup, check, is_shown=bool(seen))
 
 
@@ -191,18 +168,18 @@ def _move_cause(setup: TrainingSetup, observed: ObservedStep) -> str:
     return f"{known}, but the weights did not move by {rule}'s rule: another optimizer or option"
 
 
-def _kernel_cause(setup: TrainingSetup, check: StepCheck, seen: Sequence[SeenPass]) -> str | None:
+def _kernel_cause(replay: TrainingReplay, check: StepCheck, seen: _Seen) -> str | None:
     """Say what the kernels that torch chose in the loop do otherwise than those of a replay; None if nothing."""
-    replay = TrainingReplay(setup.model, setup.loss, TensorSpec(check.state.dtype, check.state.device))
+    came = check.observed.came
     with disable_fused_attention(), kernels_of_the_loop():  # the kernels of before, also within a pass
-        gradient = sum((replay.gradient(check.state, p.data).gradient for p in seen), torch.zeros_like(check.used))
-    missed, left = ((check.used - g).abs().max() for g in (check.expected, gradient))
-    if not (seen and left < missed / 8 and allclose(check.used, gradient)):
+        gradient = sum((replay.gradient(check.state, data).gradient for _, data in seen), torch.zeros_like(came))
+    missed, left = ((came - g).abs().max() for g in (check.expected, gradient))
+    if not (seen and left < missed / 8 and allclose(came, gradient)):
         return None
-    if any(_replayed(replay, check.state, p)[1] for p in seen):
+    if any(_replayed(replay, check.state, *own)[1] for own in seen):
         advice = "Train inside of torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH)"
         return f"fused attention draws its dropout otherwise than a replay. {advice}"
-    if check.used.dtype != torch.float32 or not check.used.is_cuda:
+    if came.dtype != torch.float32 or not came.is_cuda:
         return None
     return (
         "the loop computes in less than its dtype. Set torch.backends.cudnn.allow_tf32 = False and "
@@ -210,17 +187,18 @@ def _kernel_cause(setup: TrainingSetup, check: StepCheck, seen: Sequence[SeenPas
     )
 
 
-def _network_cause(setup: TrainingSetup, check: StepCheck, seen: Sequence[SeenPass]) -> str | None:
+def _network_cause(
+    setup: TrainingSetup, replay: TrainingReplay, state: Float[Tensor, " PQ"], seen: _Seen
+) -> str | None:
     """Say why the outputs of a pass are not those of the recorded network; None where they are."""
     model, net = setup.model, setup.net
-    replay = TrainingReplay(model, setup.loss, TensorSpec(check.state.dtype, check.state.device))
-    for p in seen:
-        returned, draws_otherwise = _replayed(replay, check.state, p)
-        z = rows_of(returned, len(p.data.X))
-        if z.shape != p.z.shape:
+    for forward, data in seen:
+        returned, draws_otherwise = _replayed(replay, state, forward, data)
+        z, own = rows_of(returned, len(data.X)), rows_of(forward.returned, len(data.X))
+        if z.shape != own.shape:
             continue
-        difference = float((z.double() - p.z).abs().max())
-        if difference <= _OF_OUTPUTS * p.rounding * float(p.z.abs().max()):
+        difference = float((z.double() - own.double()).abs().max())
+        if difference <= _OF_OUTPUTS * rounding_of(own) * float(own.abs().max()):
             continue
         if (changed := changed_setting(net, model)) is not None:
             return changed
@@ -230,30 +208,31 @@ def _network_cause(setup: TrainingSetup, check: StepCheck, seen: Sequence[SeenPa
                 f"{what}: it draws other random numbers than torch's default generator gives to its layers. Draw from "
                 "that; under torch.compile set torch._inductor.config.fallback_random = True before the first call"
             )
-        layout, own = model.signature.layout, dict(model.module.named_modules())
-        hooked = [n for n, part in net.named_modules() if n and len(part._forward_hooks) > len(own[n]._forward_hooks)]
+        layout, parts = model.signature.layout, dict(model.module.named_modules())
+        hooked = [n for n, part in net.named_modules() if n and len(part._forward_hooks) > len(parts[n]._forward_hooks)]
         if hooked:
             return f"{what}: a forward hook of module {_named(hooked)} changes them. Register it before recording"
-        if p.captured.num_arguments > (1 if layout is None else len(layout.tensors)):
+        if forward.num_arguments > (1 if layout is None else len(layout.tensors)):
             return f"{what}: the network was called with further arguments. Pass all that it depends on as X"
         return f"{what}, at the same weights, rows and random numbers: something else in it changes. Let it be a buffer"
     return None
 
 
-def _replayed(replay: TrainingReplay, state: Float[Tensor, " PQ"], seen: SeenPass) -> tuple[Any, bool]:
+def _replayed(
+    replay: TrainingReplay, state: Float[Tensor, " PQ"], captured: CapturedForward, data: PassData
+) -> tuple[Any, bool]:
     """Replay a pass in the precision of the training: what the network returns, and whether it draws otherwise.
 
     A pass that leaves torch's random numbers elsewhere than its replay, which goes through the layers as they were
     written, drew others.
     """
-    data, forward = seen.data, seen.data.forward
     module = replay.module_in_modes(data)
     named = {n: value.clone() for n, value in module.named_buffers()} | replay.params(state, data)
     with torch.no_grad(), disable_fused_attention(), replay.conditions(module, data, exact=False):
         returned = replay.call(with_tensors(module, named), data, exact=False)
         reached = torch.random.get_rng_state(), device_random_state(replay.spec.device)
-    before, after = (forward.random_state, forward.device_random_state), seen.captured.random_states_after
-    states = zip(before, reached, after, strict=True)
+    before = data.forward.random_state, data.forward.device_random_state
+    states = zip(before, reached, captured.random_states_after, strict=True)
     others = (not (used is None or own is None or end is None or torch.equal(own, end)) for used, own, end in states)
     return returned, any(others)
 
@@ -263,7 +242,7 @@ def _gradient_cause(setup: TrainingSetup, check: StepCheck, *, is_shown: bool) -
     model, net, made, edit = setup.model, setup.net, check.observed.made, check.observed.edit
     if not bool(made.gradient.any()):
         return "the gradient was 0 in all parameters: zero_grad() was called after backward(), or .grad was set to 0"
-    flat = (made.gradient, check.used) if edit is None else (check.used, check.expected)
+    flat = (made.gradient, check.observed.came) if edit is None else (check.observed.came, check.expected)
     after, before = map(model.unflatten, flat)
     off = [name for name, u in after.items() if u.numel() and not _is_same(u, before[name])] or [*after]
     names, share = _named(off), float((flat[0] - flat[1]).norm() / flat[0].norm())
@@ -290,8 +269,10 @@ def _gradient_cause(setup: TrainingSetup, check: StepCheck, *, is_shown: bool) -
     if hooked:
         return f"a backward hook at {_named(hooked)} changes gradients; {records}"
     if not is_shown:
-        own = f"the gradient is not that of the stated loss on X[batch], y[batch]: {share:.2g} of it"
-        return f"{own}, in {names}. {_RECORDS}"
+        return (
+            f"the gradient is not that of the stated loss on X[batch], y[batch]: {share:.2g} of it, in {names}. State "
+            "the loop's loss (loss=); loss=None records the run without one"
+        )
     if check.observed.terms.is_fixed and bool(check.inner.decay.any()):
         return "the factor of the loss's L2 penalty is not that of the steps checked before: check_every=1 records it"
     text = f"{share:.2g} of the gradient, in {names}, does not come through the outputs of the announced rows"

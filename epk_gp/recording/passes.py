@@ -7,18 +7,15 @@ q_i of mixup, CutMix and label noise follows from it. Of any other row delta_i i
 """
 
 import math
-import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
 from dataclasses import replace
 from itertools import zip_longest
-from typing import Any, NamedTuple, final
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Bool, Float, Float64, Int64, Shaped
 from torch import Tensor
 from torch.nn import functional as F
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from epk_gp.core.checks import blocks_of, is_finite
 from epk_gp.core.graphs import has_rows, map_tensors, select_rows, tensors_of
@@ -47,42 +44,11 @@ from epk_gp.recording.causes import StepMismatchError
 from epk_gp.recording.observer import CapturedForward, MadeStep
 from epk_gp.recording.setup import TrainingSetup
 
-# torch notes in a global variable that a mode is entered, and puts it back as it was: one thread at a time.
-_ENTERED = threading.RLock()
-
 _ONE_FACTOR = 1e-6  # by which the factors of the passes of a step may differ, of the same GradScaler
 _NUM_ROWS = 8  # rows on which the modes are compared
 
-
-@contextmanager
-def draw_from(generator: torch.Generator) -> Iterator[None]:
-    """Let everything random in this thread draw from a generator, and nothing from torch's global one.
-
-    The numbers are those that the global generator would give with the same seed. Seeding that one instead would
-    disturb every other thread that draws from it, and be disturbed by them.
-
-    Args:
-        generator: A generator on the CPU.
-    """
-    with _ENTERED, _Draws(generator):
-        yield
-
-
-@final
-class _Draws(TorchDispatchMode):
-    """Give a generator to every operation that takes one and got none."""
-
-    def __init__(self, generator: torch.Generator) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.generator = generator
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # torch's protocol
-        """Make the call."""
-        kwargs = dict(kwargs or {})
-        if torch.Tag.nondeterministic_seeded in func.tags and kwargs.get("generator") is None:
-            with suppress(RuntimeError, TypeError):  # it has no form that takes a generator
-                return func.overloadpacket(*args, **{**kwargs, "generator": self.generator})
-        return func(*args, **kwargs)
+# a record that a pass may have, the weights of its rows, and by what the gradient in the outputs is more than these say
+_Record = tuple[ForwardPass, Float64[Tensor, " n"], float]
 
 
 def of_nodes(forward: CapturedForward, nodes: Int64[Tensor, " B"]) -> CapturedForward:
@@ -101,9 +67,10 @@ def of_nodes(forward: CapturedForward, nodes: Int64[Tensor, " B"]) -> CapturedFo
             "(DropEdge, masked features) inside the network's forward()."
         )
     n, rows = len(forward.inputs), nodes.to(forward.inputs.device)
-    is_outside, places = torch.ones(n, dtype=torch.bool, device=rows.device).index_fill(0, rows, False), rows[:0]
+    is_read = torch.zeros(n, dtype=torch.bool, device=rows.device)
     for gradient in forward.sent.values():
-        places = torch.cat([places, (is_outside & gradient.reshape(n, -1).any(dim=1)).nonzero().squeeze(1)]).unique()
+        is_read |= gradient.reshape(n, -1).any(dim=1)
+    places = is_read.index_fill(0, rows, False).nonzero().squeeze(1)
     if len(places):
         raise StepMismatchError(
             f"recorder.batch() must get all nodes whose outputs the loss reads: it reads node {int(places[0])} "
@@ -111,16 +78,13 @@ def of_nodes(forward: CapturedForward, nodes: Int64[Tensor, " B"]) -> CapturedFo
             "batch: recorder.batch(torch.cat(sets), weight=...) with a weight per row."
         )
     counts = rows.bincount(minlength=n)[rows]
-
-    def own(gradient: Tensor) -> Tensor:
-        return gradient[rows] / counts.to(gradient.dtype).view(-1, *[1] * (gradient.ndim - 1))
-
+    gradients = {place: g[rows] / counts.to(g.dtype).view(-1, *[1] * (g.ndim - 1)) for place, g in forward.sent.items()}
     return replace(
         forward,
         inputs=forward.inputs[rows],
         returned=select_rows(forward.returned, rows, n),
         outputs=None if forward.outputs is None else forward.outputs[rows],
-        sent={place: own(gradient) for place, gradient in forward.sent.items()},
+        sent=gradients,
     )
 
 
@@ -153,7 +117,7 @@ class PassRecords:
             StepMismatchError: The network saw other training points than those that were announced, or another graph.
             ValueError: All samples of a batch are ignored by the loss.
         """
-        announced, setup, seen = made.announced, self._setup, list[list[tuple[ForwardPass, Tensor, float]]]()
+        announced, setup, seen = made.announced, self._setup, list[list[_Record]]()
         is_stated = len(announced) == 1 and not isinstance(announced[0].weight, Tensor) and announced[0].weight == 1
         for batch in announced:
             samples, forwards, y = batch.samples, batch.forwards, setup.y[batch.samples.to(setup.y.device)]
@@ -167,7 +131,8 @@ class PassRecords:
             seen += [] if forwards else [[(ForwardPass(len(samples)), stated, math.nan)]]
             for forward, (rows, c, of_rows, stated_ones) in zip(forwards, parts, strict=False):
                 targets = of_rows, of_rows if used is y else stated_ones
-                seen.append(self._records(forward, rows, c, targets, statistics, reads=batch.weight is None))
+                record = self._record(forward, rows, statistics)
+                seen.append(_records_of_loss(setup, forward, record, targets, c, reads=batch.weight is None))
             is_stated = is_stated and used is y
         rows, steps = torch.cat([batch.samples for batch in announced]), list[Step]()
         for k in range(max(map(len, seen))):
@@ -191,45 +156,31 @@ class PassRecords:
             "such a run: state the loop's loss (loss=), or the targets that it used (recorder.batch(targets=))."
         )
 
-    def _records(
-        self,
-        forward: CapturedForward,
-        rows: Int64[Tensor, " n"],
-        c: Tensor,
-        targets: tuple[Tensor, Tensor],
-        statistics: tuple[Tensor, Tensor],
-        *,
-        reads: bool,
-    ) -> list[tuple[ForwardPass, Tensor, float]]:
-        """Return the records that a pass may have, each with weights of its rows and what the loss has beside these."""
-        setup = self._setup
+    def _record(
+        self, forward: CapturedForward, rows: Int64[Tensor, " n"], statistics: tuple[Tensor, Tensor]
+    ) -> ForwardPass:
+        """Return the record of a pass beside its loss."""
+        setup, seen = self._setup, forward.inputs
         is_recorded = torch.zeros(len(rows), dtype=torch.bool, device=setup.X.device)
-        for own in self._recorded_like(forward.inputs, setup.X[rows.to(setup.X.device)]):
-            is_recorded |= (forward.inputs == own).reshape(len(rows), -1).all(dim=1)
+        for own in self._recorded_like(seen, setup.X[rows.to(setup.X.device)]):
+            is_recorded |= (seen == own).reshape(len(rows), -1).all(dim=1)
         is_known = (rows >= 0).to(is_recorded.device)  # -1 is no training point
-        is_recorded &= is_known
-        inputs = None
-        if not is_recorded[is_known].all():
-            self._require_announced_rows(forward.inputs, rows, is_recorded | ~is_known)
-        is_other = ~is_recorded if forward.inputs.shape[1:] == setup.X.shape[1:] else torch.ones_like(is_recorded)
-        if is_other.any():
-            other = is_other.nonzero().squeeze(1)
-            inputs = SeenRows(other, forward.inputs[other])
-        seen, before, after = forward.record, forward.statistics, forward.statistics_after
-        is_random = seen.random_state is not None or seen.device_random_state is not None
-        is_special = seen.autocast is not None or seen.settings is not None
+        self._require_announced_rows(seen, rows, is_recorded | ~is_known)
+        is_kept = is_recorded & is_known if seen.shape[1:] == setup.X.shape[1:] else torch.zeros_like(is_recorded)
+        other = (~is_kept).nonzero().squeeze(1)
+        record, before, after = forward.record, forward.statistics, forward.statistics_after
+        is_random = record.random_state is not None or record.device_random_state is not None
+        is_special = record.autocast is not None or record.settings is not None
         needs_modes = is_random or is_special or self.differs_in(forward.modes)
-        record = replace(
-            seen,
+        return replace(
+            record,
             num_rows=len(rows),
             modes=forward.modes if needs_modes else None,
-            inputs=inputs,
+            inputs=SeenRows(other, seen[other]) if len(other) else None,
             statistics=None if torch.equal(before, statistics[0]) else before,
             statistics_after=None if torch.equal(after, statistics[1]) else after,
-            memory_order=seen.memory_order if is_random else None,
+            memory_order=record.memory_order if is_random else None,
         )
-        found = _seen_losses(setup, forward, *targets, c, reads=reads)
-        return [(replace(record, targets=own.targets, cotangents=own.cotangents), own.c, own.factor) for own in found]
 
     def _require_announced_rows(self, seen: Tensor, rows: Int64[Tensor, " n"], is_recorded: Bool[Tensor, " n"]) -> None:
         """Raise if the network saw training points under the indices of others.
@@ -237,9 +188,9 @@ class PassRecords:
         Augmented rows are no training points. A loop that mixes rows may meet one by rounding, so it is asked only
         until the loop has shown rows that are none.
         """
-        if self._has_other_rows:
-            return
         other = (~is_recorded).nonzero().squeeze(1)
+        if self._has_other_rows or not len(other):
+            return
         index_of_row = _places(self._setup.X, seen[other], self._recorded_like)
         wrong = [(row, index_of_row.get(bytes(tensor_bytes(seen[row])))) for row in other.tolist()]
         if any(place is None for _, place in wrong):
@@ -308,22 +259,6 @@ TOLERANCE = {torch.float64: (1e-12, 2e-15), torch.float32: (2e-5, 1e-6)}
 _LOW_PRECISION = 2e-2, 4e-3
 
 
-class SeenLoss(NamedTuple):
-    """What the gradient in the outputs of a pass says of the loss of its rows.
-
-    Attributes:
-        targets: Targets of rows that follow the stated loss with others than the recorded ones.
-        cotangents: The gradient in all that the network returned, of rows that do not follow it.
-        c: The weights of the rows.
-        factor: By what the gradient is more than these give it.
-    """
-
-    targets: SeenRows | None
-    cotangents: SeenRows | None
-    c: Float64[Tensor, " n"]
-    factor: float = 1.0
-
-
 def common_factor(values: Tensor, expected: Tensor) -> float:
     """Return by which number an expected tensor comes nearest to some values."""
     return float((values * expected).sum() / expected.square().sum().clamp(min=1e-300))
@@ -335,7 +270,7 @@ def rounding_of(gradient: Tensor) -> float:
 
 
 def rows_like(
-    delta: Float[Tensor, "n ..."], expected: Float[Tensor, "n ..."], c: Float[Tensor, " n"]
+    delta: Float[Tensor, "n D"], expected: Float[Tensor, "n D"], c: Float[Tensor, " n"]
 ) -> Bool[Tensor, " n"]:
     """Return in which rows of a pass the gradient in the outputs is the expected one, up to rounding.
 
@@ -345,12 +280,12 @@ def rows_like(
         c: The weights.
     """
     share, floor = TOLERANCE.get(delta.dtype, _LOW_PRECISION)
-    difference = (delta - expected).abs().flatten(1).amax(dim=1)
+    difference = (delta - expected).abs().amax(dim=1)
     return difference <= share * expected.abs().max() + floor * c.abs()
 
 
 class _Fit(NamedTuple):
-    """Which rows of a pass follow a loss with some targets: as of `SeenLoss`."""
+    """Which rows of a pass follow a loss with some targets and weights but for a factor; is no other loss like it?"""
 
     targets: Tensor
     c: Tensor
@@ -361,7 +296,7 @@ class _Fit(NamedTuple):
 
 def _fit(delta: Tensor, expected: Tensor, targets: Tensor, c: Tensor, is_alone: Tensor) -> _Fit:
     """Compare gradients of a pass, also but for one factor; `is_alone` says of which rows nothing came elsewhere."""
-    has_none, follows = ~delta.flatten(1).any(dim=1) & is_alone, rows_like(delta, expected, c) & is_alone
+    has_none, follows = ~delta.any(dim=1) & is_alone, rows_like(delta, expected, c) & is_alone
     c = c.masked_fill(has_none & ~follows, 0.0)  # which the loop's loss leaves out
     follows |= has_none
     if follows.all() or not is_alone.all():
@@ -396,15 +331,15 @@ def _derivatives(setup: TrainingSetup, forward: CapturedForward, loss: Loss, y: 
     return torch.cat([g.reshape(n, -1) for g in found], dim=1)
 
 
-def _seen_losses(
+def _records_of_loss(
     setup: TrainingSetup,
     forward: CapturedForward,
-    recorded: Shaped[Tensor, "n ..."],
-    used: Shaped[Tensor, "n ..."],
+    record: ForwardPass,
+    targets: tuple[Shaped[Tensor, "n ..."], Shaped[Tensor, "n ..."]],
     c: Float64[Tensor, " n"],
     *,
     reads: bool,
-) -> list[SeenLoss]:
+) -> list[_Record]:
     """Compare the gradient in the outputs of a pass with that of the stated loss, row by row.
 
     A masked language model is trained on other positions each time: those that the loss left out have no gradient.
@@ -412,21 +347,27 @@ def _seen_losses(
     Args:
         setup: The training.
         forward: The pass.
-        recorded: The recorded targets of its rows.
-        used: The targets that the loop states for them, or these.
+        record: What is recorded of it beside its loss.
+        targets: The recorded targets of its rows, and those that the loop states for them, or these.
         c: The weights that the stated loss gives to the rows.
         reads: Whether the factor of a pass whose rows are alike is that of its loss, too: the loop does not state it.
 
     Returns:
-        What it says; where the rows follow but for a factor, first without it.
+        The record; where the rows follow but for a factor, first without it, then with it in the weights.
 
     Raises:
         StepMismatchError: With loss=None, a gradient came into a tensor that has no rows, or none came at all; else the
             loop's labels are those of the next positions, or its classes are in another dimension.
     """
-    loss, every = setup.loss, torch.arange(len(recorded), device=recorded.device)
+    loss, (recorded, used), every = setup.loss, targets, torch.arange(len(c), device=targets[0].device)
+
+    def stored(rows: Tensor, c: Tensor, others: SeenRows | None = None) -> _Record:
+        gradients = SeenRows(rows, _by_row(forward)[rows].to(setup.model.spec.dtype))
+        return replace(record, targets=others, cotangents=gradients), c, 1.0
+
     if isinstance(loss, UnstatedLoss):
-        return [SeenLoss(None, SeenRows(every, _unstated(forward, setup.model.spec.dtype)), c)]
+        _require_gradients_of_rows(forward)
+        return [stored(every, c)]
     cuts, delta = targets_like(setup.model.signature, loss, setup.X, forward.inputs, used), None
     z: Any = forward.outputs
     if z is not None and forward.sent:
@@ -436,7 +377,7 @@ def _seen_losses(
         is_known = isinstance(z, Tensor) or isinstance(loss, PerSampleLoss)
         delta = _by_row(forward) if is_known and forward.sent and forward.stray is None else None
     if delta is None or not is_finite(delta) or not c.any():
-        return [SeenLoss(_seen_targets(loss, z, recorded, cuts[0], every >= 0), None, c)]
+        return [(replace(record, targets=_seen_targets(loss, z, recorded, cuts[0], every >= 0)), c, 1.0)]
     weights, is_alone = c.to(delta.device), torch.ones(len(c), dtype=torch.bool, device=delta.device)
     for place, own in forward.sent.items() if forward.outputs is not None else ():
         is_alone &= (place == forward.place) | ~own.reshape(len(own), -1).any(dim=1)
@@ -444,8 +385,8 @@ def _seen_losses(
     def fits(loss: Loss, cuts: list[Tensor], delta: Tensor = delta) -> Iterator[_Fit]:
         for own in _possible_labels(loss, delta, cuts):
             rated = weights if own is used else sample_weights(loss, own) * (weights / sample_weights(loss, used))
-            expected = rated.view(-1, *[1] * (delta.ndim - 1)) * _derivatives(setup, forward, loss, own)
-            yield _fit(delta, expected, own, rated, is_alone)
+            expected = rated[:, None] * _derivatives(setup, forward, loss, own).reshape(len(own), -1)
+            yield _fit(delta.reshape(len(own), -1), expected, own, rated, is_alone)
 
     best = _Fit(cuts[0], weights, torch.zeros_like(is_alone))
     for fit in fits(loss, cuts):
@@ -465,28 +406,25 @@ def _seen_losses(
                 "y must hold the label of each position: the loop's loss compares the scores of each position with the "
                 "label of the next one, as causal language models do: pass epk_gp.next_words(y) as y."
             )
-    follows, targets = best.follows, _seen_targets(loss, z, recorded, best.targets, best.follows)
+    follows, others = best.follows, _seen_targets(loss, z, recorded, best.targets, best.follows)
     if not follows.all() and isinstance(loss, CrossEntropy | NegativeLogLikelihood) and delta.ndim == 2:
         read = _read_targets(loss, forward.outputs, delta, best.c, ~follows & is_alone)
         if read is not None:
-            follows, known = follows.index_fill(0, read.index, True), [read] if targets is None else [targets, read]
-            targets = SeenRows(torch.cat([seen.index for seen in known]), torch.cat([seen.values for seen in known]))
-    other = (~follows).nonzero().squeeze(1)
-    if len(other):
-        values = _by_row(forward).to(setup.model.spec.dtype)
-        return [SeenLoss(targets, SeenRows(other, values[other]), best.c.index_fill(0, other, 1.0))]
-    plain, scaled = SeenLoss(targets, None, best.c, best.factor), SeenLoss(targets, None, best.factor * best.c)
-    if not best.is_sure and not reads:
-        scaled = SeenLoss(None, SeenRows(every, _by_row(forward).to(setup.model.spec.dtype)), torch.ones_like(c))
-    return [plain] if best.factor == 1 else [plain, scaled]
+            follows, known = follows.index_fill(0, read.index, True), [read] if others is None else [others, read]
+            others = SeenRows(torch.cat([seen.index for seen in known]), torch.cat([seen.values for seen in known]))
+    if not follows.all():
+        rows = (~follows).nonzero().squeeze(1)
+        return [stored(rows, best.c.index_fill(0, rows, 1.0), others)]
+    record = replace(record, targets=others)
+    if best.factor == 1:
+        return [(record, best.c, 1.0)]
+    is_clear = best.is_sure or reads
+    scaled = (record, best.factor * best.c, 1.0) if is_clear else stored(every, torch.ones_like(c))
+    return [(record, best.c, best.factor), scaled]
 
 
-def _unstated(forward: CapturedForward, dtype: torch.dtype) -> Float[Tensor, "n D"]:
-    """Return what the loop's own backward pass sent into each row of what the network returned.
-
-    Raises:
-        StepMismatchError: A gradient came into a tensor that has no rows, or none came at all.
-    """
+def _require_gradients_of_rows(forward: CapturedForward) -> None:
+    """Raise if the gradients in rows do not say what the loop's own backward pass sent into the network."""
     if forward.stray is not None:
         raise StepMismatchError(
             "with loss=None the loop's loss must be made of tensors that have one row per input: a gradient came into "
@@ -497,7 +435,6 @@ def _unstated(forward: CapturedForward, dtype: torch.dtype) -> Float[Tensor, "n 
             "with loss=None every pass of a batch must be followed by its backward() before the step: no gradient came "
             "into what the network returned. Call the network itself, net(X), and recorder.batch() after backward()."
         )
-    return _by_row(forward).to(dtype)
 
 
 def _possible_labels(loss: Loss, gradient: Tensor, cuts: list[Tensor]) -> Iterator[Tensor]:

@@ -116,10 +116,10 @@ def test_random_numbers_of_a_compiled_network_are_the_one_cause_that_is_named(co
         train_compiled(compile_network, dropout=0.3)
 
 
-@pytest.mark.parametrize(
-    ("library", "message"),
-    [("fastai", r"pass learner\.opt\.opt"), ("keras", "as torch modules"), ("mine", "$")],
-)
+OPTIMIZERS = {"fastai": r"pass learner\.opt\.opt", "keras": "as torch modules", "mine": "$"}
+
+
+@pytest.mark.parametrize(("library", "message"), OPTIMIZERS.items())
 def test_an_optimizer_that_is_not_torch_s_is_refused_with_what_to_do(library, message):
     optimizer = type("Adam", (), {"__module__": f"{library}.optimizer"})()
     with pytest.raises(TypeError, match=rf"must be a torch.optim.Optimizer: got Adam\..*{message}"):

@@ -17,61 +17,64 @@ FLOATS = torch.randn(M, L, 3, dtype=torch.float64, generator=GENERATOR) * MASK[.
 Y = torch.arange(M) % 3
 
 
-class Bag(nn.Module):
-    def __init__(self):
+class TwoLayers(nn.Module):
+    """A first layer of rows of any length, and an output layer."""
+
+    def __init__(self, make_first, width=6):
         super().__init__()
         torch.manual_seed(1)
-        self.embed, self.out = nn.EmbeddingBag(9, 6, mode="mean"), nn.Linear(6, 3)
+        self.first, self.out = make_first(), nn.Linear(width, 3)
+
+
+class Bag(TwoLayers):
+    def __init__(self):
+        super().__init__(lambda: nn.EmbeddingBag(9, 6, mode="mean"))
 
     def forward(self, text, offsets):
-        return self.out(torch.tanh(self.embed(text, offsets)))
+        return self.out(torch.tanh(self.first(text, offsets)))
 
 
 class PaddedBag(Bag):
     def forward(self, lengths, padded):
         mask = torch.arange(padded.shape[1]) < lengths[:, None]
-        rows = nn.functional.embedding(padded, self.embed.weight) * mask[..., None]
+        rows = nn.functional.embedding(padded, self.first.weight) * mask[..., None]
         return self.out(torch.tanh(rows.sum(dim=1) / lengths[:, None]))
 
 
-class Sums(nn.Module):
+class Sums(TwoLayers):
     def __init__(self):
-        super().__init__()
-        torch.manual_seed(1)
-        self.hidden, self.out = nn.Linear(3, 6), nn.Linear(6, 3)
+        super().__init__(lambda: nn.Linear(3, 6))
 
 
 class PaddedSums(Sums):
     def forward(self, lengths, padded):
         mask = torch.arange(padded.shape[1]) < lengths[:, None]
-        return self.out((torch.tanh(self.hidden(padded)) * mask[..., None]).sum(dim=1))
+        return self.out((torch.tanh(self.first(padded)) * mask[..., None]).sum(dim=1))
 
 
 class Nested(Sums):
     def forward(self, rows):
-        return self.out(torch.tanh(self.hidden(rows)).to_padded_tensor(0.0).sum(dim=1))
+        return self.out(torch.tanh(self.first(rows)).to_padded_tensor(0.0).sum(dim=1))
 
 
 class List(Sums):
     def forward(self, rows):
-        return self.out(torch.stack([torch.tanh(self.hidden(row)).sum(dim=0) for row in rows]))
+        return self.out(torch.stack([torch.tanh(self.first(row)).sum(dim=0) for row in rows]))
 
 
-class Recurrent(nn.Module):
+class Recurrent(TwoLayers):
     def __init__(self):
-        super().__init__()
-        torch.manual_seed(1)
-        self.lstm, self.out = nn.LSTM(3, 4, batch_first=True), nn.Linear(4, 3)
+        super().__init__(lambda: nn.LSTM(3, 4, batch_first=True), width=4)
 
 
 class Packed(Recurrent):
     def forward(self, rows):
-        return self.out(self.lstm(rows)[1][0][-1])
+        return self.out(self.first(rows)[1][0][-1])
 
 
 class PaddedLast(Recurrent):
     def forward(self, lengths, padded):
-        return self.out(self.lstm(padded)[0][torch.arange(len(padded)), lengths - 1])
+        return self.out(self.first(padded)[0][torch.arange(len(padded)), lengths - 1])
 
 
 def offsets(rows):
@@ -96,10 +99,16 @@ def record(net, data, call, y=Y, **options):
     with epk.Recorder(net, optimizer, data, y, **options) as recorder:
         for batch in torch.arange(M).split(3) * 2:
             optimizer.zero_grad()
-            nn.functional.cross_entropy(call(batch), y[batch]).backward()
-            recorder.batch(batch)
+            nn.functional.cross_entropy(call(batch), Y[batch]).backward()
+            recorder.batch(**({"indices": batch} if y is Y else {"targets": Y[batch]}))
             optimizer.step()
     return recorder
+
+
+def in_form(form, net):
+    """Data, and a call of the network on a batch."""
+    _, _, padded, arguments = FORMS[form]
+    return epk.Ragged(rows_of(padded), form), lambda batch: net(*arguments(rows_of(padded, batch.tolist())))
 
 
 @pytest.mark.filterwarnings("ignore:There is a performance drop")  # torch maps packing over rows one by one
@@ -108,12 +117,7 @@ def test_the_run_is_that_of_padded_rows(form, tmp_path):
     make, make_padded, padded, call = FORMS[form]
     net, other = make().double(), make_padded().double()
     other.load_state_dict(net.state_dict())
-    ragged = record(
-        net,
-        epk.Ragged(rows_of(padded), form),
-        lambda b: net(*call(rows_of(padded, b.tolist()))),
-        folder=tmp_path / "run",
-    )
+    ragged = record(net, *in_form(form, net), folder=tmp_path / "run")
     expected = record(other, (LENGTHS, padded), lambda batch: other(LENGTHS[batch], padded[batch]))
     run = ragged.trajectory
     assert not any(step.passes for step in run.steps)  # all rows are those of X
@@ -135,25 +139,16 @@ def test_the_run_is_that_of_padded_rows(form, tmp_path):
 @pytest.mark.parametrize("form", ["nested", "packed"])
 @pytest.mark.filterwarnings("ignore:There is a performance drop")
 def test_nested_tensors_and_packed_sequences_are_ragged_by_themselves(form):
-    make, _, padded, call = FORMS[form]
-    runs = []
-    for data in (epk.Ragged(rows_of(padded), form), call(rows_of(padded))[0]):
-        net = make().double()
-        runs.append(record(net, data, lambda b, net=net: net(*call(rows_of(padded, b.tolist())))).trajectory)
-    assert runs[0].digest == runs[1].digest
+    make, _, padded, arguments = FORMS[form]
+    net, other = make().double(), make().double()
+    run, plain = record(net, *in_form(form, net)), record(other, arguments(rows_of(padded))[0], in_form(form, other)[1])
+    assert run.trajectory.digest == plain.trajectory.digest
 
 
 def test_rows_of_a_stream_may_be_longer_than_its_example():
     net = Bag().double()
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     example = epk.Ragged(rows_of(IDS, [1, 7]), "offsets", longest=L)
-    with epk.Recorder(net, optimizer, epk.Stream(example, Y[[1, 7]])) as recorder:
-        for batch in torch.arange(M).split(4) * 2:
-            optimizer.zero_grad()
-            nn.functional.cross_entropy(net(*offsets(rows_of(IDS, batch.tolist()))), Y[batch]).backward()
-            recorder.batch(targets=Y[batch])
-            optimizer.step()
-    run = recorder.trajectory
+    run = record(net, epk.Stream(example, Y[[1, 7]]), in_form("offsets", net)[1], y=None).trajectory
     seen = {
         (tuple(row.tolist()), int(label)) for row, label in zip(run.unpack(run.inputs).rows, run.targets, strict=True)
     }
@@ -162,21 +157,19 @@ def test_rows_of_a_stream_may_be_longer_than_its_example():
 
 
 def test_a_call_without_offsets_is_none_with_rows_of_the_data():
-    net = Bag().double()
+    net, other = Bag().double(), Bag().double()
+    data, call = in_form("offsets", net)
 
-    def call(batch):
+    def twice(batch):
         net(IDS[batch], None)
-        return net(*offsets(rows_of(IDS, batch.tolist())))
+        return call(batch)
 
-    runs = [record(net, epk.Ragged(rows_of(IDS), "offsets"), call).trajectory]
-    net.load_state_dict(Bag().double().state_dict())
-    alone = record(net, epk.Ragged(rows_of(IDS), "offsets"), lambda b: net(*offsets(rows_of(IDS, b.tolist()))))
-    assert runs[0].digest == alone.trajectory.digest
+    assert record(net, data, twice).trajectory.digest == record(other, *in_form("offsets", other)).trajectory.digest
 
 
 def test_what_is_no_ragged_batch_is_refused():
     net, rows = Bag().double(), rows_of(IDS)
-    run = record(net, epk.Ragged(rows, "offsets"), lambda b: net(*offsets(rows_of(IDS, b.tolist())))).trajectory
+    run = record(net, *in_form("offsets", net)).trajectory
     longer, other = [*rows[:2], torch.ones(L + 1, dtype=torch.int64)], [*rows[:2], torch.ones(2, 2, dtype=torch.int64)]
 
     def shuffled(batch):

@@ -1,6 +1,7 @@
 """Runs of networks with any signature are those of the same networks wrapped by hand to take one tensor."""
 
 import pickle
+from itertools import product
 
 import pytest
 import torch
@@ -14,6 +15,8 @@ from epk_gp.core.gradients import batch_gradient
 from epk_gp.core.trajectory import batch_of
 from epk_gp.kernel_machine.baselines import single_machine
 from helpers import assert_close
+from loops import record as record_loop
+from loops import sgd
 
 RULE = epk.midpoint(1)
 LABELS = torch.arange(NUM_POINTS) % NUM_CLASSES
@@ -49,48 +52,41 @@ CASES = {
 class Pair:
     """The same run twice: of the network as it is, and wrapped by hand."""
 
-    def __init__(self, name):
-        build, make_inputs, pack, call, output = CASES[name]
+    def __init__(self, name, folder):
+        self.build, make_inputs, pack, call, self.output = CASES[name]
         torch.manual_seed(0)
-        net, self.X = build().double(), make_inputs()
-        wrapped = Wrapped(build().double(), call)
+        net, self.X, self.folder = self.build().double(), make_inputs(), folder
+        wrapped = Wrapped(self.build().double(), call)
         wrapped.inner.load_state_dict(net.state_dict())
         self.rows = pack(self.X)
-        self.run = record(net, self.X, LABELS, output=output, steps=2)
+        self.run = record(net, self.X, LABELS, output=self.output, steps=2, folder=folder)
         self.by_hand = record(wrapped, self.rows, LABELS, steps=2)
 
 
 @pytest.fixture(scope="module", params=CASES)
-def pair(request):
-    return Pair(request.param)
+def pair(request, tmp_path_factory):
+    return Pair(request.param, tmp_path_factory.mktemp("pair") / "run")
 
 
-def test_weights_outputs_and_the_kernel_machine_are_the_same(pair):
-    assert torch.equal(pair.run.states[-1], pair.by_hand.states[-1])
+def test_weights_outputs_contributions_and_the_kernel_machine_are_the_same(pair):
+    assert torch.equal(pair.run.states[2], pair.by_hand.states[2])
     assert pair.run.loss_takes_outputs
     assert torch.equal(epk.network_outputs(pair.run, pair.X), epk.network_outputs(pair.by_hand, pair.rows))
     result, expected = epk.reconstruct(pair.run, pair.X), epk.reconstruct(pair.by_hand, pair.rows)
     assert result.certified
     assert_close(result.outputs, expected.outputs, rounding=100)
-
-
-def test_contributions_are_the_same_and_sum(pair):
     parts, expected = epk.attribute(pair.run, cut(pair.X, 3)), epk.attribute(pair.by_hand, pair.rows[:3])
     assert parts.certified
     assert_close(parts.samples, expected.samples, rounding=100)
 
 
 @pytest.mark.mostly_slow
-def test_gram_blocks_are_the_same_packed_or_not(pair):
+def test_kernels_and_processes_are_the_same_packed_or_not(pair):
     a, b = epk.Points(pair.X, is_train=True), epk.Points(cut(pair.X, 3), is_train=False)
     rows = epk.Points(pair.rows, is_train=True), epk.Points(pair.rows[:3], is_train=False)
     block, expected = epk.gram_block(pair.run, a, b, rule=RULE), epk.gram_block(pair.by_hand, *rows, rule=RULE)
     assert_close(block, expected, rounding=100)
     assert torch.equal(epk.gram_block(pair.run, *rows, rule=RULE), block)
-
-
-@pytest.mark.mostly_slow
-def test_kernels_and_processes_take_the_structure(pair):
     x, z = epk.train_copy(pair.X), epk.test_copy(cut(pair.X, 3))
     assert torch.equal(x, epk.train_copy(pair.rows))
     assert torch.equal(z[..., :-1], pair.rows[:3])
@@ -123,23 +119,16 @@ def test_a_query_in_another_precision_is_computed_in_it(pair):
     assert_close(outputs.double(), epk.network_outputs(pair.run, pair.X), rounding=1e10)
 
 
-def test_the_user_gets_the_structure_back(pair):
+def test_the_user_gets_the_structure_back_also_from_disk_and_pickles(pair):
     assert torch.equal(pair.run.inputs, pair.rows)
     assert torch.equal(pair.run.pack(pair.X), pair.run.inputs)
     again = pair.run.unpack(pair.run.inputs)
     assert isinstance(again, dict) == isinstance(pair.X, dict)
     assert torch.equal(pair.run.pack(again), pair.run.inputs)
-
-
-def test_runs_survive_the_disk_and_pickles(pair, tmp_path):
-    name = "dict" if isinstance(pair.X, dict) else "tuple"
-    build, _, _, _, output = CASES[name]
-    torch.manual_seed(0)
-    run = record(build().double(), pair.X, LABELS, output=output, folder=tmp_path / "run")
-    stored = epk.load_trajectory(tmp_path / "run", build().double(), output=output)
-    assert stored.digest == run.digest
+    stored = epk.load_trajectory(pair.folder, pair.build().double(), output=pair.output)
+    assert stored.digest == pair.run.digest
     for other in (stored, pickle.loads(pickle.dumps(stored))):
-        assert torch.equal(epk.network_outputs(other, pair.X), epk.network_outputs(run, pair.X))
+        assert torch.equal(epk.network_outputs(other, pair.X), epk.network_outputs(pair.run, pair.X))
 
 
 def test_a_run_is_resumed_with_the_same_structure_only(tmp_path):
@@ -210,33 +199,20 @@ def test_losses_of_what_the_network_returns_are_recorded_and_attributed(loss, in
     assert_close(sum(gradients), batch_gradient(run.model, w, rows, y, run.loss, c), rounding=100)
 
 
-class OneNumber(nn.Module):
-    """Returns one number per point, (n,)."""
-
-    def __init__(self):
-        super().__init__()
-        self.net = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 1))
-
-    def forward(self, x):
-        return self.net(x).squeeze(1)
-
-
 @pytest.mark.mostly_slow
 @pytest.mark.parametrize("shape", [(12,), (12, 1)], ids=["targets (n,)", "targets (n, 1)"])
-@pytest.mark.parametrize("output", [None, lambda z: z, lambda z: z[:, None], lambda z: F.pad(z[:, None], (1, 0))])
+@pytest.mark.parametrize("output", [lambda z: z, None, lambda z: z[:, None], lambda z: F.pad(z[:, None], (1, 0))])
 def test_one_number_per_point_is_recorded_and_attributed_with_any_output(output, shape):
     torch.manual_seed(2)
     X, y = torch.randn(12, 3, dtype=torch.float64), torch.rand(shape, dtype=torch.float64).round()
-    for loss in (nn.BCEWithLogitsLoss(), nn.HuberLoss(), epk.MeanSquaredError(), None):
-        net = OneNumber().double()
+    losses = nn.BCEWithLogitsLoss(), nn.HuberLoss(), nn.L1Loss(), epk.MeanSquaredError(), None
+    for loss, is_flat in product(losses, (True, False) if output is None else (True,)):
+        net = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 1), *[nn.Flatten(0)] * is_flat).double()
         in_torch = loss if isinstance(loss, nn.Module) else nn.MSELoss()
-        optimizer = torch.optim.SGD(net.parameters(), lr=0.2)
-        with epk.Recorder(net, optimizer, X, y, loss=loss, output=output) as recorder:
-            for batch in torch.arange(12).split(4):
-                optimizer.zero_grad()
-                in_torch(net(X[batch]), y[batch].reshape(-1)).backward()
-                recorder.batch(batch)
-                optimizer.step()
+        recorder = record_loop(
+            net, sgd(net, 0.2), X, y, torch.arange(12).split(4), loss=loss, output=output,
+            value=lambda z, t, in_torch=in_torch: in_torch(z.flatten(), t.flatten()),
+        )  # fmt: skip
         parts = epk.attribute(recorder.trajectory, X[:2], head="logits")
         assert parts.certified
         assert_close(parts.total, parts.network)
