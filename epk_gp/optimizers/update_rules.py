@@ -280,6 +280,16 @@ def weighted_sum(memory: Tensor | None, *terms: tuple[Number, Tensor]) -> Tensor
     return torch.zeros_like(terms[0][1]) if total is None else total
 
 
+def linear_step(
+    c: Sequence[Number], w: Tensor, g: Tensor, m: Tensor, memory: Sequence[Tensor | None] = (None, None, None)
+) -> tuple[Tensor, Tensor]:
+    """Return minus the step of coefficients without matrices, in the order of `FIELDS`, and the momentum after it."""
+    lr, momentum_lr, beta, one_minus_dampening, grad_scale, weight_decay, decoupled_decay = c
+    h = weighted_sum(memory[0], (grad_scale, g), (weight_decay, w))
+    after = weighted_sum(memory[1], (beta, m), (one_minus_dampening, h))
+    return weighted_sum(memory[2], (momentum_lr, after), (lr, h), (decoupled_decay, w)), after
+
+
 def second_coefficients(
     update: UpdateCoefficients, sizes: Sequence[int], reference: Tensor
 ) -> tuple[Float[Tensor, " P"], ...]:
@@ -519,8 +529,3 @@ def shown_clip(update: UpdateCoefficients, scale: Tensor, g: Float[Tensor, " P"]
         return ClipValue(float(bounds.mode().values))
     norm = float(torch.linalg.vector_norm(torch.where(factors > 0, g, 0.0))) + EPSILON
     return ClipNorm(float(factors[factors > 0].min()) * norm)
-
-
-def rounded_bound(value: float) -> float:
-    """Return a number in three digits."""
-    return float(f"{value:.3g}")

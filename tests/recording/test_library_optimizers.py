@@ -41,6 +41,8 @@ def test_shares_are_those_of_rows_that_are_pushed_through_the_optimizer_by_hand(
     run, X = recorded(lambda p: kind(p, **options))
     assert_are_shares(run, X, ByHand(lambda p: kind(p, **options), share))
     assert epk.reconstruct(run, X).certified
+    single, points = recorded(lambda p: kind(p, **options), torch.float32)
+    assert epk.attribute(single, points).certified
 
 
 @pytest.mark.parametrize("name", BEGUN)
@@ -82,13 +84,6 @@ def test_an_edited_buffer_of_a_loaded_optimizer_is_found():
         continued(make)
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_float32_runs_are_certified(name):
-    kind, options, _ = CASES[name]
-    run, X = recorded(lambda p: kind(p, **options), torch.float32)
-    assert epk.attribute(run, X).certified
-
-
 @pytest.mark.mostly_slow
 @pytest.mark.parametrize("name", VARIANTS)
 def test_other_options_are_exact_too(name):
@@ -99,8 +94,8 @@ def test_other_options_are_exact_too(name):
     assert parts.max_error <= 1e-10
 
 
-@pytest.mark.parametrize("name", ["Adan", "SOAP", "Lookahead", "schedulefree AdamW"])
-def test_second_buffers_and_matrices_are_stored_and_computed_again(tmp_path, name):
+@pytest.mark.parametrize("name", ["Adan", "AdEMAMix", "SOAP", "Lookahead", "schedulefree AdamW"])
+def test_second_buffers_and_matrices_are_stored_and_computed_again_and_have_no_influence(tmp_path, name):
     kind, options, _ = CASES[name]
     memory, X = recorded(lambda p: kind(p, **options))
     disk, _ = recorded(lambda p: kind(p, **options), folder=tmp_path / "run")
@@ -112,6 +107,9 @@ def test_second_buffers_and_matrices_are_stored_and_computed_again(tmp_path, nam
     again = epk.attribute(thin, X)
     assert again.certified
     torch.testing.assert_close(again.samples, expected, rtol=0, atol=1e-7 if name == "SOAP" else 1e-9)
+    if name != "schedulefree AdamW":
+        with pytest.raises(ValueError, match="must have one momentum buffer and no matrices around the division"):
+            epk.influence(memory, X, head="logits")
 
 
 @pytest.mark.parametrize("every", [1, 3])
@@ -131,7 +129,7 @@ def test_a_second_buffer_that_first_and_last_steps_do_not_have_is_stored_and_com
     assert epk.attribute(recorder.trajectory, X[:2]).certified
 
 
-@pytest.mark.parametrize("name", ["Lion", "schedulefree AdamW", "Adan", "Lookahead"])
+@pytest.mark.parametrize("name", ["SGD", "Lion", "schedulefree AdamW", "Adan", "Lookahead"])
 def test_planted_faults_are_found(name):
     kind, options, _ = CASES[name]
 
@@ -157,10 +155,8 @@ def test_planted_faults_are_found(name):
 
 def test_muon_of_pytorch_optimizer_leaves_the_rounding_of_bfloat16():
     def muon(parameters: list[nn.Parameter]) -> po.Muon:
-        groups = [
-            {"params": [p for p in parameters if (p.ndim > 1) == flag], "use_muon": flag} for flag in (True, False)
-        ]
-        return po.Muon(groups)
+        divided = {flag: [p for p in parameters if (p.ndim > 1) == flag] for flag in (True, False)}
+        return po.Muon([{"params": own, "use_muon": flag} for flag, own in divided.items()])
 
     run, X = recorded(muon, unexplained=0.5)
     parts = epk.attribute(run, X, head="logits")
@@ -186,6 +182,10 @@ def test_muon_of_pytorch_optimizer_leaves_the_rounding_of_bfloat16():
             lambda p: type("Lamb", (torch.optim.Optimizer,), {"step": lambda self: None})(p, {"lr": 0.1}),
             "it lacks 'betas'",
         ),
+        (
+            lambda p: po.SOAP([p[0]], merge_dims=True, max_precondition_dim=5),
+            "SOAP must have matrices .* got merge_dims=True",
+        ),
     ],
 )
 def test_what_makes_other_steps_than_the_rule_is_refused_in_words(make, message):
@@ -198,14 +198,6 @@ def test_soap_on_tensors_of_more_than_two_dimensions_is_refused():
     X, y, optimizer = torch.randn(6, 1, 4).double(), torch.arange(6) % 3, po.SOAP(net.parameters())
     with pytest.raises(ValueError, match=r"SOAP must have matrices and vectors.* of shape \(2, 1, 3\)"):
         record(net, optimizer, X, y, [None])
-
-
-@pytest.mark.parametrize("name", ["Adan", "AdEMAMix", "Lookahead", "SOAP"])
-def test_influence_of_runs_with_more_than_one_buffer_is_refused(name):
-    kind, options, _ = CASES[name]
-    run, X = recorded(lambda p: kind(p, **options))
-    with pytest.raises(ValueError, match="must have one momentum buffer and no matrices around the division"):
-        epk.influence(run, X, head="logits")
 
 
 def test_influence_holds_what_other_libraries_derive_from_gradients():
@@ -328,25 +320,10 @@ def test_a_home_made_class_with_the_options_of_sgd_and_other_steps_is_shown_how_
         recorded(lambda p: HomeMade(p, **HOME_MADE[1], **fault))
 
 
-class Renamed(torch.optim.AdamW):
-    """Changes nothing in its steps."""
-
-
-class Other(torch.optim.SGD):
-    """Takes half the step."""
-
-    @torch.no_grad()
-    def step(self, closure=None):
-        for p in self.param_groups[0]["params"]:
-            p -= 0.5 * self.param_groups[0]["lr"] * p.grad
-
-
-def test_a_class_is_what_its_steps_are():
-    run, X = recorded(lambda p: Renamed(p, lr=0.01))
+def test_a_class_that_changes_nothing_has_the_rule_of_its_base():
+    run, X = recorded(lambda p: type("Renamed", (torch.optim.AdamW,), {})(p, lr=0.01))
     assert run.update_rule == "AdamW"
     assert epk.influence(run, X, head="logits").certified
-    with pytest.raises(StepMismatchError, match="must be SGD's step"):
-        recorded(lambda p: Other(p, lr=0.1))
 
 
 class Wrapper:
@@ -466,8 +443,3 @@ def test_float32_numbers_in_a_step_in_float64_are_named_and_may_be_accepted():
         recorded(lambda p: Rounded(p, lr=0.01))
     run, X = recorded(lambda p: Rounded(p, lr=0.01), unexplained=1e-4)
     assert epk.attribute(run, X).certified
-
-
-def test_soap_that_merges_dimensions_is_refused_by_this_name():
-    with pytest.raises(ValueError, match=r"SOAP must have matrices .* got merge_dims=True"):
-        recorded(lambda p: po.SOAP([p[0]], merge_dims=True, max_precondition_dim=5))
