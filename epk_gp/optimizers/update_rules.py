@@ -143,9 +143,8 @@ def validate_unexplained(rule: UpdateRule, unexplained: float | None) -> None:
     """
     if rule.unexplained > 0 and unexplained is None:
         raise ValueError(
-            f"unexplained must be given for {rule.name}, which computes a part of its step in a lower precision than "
-            f"that of the weights: got None. Pass unexplained={rule.unexplained}, the share of a step's norm that may "
-            "be left: what is left becomes a term of its own in every result, with its size."
+            f"unexplained must be given for {rule.name}, which computes a part of its step in a lower precision: got "
+            f"None. Pass unexplained={rule.unexplained}: up to this share of a step becomes a term of its own."
         )
 
 

@@ -217,9 +217,8 @@ def check_step(setup: TrainingSetup, observed: ObservedStep, *, exact: bool = Tr
         follows_rule = difference <= step_tolerance(start, predicted) or bool((residual.abs() <= terms).all())
     if not follows_rule and setup.update_rule is GRADIENT_DESCENT:
         raise StepMismatchError(
-            "weights that no optimizer moves must move by -lr * gradient, with one lr for all of them and the gradient "
-            f"that they had at recorder.batch(): they differ by {difference:.2e} from lr={made.lr:.6g}. Call batch() "
-            "right before the update; state another update as update_rule=, or write it as a torch.optim.Optimizer."
+            "weights that no optimizer moves must move by -lr * gradient, with one lr and the gradient at batch(): "
+            f"they differ by {difference:.2e} from lr={made.lr:.6g}. Call batch() right before, or state update_rule=."
         )
     if not follows_rule and setup.update_rule.refusal and observed.step.index < 2:
         raise StepMismatchError(setup.update_rule.refusal)

@@ -71,12 +71,12 @@ def test_a_continued_run_is_stored_and_refused_where_other_runs_are_needed(tmp_p
 
 
 def test_an_edited_buffer_of_a_loaded_optimizer_is_found():
+    def edit(optimizer, *_):
+        state = optimizer.state[optimizer.param_groups[0]["params"][0]]
+        state.get("momentum_buffer", torch.zeros(1)).mul_(0.99)
+
     def make(parameters):
         optimizer = torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
-
-        def edit(*_: object) -> None:
-            optimizer.state[parameters[0]].get("momentum_buffer", torch.zeros(1)).mul_(0.99)
-
         optimizer.register_step_pre_hook(edit)
         return optimizer
 
@@ -116,15 +116,9 @@ def test_second_buffers_and_matrices_are_stored_and_computed_again_and_have_no_i
 def test_a_second_buffer_that_first_and_last_steps_do_not_have_is_stored_and_computed_again(tmp_path, every):
     net, X, y, steps = problem()
     optimizers = [torch.optim.SGD(net[0].parameters(), lr=0.1, momentum=0.9), po.Adan(net[2].parameters(), lr=0.01)]
-    storage = epk.Storage(keep_every=every)
-    with epk.Recorder(net, optimizers, X, y, folder=tmp_path / "run", storage=storage) as recorder:
-        for s, batch in enumerate(steps):
-            net[2].requires_grad_(0 < s < len(steps) - 1)
-            net.zero_grad()
-            F.cross_entropy(net(X[batch]), y[batch]).backward()
-            recorder.batch(batch)
-            for optimizer in optimizers:
-                optimizer.step()
+    freeze = lambda s: net[2].requires_grad_(0 < s < len(steps) - 1)  # noqa: E731
+    options = {"folder": tmp_path / "run", "storage": epk.Storage(keep_every=every)}
+    recorder = record(net, optimizers, X, y, steps, before=freeze, **options)
     assert not any(recorder.trajectory.updates[s].second for s in (0, len(steps) - 1))
     assert epk.attribute(recorder.trajectory, X[:2]).certified
 
@@ -335,8 +329,7 @@ class Wrapper:
 
 def test_wrappers_are_taken_off():
     inner = torch.optim.SGD(problem()[0].parameters(), lr=0.1)
-    assert as_optimizers(Wrapper(inner)) == (inner,)
-    assert as_optimizers(LightningOptimizer(inner)) == (inner,)
+    assert as_optimizers(Wrapper(inner)) == as_optimizers(LightningOptimizer(inner)) == (inner,)
     sam = po.SAM(problem()[0].parameters(), torch.optim.SGD, lr=0.1)
     assert as_optimizers(sam) == (sam.base_optimizer,)
     assert rule_for(sam).name == "SGD"
@@ -387,25 +380,18 @@ def test_a_loop_without_an_optimizer_is_the_same_run_as_with_one(update):
 
 
 def test_other_updates_without_an_optimizer_are_refused_and_a_rule_may_be_stated():
-    def ascending(s: int, p: Tensor) -> None:
-        p += 0.1 * p.grad.sign()
-
     def edited(s: int, p: Tensor) -> None:
         plain(s, p)
         p.flatten()[0] += 1e-6 * (s == 2)
 
-    for update, step in ((ascending, 0), (edited, 2)):
+    for update, step in ((lambda s, p: p.add_(0.1 * p.grad.sign()), 0), (edited, 2)):
         with pytest.raises(StepMismatchError, match=rf"step {step}: weights that no optimizer moves must move by -lr"):
             loop_without_optimizer(update)
     scales = {4: 0.2, 6: 0.1, 3: 0.3}  # by the number of rows
-
-    def scaled(s: int, p: Tensor) -> None:
-        p -= scales[len(p)] * p.grad
-
     rule = epk.optimizers.update_rules.UpdateRule(
         "mine", lambda p, *_: epk.optimizers.update_rules.LinearStep(lr=scales[len(p)])
     )
-    run, X = loop_without_optimizer(scaled, update_rule=rule)
+    run, X = loop_without_optimizer(lambda s, p: p.sub_(scales[len(p)] * p.grad), update_rule=rule)
     assert epk.attribute(run, X).certified
 
 

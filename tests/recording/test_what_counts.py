@@ -391,16 +391,12 @@ class Wrapper(torch.optim.Optimizer):
 def test_optimizers_around_the_recorder_s_or_of_other_networks_are_no_others():
     (X, y), net, teacher = data(), mlp(), mlp()
     inner, other = sgd(net), sgd(teacher)
-    wrapper = Wrapper(inner)
-    with epk.Recorder(net, inner, X, y) as recorder:
-        for _ in range(3):
-            wrapper.zero_grad()
-            F.cross_entropy(net(X), y).backward()
-            recorder.batch()
-            F.cross_entropy(teacher(X), y).backward()
-            other.step()
-            wrapper.step()
-    assert recorder.num_steps == 3
+
+    def train_teacher(_):
+        F.cross_entropy(teacher(X), y).backward()
+        other.step()
+
+    assert record(net, inner, X, y, [None] * 3, before=train_teacher, stepped=Wrapper(inner)).num_steps == 3
 
 
 def record_some_empty(net, optimizer, X, y, batches, *, calls=False, **options):
