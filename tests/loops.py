@@ -55,10 +55,14 @@ def record(
     weight: Any = 1.0,
     targets: Any = None,
     clear: bool = True,
+    stepped: Any = None,
     **options: Any,
 ) -> epk.Recorder:
-    """Record one's own loop over batches, None for all rows; `before` is called before each step with its number."""
-    optimizers = optimizer if isinstance(optimizer, list) else [optimizer]
+    """Record one's own loop over batches, None for all rows; `before` is called before each step with its number.
+
+    The loop steps the recorded optimizers, or `stepped`, which moves the weights in their place.
+    """
+    optimizers = optimizer if isinstance(optimizer, list) else [stepped or optimizer]
     with epk.Recorder(net, optimizer, X, y, **options) as recorder:
         for step, batch in enumerate(batches):
             before(step)

@@ -88,6 +88,10 @@ def _adam(p: nn.Parameter, group: Options, before: Options, after: Options) -> L
     return _step(group, momentum_lr=momentum_lr, **_mean(group, before))
 
 
+def _adamw(p: nn.Parameter, group: Options, before: Options, after: Options) -> LinearStep:
+    return _adam(p, {**group, "decoupled_weight_decay": True}, before, after)
+
+
 def _adamax(p: nn.Parameter, group: Options, before: Options, after: Options) -> LinearStep:
     rate = float(_as_computed(group, group["lr"]) / (1 - float(group["betas"][0]) ** _count(group, after)))
     return _step(group, momentum_lr=rate / after["exp_inf"], **_mean(group, before))
@@ -197,8 +201,7 @@ def _muon(p: Any, group: Options, before: Options, after: Options) -> LinearStep
 def _muon_of_library(p: nn.Parameter, group: Options, before: Options, after: Options) -> LinearStep:
     """Muon of `pytorch_optimizer`: parameters of any dimension, and groups that Adam trains."""
     if not group["use_muon"]:
-        adam = {**group, "amsgrad": False, "decoupled_weight_decay": True}
-        return _adam(p, adam, before, {**after, "step": group["step"]})
+        return _adamw(p, {**group, "amsgrad": False}, before, {**after, "step": group["step"]})
     shape, buffer = (p.shape[0], p.numel() // p.shape[0]), after["momentum_buffer"]
     own: dict[str, Any] = {"ns_coefficients": group["ns_coeffs"][0], "eps": 1e-7}
     own |= {"adjust_lr_fn": "match_rms_adamw" if group["use_adjusted_lr"] else None}
@@ -213,11 +216,7 @@ RULES: dict[type[Optimizer], UpdateRule] = {NoOptimizer: GRADIENT_DESCENT} | {
     for rule in (
         UpdateRule("SGD", _sgd, of_entries=()),
         UpdateRule("Adam", _adam, of_entries=_MOMENTS),
-        UpdateRule(
-            "AdamW",
-            lambda p, o, *states: _adam(p, {**o, "decoupled_weight_decay": True}, *states),
-            of_entries=_MOMENTS,
-        ),
+        UpdateRule("AdamW", _adamw, of_entries=_MOMENTS),
         UpdateRule("RMSprop", _rmsprop, of_entries=("square_avg", "grad_avg")),
         UpdateRule("Adagrad", _adagrad, of_entries=("sum",)),
         UpdateRule("Adadelta", _adadelta, ("acc_delta",)),

@@ -143,9 +143,8 @@ def validate_unexplained(rule: UpdateRule, unexplained: float | None) -> None:
     """
     if rule.unexplained > 0 and unexplained is None:
         raise ValueError(
-            f"unexplained must be given for {rule.name}, which computes a part of its step in a lower precision than "
-            f"that of the weights: got None. Pass unexplained={rule.unexplained}, the share of a step's norm that may "
-            "be left: what is left becomes a term of its own in every result, with its size."
+            f"unexplained must be given for {rule.name}, which computes a part of its step in a lower precision: got "
+            f"None. Pass unexplained={rule.unexplained}: up to this share of a step becomes a term of its own."
         )
 
 
@@ -286,6 +285,16 @@ def weighted_sum(memory: Tensor | None, *terms: tuple[Number, Tensor]) -> Tensor
             first = vector if c == 1 or total is not None else torch.mul(vector, c, out=memory)
             total = first if total is None else torch.add(total, vector, alpha=c, out=memory)
     return torch.zeros_like(terms[0][1]) if total is None else total
+
+
+def linear_step(
+    c: Sequence[Number], w: Tensor, g: Tensor, m: Tensor, memory: Sequence[Tensor | None] = (None, None, None)
+) -> tuple[Tensor, Tensor]:
+    """Return minus the step of coefficients without matrices, in the order of `FIELDS`, and the momentum after it."""
+    lr, momentum_lr, beta, one_minus_dampening, grad_scale, weight_decay, decoupled_decay = c
+    h = weighted_sum(memory[0], (grad_scale, g), (weight_decay, w))
+    after = weighted_sum(memory[1], (beta, m), (one_minus_dampening, h))
+    return weighted_sum(memory[2], (momentum_lr, after), (lr, h), (decoupled_decay, w)), after
 
 
 def second_coefficients(
@@ -527,8 +536,3 @@ def shown_clip(update: UpdateCoefficients, scale: Tensor, g: Float[Tensor, " P"]
         return ClipValue(float(bounds.mode().values))
     norm = float(torch.linalg.vector_norm(torch.where(factors > 0, g, 0.0))) + EPSILON
     return ClipNorm(float(factors[factors > 0].min()) * norm)
-
-
-def rounded_bound(value: float) -> float:
-    """Return a number in three digits."""
-    return float(f"{value:.3g}")

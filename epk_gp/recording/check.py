@@ -18,16 +18,15 @@ from epk_gp.core.torch_overrides import disable_fused_attention
 from epk_gp.optimizers.torch_rules import GRADIENT_DESCENT
 from epk_gp.optimizers.update_rules import (
     CLIP_ROUNDING,
-    FIELDS,
     UpdateCoefficients,
     coefficient_of_all,
     largest_entry,
+    linear_step,
     move_by_rounding,
     predict_step,
     relative_rounding,
     rounding_of_terms,
     step_tolerance,
-    weighted_sum,
 )
 from epk_gp.recording.causes import StepMismatchError, changed_setting
 from epk_gp.recording.gradient_fit import GradientFit, GradientTerms, exact_factor, fit_gradient
@@ -139,39 +138,20 @@ def measure_step(
         found = [largest_entry(end - start - predicted)]
     else:
         momentum, found = torch.empty_like(start) if memory is None else memory, []
-        scratch = start.new_empty(2, min(_BLOCK, len(start)) if start.device.type == "cpu" else len(start))
-        for c, block in _blocks(update, sizes, start, scratch.shape[1]):
-            w, g, m = start[block], used[block], momentum[block]
-            own, residual = scratch[:, : len(w)]
-            h = weighted_sum(own, (c["grad_scale"], g), (c["weight_decay"], w))
-            if (after := weighted_sum(m, (c["one_minus_dampening"], h), (c["beta"], before[block]))) is not m:
+        coefficients = [coefficient_of_all(value, sizes, start) for value in update]
+        size = min(_BLOCK, len(start)) if start.device.type == "cpu" else len(start)
+        h, step, residual = start.new_empty(3, size)
+        for block in (slice(first, first + size) for first in range(0, len(start), size)):
+            w, m, count = start[block], momentum[block], len(start[block])
+            c = [value[block] if isinstance(value, Tensor) else value for value in coefficients]
+            moved, after = linear_step(c, w, used[block], before[block], (h[:count], m, step[:count]))
+            if after is not m:
                 m.copy_(after)
-            torch.sub(end[block], w, out=residual)
-            rates = (c["momentum_lr"], m), (c["lr"], h), (c["decoupled_decay"], w)
-            found.append(largest_entry(weighted_sum(residual, (1.0, residual), *rates)))
+            found.append(largest_entry(torch.sub(end[block], w, out=residual[:count]).add_(moved)))
     difference, few = float(torch.stack(found).max()), start[:: 1 + len(start) // _NUM_SAMPLES]
     # the rounding of some weights is at most that of all, and that at most the step's: mostly it is enough
     follows_rule = any(difference <= step_tolerance(w, w.new_zeros(1)) for w in (few, start))
     return StepMeasures(momentum, difference, follows_rule)
-
-
-def _blocks(
-    update: UpdateCoefficients, sizes: Sequence[int], like: Float[Tensor, " P"], most: int
-) -> Iterator[tuple[dict[str, float | Tensor], slice]]:
-    """Divide flat weights into blocks of at most so many: yield the coefficients of each, and its place."""
-    held = {name: getattr(update, name) for name in FIELDS}
-    first = place = 0
-    while first < len(sizes):
-        last, size = first + 1, sizes[first]
-        while last < len(sizes) and size + sizes[last] <= most:
-            size, last = size + sizes[last], last + 1
-        for begin in range(place, place + size, most):
-            block, numbers = slice(begin, min(begin + most, place + size)), dict[str, float | Tensor]()
-            for name, value in held.items():
-                is_whole, own = len(value) != len(sizes), sizes[first:last]
-                numbers[name] = value[block].to(like) if is_whole else coefficient_of_all(value[first:last], own, like)
-            yield numbers, block
-        first, place = last, place + size
 
 
 def edit_of(
@@ -237,9 +217,8 @@ def check_step(setup: TrainingSetup, observed: ObservedStep, *, exact: bool = Tr
         follows_rule = difference <= step_tolerance(start, predicted) or bool((residual.abs() <= terms).all())
     if not follows_rule and setup.update_rule is GRADIENT_DESCENT:
         raise StepMismatchError(
-            "weights that no optimizer moves must move by -lr * gradient, with one lr for all of them and the gradient "
-            f"that they had at recorder.batch(): they differ by {difference:.2e} from lr={made.lr:.6g}. Call batch() "
-            "right before the update; state another update as update_rule=, or write it as a torch.optim.Optimizer."
+            "weights that no optimizer moves must move by -lr * gradient, with one lr and the gradient at batch(): "
+            f"they differ by {difference:.2e} from lr={made.lr:.6g}. Call batch() right before, or state update_rule=."
         )
     if not follows_rule and setup.update_rule.refusal and observed.step.index < 2:
         raise StepMismatchError(setup.update_rule.refusal)
@@ -409,10 +388,8 @@ def _without_gradient_of(setup: TrainingSetup, made: MadeStep, flat: Float[Tenso
 def _is_consistent(setup: TrainingSetup, check: StepCheck) -> bool:
     """Return whether the gradient came as it must, up to what its dtype can lose by cancellation."""
     came, expected = check.observed.came, check.expected
-    difference = largest_entry(came - expected)
-    if difference <= relative_rounding(came.dtype) * largest_entry(expected):
-        return True
-    return bool(difference <= _room(setup, check))
+    difference, rounding = largest_entry(came - expected), relative_rounding(came.dtype) * largest_entry(expected)
+    return bool(difference <= rounding) or bool(difference <= _room(setup, check))
 
 
 def _room(setup: TrainingSetup, check: StepCheck) -> float:

@@ -359,9 +359,13 @@ class CommitSchedule:
 
     def needs_steps(self, waiting: int) -> bool:
         """Return whether a limit of the storage is reached once `waiting` steps more are recorded."""
-        limits, count = self._limits, self._history.num_steps + waiting - self.num_committed
-        is_late = time.monotonic() - self._last_commit >= limits.seconds
-        return is_late or (limits.steps is not None and count >= limits.steps)
+        return self._is_full(self._history.num_steps + waiting - self.num_committed, 0)
+
+    def _is_full(self, waiting: int, num_bytes: float) -> bool:
+        """Return whether a limit of the storage is reached by steps that are not on disk, and their bytes."""
+        limits, seconds = self._limits, time.monotonic() - self._last_commit
+        is_many = num_bytes >= limits.chunk_bytes or (limits.steps is not None and waiting >= limits.steps)
+        return waiting > 0 and (is_many or seconds >= limits.seconds)
 
     def commit_if_due(self) -> None:
         """Commit the completed steps if a limit of the storage is reached."""
@@ -372,13 +376,8 @@ class CommitSchedule:
         self._num_bytes += sum(result.num_bytes(self.writer.schema) for result in results)
         self._num_bytes += sum(forward.num_bytes for step in steps for forward in step.passes)
         self._num_counted = self._num_completed
-        limits, waiting = self._limits, self._num_completed - self.num_committed
         num_bytes = self._num_bytes + (0 if self._stream is None else self._stream.X[self._num_points :].nbytes)
-        if waiting and (
-            num_bytes >= limits.chunk_bytes
-            or time.monotonic() - self._last_commit >= limits.seconds
-            or (limits.steps is not None and waiting >= limits.steps)
-        ):
+        if self._is_full(self._num_completed - self.num_committed, num_bytes):
             self.commit()
 
     def commit(self) -> None:

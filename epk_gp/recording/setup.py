@@ -258,16 +258,14 @@ class TrainingSetup:
             )
         if present is None or not self.is_at(end):
             raise StepMismatchError(
-                "the weights at the end of the recording must be those that the last step left: they were replaced "
-                "after it by others than those of an earlier step (an average such as EMA or SWA, or an edit). Replace "
-                f"them after the {kept}"
+                "the weights at the end of the recording must be those that the last step left: they are others, as of "
+                f"an average (EMA, SWA) or an edit. Replace them after the {kept}"
             )
         present = self.statistics()
         if present is not None and statistics is not None and not torch.equal(present, statistics):
             raise StepMismatchError(
                 "the moving statistics at the end of the recording must be those that the last step left, or a forward "
-                "pass after it: they were edited, or moved after a step that is on disk. Evaluate in evaluation mode, "
-                f"or move them after the {kept}"
+                f"pass after it that is not on disk. Evaluate in evaluation mode, or move them after the {kept}"
             )
         self.validate_frozen_state(end)
         rows = evenly_spread(self.X, _NUM_ROWS)
@@ -386,9 +384,7 @@ def trained_names(net: nn.Module, optimizers: Optimizers, trained: Collection[st
     size, moving_size = sum(p.numel() for p in held), sum(p.numel() for p in moving)
     present = held if moving_size and size <= max(2 * moving_size, _SMALL_NETWORK) else moving
     if any(id(p) not in names for p in present):
-        raise ValueError(
-            "the optimizer must train the network's parameters only: it holds a tensor that is not one of them."
-        )
+        raise ValueError("the optimizer must train the network's parameters only: it holds another tensor.")
     if unknown := sorted(set(trained) - set(names.values())):
         raise ValueError(f"trained must hold names of the network's parameters: got {', '.join(map(repr, unknown))}.")
     trained_ids = {id(p) for p in present if p.numel()}  # a parameter without numbers has nothing to train

@@ -28,9 +28,9 @@ from epk_gp.optimizers.update_rules import (
     LinearStep,
     Number,
     coefficient_of_all,
+    linear_step,
     relative_rounding,
     stack_steps,
-    weighted_sum,
 )
 from epk_gp.recording.mismatches import StepMeasures
 from epk_gp.recording.observer import CapturedForward, MadeStep
@@ -157,10 +157,7 @@ def measure_together(
             c: Sequence[Number] = linear.numbers
         else:
             c = [coefficient_of_all(value, sizes, w) for value in update]
-        lr, momentum_lr, beta, one_minus_dampening, grad_scale, weight_decay, decoupled_decay = c
-        h = weighted_sum(None, (grad_scale, g), (weight_decay, w))
-        momentum = weighted_sum(None, (beta, momentum), (one_minus_dampening, h))
-        step = weighted_sum(None, (momentum_lr, momentum), (lr, h), (decoupled_decay, w))
+        step, momentum = linear_step(c, w, g, momentum)
         momenta.append(momentum)
         sizes_of += torch._foreach_norm([own.end - w + step, step, w], ord=math.inf)
     numbers = torch.stack(sizes_of).double().view(-1, 3).tolist()

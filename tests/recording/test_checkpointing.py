@@ -87,10 +87,6 @@ def make(name, use, kind=Checkpointed):
     return kind(BLOCKS[name], use).double()
 
 
-def assert_close(a, b, tolerance):
-    assert (a - b).abs().max() <= tolerance * max(1.0, float(b.abs().max()))
-
-
 POINTS = epk.Points(X[:2], is_train=True), epk.Points(TEST, is_train=False)
 
 
@@ -108,11 +104,11 @@ def test_a_checkpointed_network_gives_what_the_same_network_without_gives(withou
     run = recorded(net)
     shares = epk.attribute(run, TEST, head="logits")
     assert shares.certified
-    assert_close(shares.total, net(TEST).detach(), 1e-10)
+    torch.testing.assert_close(shares.total, net(TEST).detach(), rtol=1e-10, atol=1e-10)
     assert torch.equal(run.states[-1], plain.states[-1])
     assert epk.reconstruct(run, TEST).certified
-    assert_close(shares.samples, expected.samples, 1e-12)
-    assert_close(epk.gram_block(run, *POINTS), K, 1e-12)
+    torch.testing.assert_close(shares.samples, expected.samples, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(epk.gram_block(run, *POINTS), K, rtol=1e-12, atol=1e-12)
 
 
 def test_a_stored_run_is_loaded_into_a_checkpointed_network(tmp_path):
@@ -149,7 +145,7 @@ def test_second_derivatives_go_through_a_checkpoint():
         (mixed,) = torch.autograd.grad(sum(g.square().sum() for g in gradients), x)
         return mixed
 
-    assert_close(curvature(ALWAYS), curvature(OFF), 1e-12)
+    torch.testing.assert_close(curvature(ALWAYS), curvature(OFF), rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("use", USES.values(), ids=USES)
@@ -163,7 +159,7 @@ def test_shares_of_samples_do_not_depend_on_how_they_are_computed(monkeypatch, u
     monkeypatch.setattr(LossProducts, "_forward", refuse)
     found = epk.attribute(run, TEST)
     assert found.certified
-    assert_close(found.samples, expected.samples, 1e-12)
+    torch.testing.assert_close(found.samples, expected.samples, rtol=1e-12, atol=1e-12)
 
 
 class OnInputs(Checkpointed):
@@ -184,12 +180,8 @@ def test_torch_warns_in_the_users_loop_alone(use):
                 run = recorded(net)
                 epk.attribute(run, TEST)
                 assert epk.reconstruct(run, TEST).certified
-            else:
-                optimizer = sgd(net, lr=0.2, momentum=0.5)
-                for _ in range(3):
-                    optimizer.zero_grad()
-                    F.cross_entropy(net(X[:6]), Y[:6]).backward()
-                    optimizer.step()
+            for _ in range(0 if is_recorded else 3):
+                F.cross_entropy(net(X[:6]), Y[:6]).backward()
         return [str(warning.message) for warning in caught if "requires_grad=True" in str(warning.message)]
 
     assert loop(is_recorded=True) == loop(is_recorded=False)

@@ -32,22 +32,26 @@ class Net(nn.Module):
         return self.layers(x if mask is None else x * mask)
 
 
-class Pairs(Dataset):
+class Items(Dataset):
+    """Items of a function of their index."""
+
+    def __init__(self, item):
+        self.item = item
+
     def __len__(self):
         return M
 
     def __getitem__(self, index):
-        return X[index].numpy(), int(Y[index])
+        return self.item(index)
 
 
-class Dicts(Pairs):
-    def __getitem__(self, index):
-        return {"x": X[index], "mask": torch.ones(5, dtype=torch.bool), "labels": int(Y[index])}
+def pair(index):
+    return X[index].numpy(), int(Y[index])
 
 
-class Inputs(Pairs):
-    def __getitem__(self, index):
-        return X[index]
+PAIRS = Items(pair)
+DICTS = Items(lambda index: {"x": X[index], "mask": torch.ones(5, dtype=torch.bool), "labels": int(Y[index])})
+INPUTS = Items(lambda index: X[index])
 
 
 def hugging_face():
@@ -62,21 +66,19 @@ def mapped(name, folder):
     return np.load(folder / f"{name}.npy", mmap_mode="r")
 
 
-ONE = {
+SOURCES = {
     "arrays": lambda folder: (X.numpy(), Y.numpy()),
     "strided array": lambda folder: (np.asfortranarray(X.numpy())[:], Y.numpy()),
     "memory maps": lambda folder: (mapped("X", folder), mapped("Y", folder)),
-    "dataset of pairs": lambda folder: (Pairs(), None),
-    "dataset of inputs": lambda folder: (Inputs(), Y),
+    "dataset of pairs": lambda folder: (PAIRS, None),
+    "dataset of inputs": lambda folder: (INPUTS, Y),
     "tensor dataset": lambda folder: (TensorDataset(X), Y.numpy()),
     "subset": lambda folder: (Subset(TensorDataset(X.flip(0), Y.flip(0)), list(range(M))[::-1]), None),
-    "loader": lambda folder: (DataLoader(IndexedDataset(Pairs()), 7, shuffle=True), None),
-    "loader with workers": lambda folder: (DataLoader(Pairs(), 7, num_workers=2), None),
-}
-SEVERAL = {
-    "memory maps": lambda folder: ({"x": mapped("X", folder), "mask": mapped("mask", folder)}, Y),
-    "dataset of dictionaries": lambda folder: (Dicts(), None),
-    "key of the targets": lambda folder: (Dicts(), "labels"),
+    "loader": lambda folder: (DataLoader(IndexedDataset(PAIRS), 7, shuffle=True), None),
+    "loader with workers": lambda folder: (DataLoader(PAIRS, 7, num_workers=2), None),
+    "memory maps by name": lambda folder: ({"x": mapped("X", folder), "mask": mapped("mask", folder)}, Y),
+    "dataset of dictionaries": lambda folder: (DICTS, None),
+    "key of the targets": lambda folder: (DICTS, "labels"),
     "Hugging Face": lambda folder: hugging_face(),
 }
 
@@ -90,6 +92,10 @@ def train(inputs, targets, steps=STEPS, **options):
     )
 
 
+MASKED = {"x": X, "mask": torch.ones(M, 5, dtype=torch.bool)}, {"x": TEST, "mask": torch.ones(4, 5, dtype=torch.bool)}
+SEVERAL = "memory maps by name", "dataset of dictionaries", "key of the targets", "Hugging Face"
+
+
 def asserted_same(run, expected, test):
     assert run.digest == expected.digest
     assert run.data_digest == expected.data_digest
@@ -99,25 +105,20 @@ def asserted_same(run, expected, test):
     assert torch.equal(parts.total, others.total)
 
 
-@pytest.mark.parametrize("source", ONE)
+@pytest.mark.parametrize("source", SOURCES)
 @pytest.mark.parametrize("is_on_disk", [False, True])
 def test_the_run_is_that_with_tensors_in_memory(source, is_on_disk, tmp_path):
     options = {"folder": tmp_path / "run"} if is_on_disk else {}
-    expected = train(X, Y)
-    asserted_same(train(*ONE[source](tmp_path), **options), expected, TEST)
+    inputs, test = MASKED if source in SEVERAL else (X, TEST)
+    expected = train(inputs, Y)
+    asserted_same(train(*SOURCES[source](tmp_path), **options), expected, test)
     if is_on_disk:
-        asserted_same(epk.load_trajectory(tmp_path / "run", Net()), expected, TEST)
-
-
-@pytest.mark.parametrize("source", SEVERAL)
-def test_the_run_of_several_inputs_is_that_with_tensors_in_memory(source, tmp_path):
-    expected = train({"x": X, "mask": torch.ones(M, 5, dtype=torch.bool)}, Y)
-    asserted_same(train(*SEVERAL[source](tmp_path)), expected, {"x": TEST, "mask": torch.ones(4, 5, dtype=torch.bool)})
+        asserted_same(epk.load_trajectory(tmp_path / "run", Net()), expected, test)
 
 
 def test_a_loop_over_a_loader_is_recorded_with_the_loader_as_X():
     """As it is written: the loader shuffles, the recorder reads its dataset in order."""
-    loader = DataLoader(IndexedDataset(Pairs()), 32, shuffle=True, generator=torch.Generator().manual_seed(0))
+    loader = DataLoader(IndexedDataset(PAIRS), 32, shuffle=True, generator=torch.Generator().manual_seed(0))
     net = Net()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     with epk.Recorder(net, optimizer, loader) as recorder:
@@ -135,7 +136,7 @@ def test_a_loop_over_a_loader_is_recorded_with_the_loader_as_X():
 def test_reading_leaves_the_random_numbers_as_they_are():
     torch.manual_seed(3)
     before = torch.get_rng_state()
-    for loader in (DataLoader(Pairs(), 7), Pairs()):
+    for loader in (DataLoader(PAIRS, 7), PAIRS):
         net = Net()
         torch.manual_seed(3)
         epk.Recorder(net, torch.optim.SGD(net.parameters(), lr=0.1), loader)
@@ -144,8 +145,8 @@ def test_reading_leaves_the_random_numbers_as_they_are():
 
 def test_a_run_on_a_dataset_is_resumed_to_the_same_end(tmp_path):
     expected = train(X, Y)
-    train(Pairs(), None, steps=3, folder=tmp_path / "run", resume=True)
-    asserted_same(train(Pairs(), None, folder=tmp_path / "run", resume=True), expected, TEST)
+    train(PAIRS, None, steps=3, folder=tmp_path / "run", resume=True)
+    asserted_same(train(PAIRS, None, folder=tmp_path / "run", resume=True), expected, TEST)
     other = TensorDataset(X + 1, Y)
     with pytest.raises(ValueError, match="data_digest must be the recorded one"):
         train(other, None, steps=9, folder=tmp_path / "run", resume=True)
@@ -154,16 +155,16 @@ def test_a_run_on_a_dataset_is_resumed_to_the_same_end(tmp_path):
 def test_files_of_rows_go_with_the_run(tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
     (tmp_path / "temporary").mkdir()
-    run = train(Pairs(), None)
+    run = train(PAIRS, None)
     assert os.listdir(tmp_path / "temporary") == []  # mapped, without a name
     assert torch.equal(run.inputs, X)
-    train(Pairs(), None, folder=tmp_path / "runs" / "run")
+    train(PAIRS, None, folder=tmp_path / "runs" / "run")
     assert sorted(os.listdir(tmp_path)) == ["runs", "temporary"]
     assert os.listdir(tmp_path / "runs") == ["run"]
 
 
 def test_mapped_data_of_a_loaded_run_are_checked(tmp_path, monkeypatch):
-    expected = train(Pairs(), None, folder=tmp_path / "run")
+    expected = train(PAIRS, None, folder=tmp_path / "run")
     monkeypatch.setattr(schema, "_IN_MEMORY", 0)
     asserted_same(epk.load_trajectory(tmp_path / "run", Net()), expected, TEST)
     file = tmp_path / "run" / "data.safetensors"
@@ -174,45 +175,35 @@ def test_mapped_data_of_a_loaded_run_are_checked(tmp_path, monkeypatch):
         epk.load_trajectory(tmp_path / "run", Net())
 
 
-class Augmented(Pairs):
-    def __getitem__(self, index):
-        return X[index] + 0.1 * torch.randn(5), int(Y[index])
-
-
-class Ragged(Pairs):
-    def __getitem__(self, index):
-        return X[index, : 1 + index % 3], int(Y[index])
-
-
-class LateRagged(Pairs):
-    def __getitem__(self, index):
-        return X[index, : 5 - index // 64], int(Y[index])
-
-
-class Texts(Pairs):
-    def __getitem__(self, index):
-        return "a text", int(Y[index])
-
-
-class Names(Pairs):
-    def __getitem__(self, index):
-        return {"a": X}[index]
-
-
 class Generated(IterableDataset):
     def __iter__(self):
-        return iter(Pairs())
+        return iter(PAIRS)
 
 
 REFUSED = {
-    "augmentation": (Augmented(), None, ValueError, "the same each time it is read: item 0 is another one.*without"),
-    "ragged": (Ragged(), None, TypeError, "arrays or numbers of one shape: stack expects"),
-    "ragged between blocks": (LateRagged(), None, ValueError, r"row 64 is \(\(4,\).* those before are \[\(\(5,\)"),
-    "texts": (Texts(), None, TypeError, "X must be a torch.Tensor: got tuple"),
-    "items by name": (Names(), Y, TypeError, "tensors, arrays or numbers of one shape: 0"),
+    "augmentation": (
+        Items(lambda i: (X[i] + 0.1 * torch.randn(5), int(Y[i]))),
+        None,
+        ValueError,
+        "the same each time it is read: item 0 is another one.*without",
+    ),
+    "ragged": (
+        Items(lambda i: (X[i, : 1 + i % 3], int(Y[i]))),
+        None,
+        TypeError,
+        "arrays or numbers of one shape: stack expects",
+    ),
+    "ragged between blocks": (
+        Items(lambda i: (X[i, : 5 - i // 64], int(Y[i]))),
+        None,
+        ValueError,
+        r"row 64 is \(\(4,\).* those before are \[\(\(5,\)",
+    ),
+    "texts": (Items(lambda i: ("a text", int(Y[i]))), None, TypeError, "X must be a torch.Tensor: got tuple"),
+    "items by name": (Items(lambda i: {"a": X}[i]), Y, TypeError, "tensors, arrays or numbers of one shape: 0"),
     "iterable": (Generated(), None, TypeError, "map-style dataset.*got an iterable one. Pass epk.Stream"),
-    "no targets": (Inputs(), None, TypeError, "y must be the targets that the stated loss takes"),
-    "unknown key": (Dicts(), "label", ValueError, "y must be a key of the dataset's items"),
+    "no targets": (INPUTS, None, TypeError, "y must be the targets that the stated loss takes"),
+    "unknown key": (DICTS, "label", ValueError, "y must be a key of the dataset's items"),
     "too few targets": (X.numpy(), Y.numpy()[:-1], ValueError, r"one row per point.* got \[\(149,\), \(150,\)\]"),
     "too many targets": (X.numpy()[:-1], Y.numpy(), ValueError, r"one row per point.* got \[\(149,\), \(150,\)\]"),
     "too many targets of a dataset": (TensorDataset(X[1:]), Y, ValueError, "X and y must have one row per point"),

@@ -12,6 +12,7 @@ from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 import epk_gp as epk
 import reference
 from epk_gp.optimizers.update_rules import ClipNorm, ClipValue
+from loops import record, sgd
 
 POINTS, STEPS, SEED = 9, 6, torch.Generator().manual_seed(4)
 X, TEST = (torch.randn(n, 4, generator=SEED, dtype=torch.float64) for n in (POINTS, 2))
@@ -308,13 +309,9 @@ def test_in_float32_the_rate_is_found_up_to_rounding(rate):
 def test_what_looks_like_a_penalty_on_whitened_rows_but_comes_through_the_outputs_is_another_loss():
     """Under one linear layer the gradient of |z|^2 is a multiple of the weights where X X^T is one of the identity."""
     net, rows = nn.Linear(4, 3, bias=False).double(), 2 * torch.eye(4, dtype=torch.float64)
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    with epk.Recorder(net, optimizer, rows, Y[:4]) as recorder:
-        z = net(rows)
-        (F.cross_entropy(z, Y[:4]) + 0.1 * z.square().mean()).backward()
-        recorder.batch(None)
-        with pytest.warns(UserWarning, match="step 0: 4 of 4 rows do not follow the stated loss"):
-            optimizer.step()
+    penalised = lambda z, y: F.cross_entropy(z, y) + 0.1 * z.square().mean()  # noqa: E731
+    with pytest.warns(UserWarning, match="step 0: 4 of 4 rows do not follow the stated loss"):
+        recorder = record(net, sgd(net), rows, Y[:4], [None], value=penalised)
     parts = epk.attribute(recorder.trajectory, rows)
     assert parts.certified
     assert not parts.decay.any()

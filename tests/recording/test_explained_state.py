@@ -6,15 +6,18 @@ import pickle
 import re
 import warnings
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
-from moving_loops import adamw, batch_of, cnn, data, mlp, queries, run, sgd
+from moving_loops import adamw, cnn, data, mlp, queries, run, sgd
 from torch import nn
 from torch.nn import functional as F
 
 import epk_gp as epk
 from epk_gp.core.states import averaged_trajectory, averaging_coefficients
+from loops import record
+from stored_runs import step as make_step
 
 STEPS, BEST = 10, 5
 VOCABULARY, LENGTH, TEXTS = 9, 6, 12
@@ -49,6 +52,7 @@ def test_a_run_up_to_a_state_is_the_run_that_was_recorded_no_further(where, make
         assert first.digest == short.digest != whole.digest
         assert first.explained == f"weights after step {BEST} of {STEPS}"
         parts = epk.attribute(first, X, head="logits")
+        assert all(f"explains                    {first.explained}\n" in str(each) for each in (first, parts))
         assert parts.certified
         assert parts.max_error <= 1e-10
         assert (parts.samples - expected.samples).abs().max() <= rounding
@@ -194,29 +198,15 @@ def test_what_is_asked_for_by_name_is_explained_without_a_word():
 
 
 def test_a_trajectory_taken_earlier_says_which_step_the_network_has_reached():
-    torch.manual_seed(1)
-    net, (X, y) = mlp().double(), data()
-    optimizer = sgd(net)
-    with epk.Recorder(net, optimizer, X, y) as recorder:
-        for step in range(4):
-            optimizer.zero_grad()
-            F.cross_entropy(net(X[batch_of(step)]), y[batch_of(step)]).backward()
-            recorder.batch(batch_of(step))
-            optimizer.step()
-            if step == 1:
-                taken = recorder.trajectory
-                epk.attribute(taken, queries())
+    net, (X, y), taken = mlp().double(), data(), []
+    recorder = epk.Recorder(net, sgd(net), X, y)
+    with recorder:
+        for _ in range(4):
+            make_step(recorder)
+            taken.append(recorder.trajectory)
+            epk.attribute(taken[-1], queries())
     with pytest.warns(UserWarning, match=r"after step 2 of 2.* after step 4, which recorder.trajectory.until\(4\)"):
-        epk.attribute(taken, queries())
-
-
-def test_results_name_the_state_that_they_explain():
-    recorder, _ = recorded()
-    trajectory, X = recorder.trajectory, queries()
-    for own, words in ((trajectory, "10 of 10"), (trajectory.until(BEST), "5 of 10")):
-        for result in (epk.attribute(own, X), epk.reconstruct(own, X)):
-            assert f"explains                    weights after step {words}\n" in str(result)
-        assert f"weights after step {words}" in str(own)
+        epk.attribute(taken[1], queries())
 
 
 @pytest.mark.parametrize("name", ["0.weight", "scale"])
@@ -228,10 +218,7 @@ def test_frozen_weights_and_buffers_that_are_edited_afterwards_are_said(name):
     net.register_buffer("scale", torch.ones((), dtype=torch.float64))
     net.register_forward_pre_hook(lambda net, args: (net.scale * args[0],))
     optimizer = torch.optim.SGD([p for p in net.parameters() if p.requires_grad], lr=0.1)
-    with epk.Recorder(net, optimizer, X, y) as recorder:
-        F.cross_entropy(net(X), y).backward()
-        recorder.batch(None)
-        optimizer.step()
+    recorder = record(net, optimizer, X, y, [None])
     epk.reconstruct(recorder.trajectory, X[:2])  # the control: no word
     with torch.no_grad():
         dict(net.state_dict())[name].mul_(1.1)
@@ -270,13 +257,8 @@ def padded_run(dtype, **options):
     for row in range(0, TEXTS, 2):
         X[row, LENGTH - row // 3 - 1 :] = 0
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    with epk.Recorder(net, optimizer, X, y) as recorder:
-        for batch in torch.arange(TEXTS).repeat(2).split(8):
-            optimizer.zero_grad()
-            F.cross_entropy(net(X[batch]), y[batch]).backward()
-            recorder.batch(batch)
-            optimizer.step()
-    return net.eval(), recorder.trajectory
+    trajectory = record(net, optimizer, X, y, torch.arange(TEXTS).repeat(2).split(8)).trajectory
+    return net.eval(), trajectory
 
 
 NESTED = r"torch's nested-tensor path in 'look'.* enable_nested_tensor=False"
@@ -290,27 +272,18 @@ OTHERS = ({}, NESTED), ({"part": "asks"}, r"asks torch.is_grad_enabled\(\)"), *(
 @pytest.mark.parametrize(("options", "message"), OTHERS)
 def test_another_prediction_without_gradients_is_said_where_there_is_one(options, message, dtype):
     net, run = padded_run(dtype, **options)
-
-    def said(call):
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            call()
-        texts = [str(each.message) for each in caught]
-        assert not any("prototype" in text for text in texts)  # of torch, about its nested tensors
-        return [text for text in texts if "other outputs in eval() without gradients" in text]
-
+    calls = epk.attribute, epk.reconstruct, epk.influence, partial(epk.influence, function=lambda z: z.square().mean())
     for X in (run.inputs[:4], run.inputs[1::2]):  # the second ones have no padding
-        calls = (
-            lambda X=X: epk.attribute(run, X),
-            lambda X=X: epk.reconstruct(run, X),
-            lambda X=X: epk.influence(run, X),
-            lambda X=X: epk.influence(run, X, function=lambda z: z.square().mean()),
-        )
         with torch.no_grad():
             plain = net(X)
-        differs = (plain - net(X)).abs().max() > 1e-3
-        assert bool(differs) == (message is not None and (message is not NESTED or bool((X == 0).any())))
+        differs = bool((plain - net(X)).abs().max() > 1e-3)
+        assert differs == (message is not None and (message is not NESTED or bool((X == 0).any())))
         for call in calls:
-            texts = said(call)
-            assert bool(texts) == bool(differs)
-            assert not texts or re.search(message, texts[0])
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                call(run, X)
+            texts = [str(each.message) for each in caught]
+            assert not any("prototype" in text for text in texts)  # of torch, about its nested tensors
+            said = [text for text in texts if "other outputs in eval() without gradients" in text]
+            assert bool(said) == differs
+            assert not said or re.search(message, said[0])

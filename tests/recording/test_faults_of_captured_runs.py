@@ -12,6 +12,7 @@ import torch
 from captured_loops import FEATURES, POINTS, CapturedLoop
 from torch import nn
 from torch.nn import functional as F
+from torch.nn.utils import clip_grad_norm_
 
 import epk_gp as epk
 from epk_gp.core.step import SeenRows
@@ -163,17 +164,13 @@ def test_a_record_that_was_changed_is_not_certified(runs, feature, name, on_disk
         assert not result.certified
 
 
-def with_loss(value):
-    """Take another loss, once."""
-
-    def replaced(loop):
-        loop.value = lambda: (vars(loop).pop("value"), value(loop))[1]
-
-    return replaced
-
-
 def setting(name, value):
     return lambda loop: setattr(loop, name, value(loop))
+
+
+def with_loss(value):
+    """Take another loss, once."""
+    return setting("value", lambda loop: lambda: (vars(loop).pop("value"), value(loop))[1])
 
 
 def edit(tensor, amount=1e-6):
@@ -220,10 +217,6 @@ def others(loop):
     return (loop.rows + 3) % POINTS
 
 
-def of_other_rows(loop):
-    loop.z = loop.net(loop.X[others(loop)])
-
-
 def option(name, value, layer=1):
     return lambda loop: setattr(loop.net[layer], name, value)
 
@@ -232,35 +225,13 @@ def options(**values):
     return lambda loop: loop.optimizers[0].param_groups[0].update(values)
 
 
-def other_dropout_for_a_pass(loop):
-    loop.net[1].p = 0.4
-    loop.at["value"] = option("p", 0.5)
-
-
 def between_the_optimizers(act):
     return lambda loop: loop.optimizers[0].register_step_post_hook(lambda *_: act(loop))
-
-
-def keep_rows(loop):
-    loop.kept = vars(loop).get("kept", loop.rows)
-    loop.announced = loop.kept
 
 
 def skip_announcement(loop):
     loop.at.clear()  # that of the first batch alone
     loop.recorder.batch = lambda *_, **__: vars(loop.recorder).pop("batch")
-
-
-def layer_by_layer(loop):
-    loop.call = lambda x: nn.Sequential(*loop.net)(x)
-
-
-def another_optimizer(loop):
-    torch.optim.SGD(loop.net.parameters(), lr=0.01).step()
-
-
-def clip(function, bound):
-    return lambda loop: function(loop.net.parameters(), bound)
 
 
 UNMIXED = ("plain", "dropout", "batch_norm", "augmentation", "weights", "accumulation", "two_optimizers")
@@ -277,7 +248,8 @@ REFUSED = {
         "were changed"),
     "weights_edited_before_the_step": (("plain", "dropout"), "step", edit(first_weight), "weights .* were changed"),
     "frozen_weights_edited": (("frozen_layer",), "begin", edit(first_weight), "'0.weight' changed"),
-    "another_optimizer_between_steps": (PLAIN, "end", another_optimizer, "Another SGD stepped: pass"),
+    "another_optimizer_between_steps": (PLAIN, "end",
+        lambda loop: torch.optim.SGD(loop.net.parameters(), lr=0.01).step(), "Another SGD stepped: pass"),
     "two_steps_of_a_batch": (PLAIN, "end", lambda loop: loop.optimizers[0].step(), NOT_ANNOUNCED),
     "no_learning_rate": (PLAIN, "begin", options(lr=float("nan")), "learning rate must be finite"),
     "divergence": (PLAIN, "announce", lambda loop: first_weight(loop).grad.fill_(torch.nan), "training diverged"),
@@ -291,19 +263,22 @@ REFUSED = {
     "gradient_of_others_instead": (AS_RECORDED, "announce", gradient_of_other_rows, ""),
     "gradient_of_others_after_the_announcement": (("plain", "accumulation"), "announced", gradient_of_other_rows,
         NOT_ANNOUNCED),
-    "outputs_of_other_rows": (AS_RECORDED, "value", of_other_rows, "indices"),
+    "outputs_of_other_rows": (AS_RECORDED, "value", setting("z", lambda loop: loop.net(loop.X[others(loop)])),
+        "indices"),
     "gradient_edited": (("dropout",), "step", edit(lambda loop: first_weight(loop).grad), OTHER_GRADIENT),
     "announced_twice": (("weights",), "announced", lambda loop: loop.recorder.batch(loop.rows, weight=loop.weight),
         "was called twice"),
     "not_announced": (PLAIN, "announce", skip_announcement, NOT_ANNOUNCED),
     "a_batch_not_announced": (("accumulation",), "announce", skip_announcement, OTHER_GRADIENT),
-    "a_batch_announced_for_another": (("accumulation",), "announce", keep_rows, "other training points"),
+    "a_batch_announced_for_another": (("accumulation",), "announce",
+        setting("announced", lambda loop: vars(loop).setdefault("kept", loop.rows)), "other training points"),
     "statistics_edited_before_the_step": (NORM, "step", edit(mean), "in another way"),
     "statistics_switched_on": (("late_batch_norm",), "begin", lambda loop: loop.net.train(),
         "'1.running_mean' changed. If training moves it"),
     "noise_that_an_integer_scales": (("odd_integer",), "begin", id, "has number=2 and had number="),
     "noise_of_another_generator": (("odd_generator",), "begin", id, "a torch.Generator of its own"),
-    "layer_by_layer": (("dropout", "batch_norm"), "begin", layer_by_layer, "call the network itself, net"),
+    "layer_by_layer": (("dropout", "batch_norm"), "begin",
+        setting("call", lambda loop: nn.Sequential(*loop.net).forward), "call the network itself, net"),
     "weights_edited_between_optimizers": (("two_optimizers",), "step",
         between_the_optimizers(edit(lambda loop: loop.net[-1].bias)), OTHER_GRADIENT),
     "gradient_edited_between_optimizers": (("two_optimizers",), "step",
@@ -336,15 +311,14 @@ SOUND = {
     "momentum_changed": (PLAIN, "begin", options(momentum=0.9)),
     "another_momentum_of_statistics": (("batch_norm",), "begin", option("momentum", 0.3)),
     "another_dropout": (("dropout",), "begin", option("p", 0.4)),
-    "another_dropout_for_a_pass": (("dropout",), "begin", other_dropout_for_a_pass),
+    "another_dropout_for_a_pass": (("dropout",), "forward",
+        lambda loop: (option("p", 0.4)(loop), loop.at.update(value=option("p", 0.5)))),
     "noise_that_an_attribute_scales": (("odd_attribute",), "begin", id),
     "decay_changed": (PLAIN, "begin", options(weight_decay=0.1)),
     "maximize_changed": (PLAIN, "begin", options(maximize=True)),
     "momentum_forgotten": (PLAIN, "begin", lambda loop: loop.optimizers[0].state.clear()),
     "layer_frozen": (PLAIN, "begin", lambda loop: loop.net[0].requires_grad_(False)),
-    "clipping_that_does_not_act": (PLAIN, "announce", clip(nn.utils.clip_grad_norm_, 1e6)),
-    "clipped_by_norm": (PLAIN, "announce", clip(nn.utils.clip_grad_norm_, 1e-2)),
-    "clipped_by_value": (PLAIN, "announce", clip(nn.utils.clip_grad_value_, 1e-2)),
+    "clipping_that_does_not_act": (PLAIN, "announce", lambda loop: clip_grad_norm_(loop.net.parameters(), 1e6)),
     "gradient_scaled_between_optimizers": (("two_optimizers",), "step",
         between_the_optimizers(lambda loop: loop.net[-1].weight.grad.mul_(2))),
     "random_numbers_elsewhere": (("dropout",), "value", lambda loop: torch.rand(5)),

@@ -9,7 +9,7 @@ from torch.nn.utils import parametrizations, prune
 import epk_gp as epk
 from epk_gp.core.model import functionalize
 from helpers import assert_close
-from loops import data, flat, mlp, sgd
+from loops import data, flat, mlp, record, sgd
 
 POINTS, ROWS, STEPS = 24, 8, 3
 
@@ -223,27 +223,24 @@ class Spectrum(nn.Module):
 
 
 @pytest.mark.parametrize(("before", "modes"), [(1, 2), (2, 3), (3, 1)])
-@pytest.mark.parametrize("adam", [False, True], ids=["sgd", "adam"])
-def test_complex_weights_may_begin_anywhere_among_the_weights(before, modes, adam):
-    net, X = Spectrum(before, modes).double(), data()[0]
-    optimizer = torch.optim.Adam(net.parameters(), 0.01) if adam else sgd(net)
-    trajectory = train(net, optimizer=optimizer).trajectory
-    parts = epk.attribute(trajectory, X[:3], head="logits")
-    assert parts.certified
-    assert_close(parts.total, net(X[:3]).detach(), rounding=1e5)
-    if not adam:
-        assert epk.reconstruct(trajectory, X[:3], head="logits").certified
-
-
-@pytest.mark.parametrize(("before", "modes"), [(1, 2), (2, 3)])
-def test_complex_weights_are_read_under_vmap_and_ordinary_pairs_are_views(before, modes):
-    net, X = Spectrum(before, modes).double(), data()[0]
+def test_complex_weights_may_begin_anywhere_among_the_weights_and_are_read_under_vmap(before, modes):
+    X = data()[0]
+    for make in (sgd, lambda net: torch.optim.Adam(net.parameters(), 0.01)):
+        net = Spectrum(before, modes).double()
+        trajectory = train(net, optimizer=make(net)).trajectory
+        parts = epk.attribute(trajectory, X[:3], head="logits")
+        assert parts.certified
+        assert_close(parts.total, net(X[:3]).detach(), rounding=1e5)
+        assert make is not sgd or epk.reconstruct(trajectory, X[:3], head="logits").certified
     model = functionalize(net, tuple(name for name, _ in net.named_parameters()))
     W = torch.stack([flat(net), 1.5 * flat(net)])
     together = torch.func.vmap(lambda w: model.evaluate(model.unflatten(w), X))(W)
     assert_close(together, torch.stack([model(model.unflatten(w), X) for w in W]))
-    plain = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1)).double()
-    weights, model = flat(plain), functionalize(plain, tuple(name for name, _ in plain.named_parameters()))
+
+
+def test_ordinary_weights_are_views():
+    net = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1)).double()
+    weights, model = flat(net), functionalize(net, tuple(name for name, _ in net.named_parameters()))
     assert [v.data_ptr() - weights.data_ptr() for v in model.unflatten(weights).values()] == [0, 48, 72, 96]
 
 
@@ -394,60 +391,45 @@ class Wrapper(torch.optim.Optimizer):
 def test_optimizers_around_the_recorder_s_or_of_other_networks_are_no_others():
     (X, y), net, teacher = data(), mlp(), mlp()
     inner, other = sgd(net), sgd(teacher)
-    wrapper = Wrapper(inner)
-    with epk.Recorder(net, inner, X, y) as recorder:
-        for _ in range(3):
-            wrapper.zero_grad()
-            F.cross_entropy(net(X), y).backward()
-            recorder.batch()
-            F.cross_entropy(teacher(X), y).backward()
-            other.step()
-            wrapper.step()
-    assert recorder.num_steps == 3
+
+    def train_teacher(_):
+        F.cross_entropy(teacher(X), y).backward()
+        other.step()
+
+    assert record(net, inner, X, y, [None] * 3, before=train_teacher, stepped=Wrapper(inner)).num_steps == 3
+
+
+def record_some_empty(net, optimizer, X, y, batches, *, calls=False, **options):
+    """Record a loop whose sampler draws batches without rows too, as a Poisson sampler does."""
+    before, reduction = [], "sum" if "loss" in options else "mean"
+    with epk.Recorder(net, optimizer, X, y, check_every=1, **options) as recorder:
+        for rows in batches:
+            before.append(flat(net))
+            optimizer.zero_grad(set_to_none=False)
+            if len(rows) or calls:
+                F.cross_entropy(net(X[rows]), y[rows], reduction=reduction).backward()
+            recorder.batch(rows)
+            optimizer.step()
+    assert not torch.equal(before[1], flat(net))  # momentum and decay move the weights all the same
+    parts = epk.attribute(recorder.trajectory, X[:3], head="logits")
+    assert parts.certified
+    assert not recorder.steps[1].sample_weights.any()
 
 
 @pytest.mark.parametrize("calls", [True, False], ids=["called", "not_called"])
 @pytest.mark.parametrize("adam", [False, True], ids=["sgd", "adam"])
 def test_a_batch_without_rows_is_a_step_without_contributions(adam, calls):
-    """A Poisson sampler draws such; momentum and decay move the weights all the same."""
-    (X, y), net = data(), mlp()
+    net, batches = mlp(), (torch.arange(5), [], torch.arange(1), torch.tensor([], dtype=torch.int64))
     optimizer = torch.optim.AdamW(net.parameters(), 0.01) if adam else sgd(net, momentum=0.9, weight_decay=0.01)
-    before = []
-    with epk.Recorder(net, optimizer, X, y, loss=epk.CrossEntropy("sum"), check_every=1) as recorder:
-        for rows in (torch.arange(5), [], torch.arange(1), torch.tensor([], dtype=torch.int64)):
-            before.append(flat(net))
-            optimizer.zero_grad(set_to_none=False)
-            if len(rows) or calls:
-                F.cross_entropy(net(X[rows]), y[rows], reduction="sum").backward()
-            recorder.batch(rows)
-            optimizer.step()
-    assert not torch.equal(before[1], before[2])
-    parts = epk.attribute(recorder.trajectory, X[:3], head="logits")
-    assert parts.certified
-    assert not recorder.steps[1].sample_weights.any()
-    with pytest.raises(ValueError, match="With loss=None, leave out"):
-        train_without_loss(X, y)
+    record_some_empty(net, optimizer, *data(), batches, calls=calls, loss=epk.CrossEntropy("sum"))
 
 
-def test_a_batch_without_rows_needs_no_sample_that_counts():
+def test_a_batch_without_rows_needs_no_sample_that_counts_but_a_stated_loss():
     (X, y), net = data(), mlp()
     y[0] = -100  # no sample stands for rows that are not there
-    optimizer = sgd(net, momentum=0.9)
-    with epk.Recorder(net, optimizer, X, y) as recorder:
-        for rows in (torch.arange(5), []):
-            optimizer.zero_grad(set_to_none=False)
-            if len(rows):
-                F.cross_entropy(net(X[rows]), y[rows]).backward()
-            recorder.batch(rows)
-            optimizer.step()
-    assert epk.attribute(recorder.trajectory, X[:3]).certified
-
-
-def train_without_loss(X, y):
-    net = mlp()
-    with epk.Recorder(net, sgd(net), X, y, loss=None) as recorder:
-        net(X[:0]).sum().backward()
-        recorder.batch([])
+    record_some_empty(net, sgd(net, momentum=0.9), X, y, (torch.arange(5), []))
+    with pytest.raises(ValueError, match="With loss=None, leave out"):
+        record(net, sgd(net), X, y, [[]], value=lambda z, y: z.sum(), loss=None)
 
 
 def test_a_step_in_which_no_weight_has_a_gradient_is_none():
