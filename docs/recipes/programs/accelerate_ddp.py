@@ -26,7 +26,7 @@ with epk.Recorder(net, optimizer, X, y) as recorder:  # recorder
             with accelerator.accumulate(net):
                 loss = F.cross_entropy(net(inputs), labels)
                 accelerator.backward(loss)
-                recorder.batch(indices, weight=1 / 2)  # recorder
+                recorder.batch(indices)  # recorder
                 if accelerator.sync_gradients:
                     accelerator.clip_grad_norm_(net.parameters(), 0.3)
                 optimizer.step()
