@@ -246,9 +246,10 @@ def stack_steps(steps: Sequence[Sequence[LinearStep] | LinearStep], sizes: Seque
     columns = list[Sequence[Tensor]]()
     for rows in zip(*(zip(*map(_FIELDS_OF, step), strict=True) for step in several), strict=True):
         if any(isinstance(value, Tensor) for row in rows for value in row):
-            columns.append(
-                [row[0] if len(row) < len(sizes) else _joined(FIELDS[len(columns)], row, sizes) for row in rows]
-            )
+            name, wholes = FIELDS[len(columns)], [row * (len(sizes) // len(row)) for row in rows]  # numbers of each step
+            is_one = [len(row) < len(sizes) and isinstance(row[0], Tensor) and row[0].ndim > 0 for row in rows]
+            pairs = zip(rows, wholes, is_one, strict=True)
+            columns.append([row[0] if one else _joined(name, whole, sizes) for row, whole, one in pairs])
         else:
             columns.append(torch.tensor([row * (len(sizes) // len(row)) for row in rows], dtype=torch.float64).unbind())
     return [UpdateCoefficients(*own) for own in zip(*columns, strict=True)]
