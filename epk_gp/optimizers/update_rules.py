@@ -246,7 +246,7 @@ def stack_steps(steps: Sequence[Sequence[LinearStep] | LinearStep], sizes: Seque
     columns = list[Sequence[Tensor]]()
     for rows in zip(*(zip(*map(_FIELDS_OF, step), strict=True) for step in several), strict=True):
         if any(isinstance(value, Tensor) for row in rows for value in row):
-            name, wholes = FIELDS[len(columns)], [row * (len(sizes) // len(row)) for row in rows]  # numbers of each step
+            name, wholes = FIELDS[len(columns)], [row * (len(sizes) // len(row)) for row in rows]
             is_one = [len(row) < len(sizes) and isinstance(row[0], Tensor) and row[0].ndim > 0 for row in rows]
             pairs = zip(rows, wholes, is_one, strict=True)
             columns.append([row[0] if one else _joined(name, whole, sizes) for row, whole, one in pairs])
