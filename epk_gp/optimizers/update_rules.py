@@ -246,11 +246,7 @@ def stack_steps(steps: Sequence[Sequence[LinearStep] | LinearStep], sizes: Seque
     for rows in zip(*(zip(*map(_FIELDS_OF, step), strict=True) for step in several), strict=True):
         if any(Tensor in set(map(type, row)) for row in rows):
             name = FIELDS[len(columns)]
-            is_whole = [len(row) < L and isinstance(row[0], Tensor) and row[0].ndim > 0 for row in rows]
-            whole = [row if own else row * (L // len(row)) for own, row in zip(is_whole, rows, strict=True)]
-            columns.append(
-                [row[0] if own else _joined(name, row, sizes) for own, row in zip(is_whole, whole, strict=True)]
-            )
+            columns.append([row[0] if _is_whole(row) else _joined(name, row * (L // len(row)), sizes) for row in rows])
         else:
             columns.append(torch.tensor([row * (L // len(row)) for row in rows], dtype=torch.float64).unbind())
     return [UpdateCoefficients(*own) for own in zip(*columns, strict=True)]

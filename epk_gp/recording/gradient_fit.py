@@ -105,7 +105,8 @@ def fit_gradient(
     ones, none = u.new_ones(len(sizes)), u.new_zeros(len(sizes))
 
     def sums(values: Float[Tensor, " P"]) -> Float[Tensor, " L"]:
-        return none.index_add(0, part, torch.where(inside, values, 0.0))
+        # not index_add, which adds one after another: that of many entries loses more than _ROUNDINGS
+        return torch.stack([own.sum() for own in torch.where(inside, values, 0.0).split(list(sizes))])
 
     def left(difference: Float[Tensor, " P"], rate: Float[Tensor, " L"]) -> Float[Tensor, " L"]:
         return sums((difference - rate[part] * v).square()).sqrt()

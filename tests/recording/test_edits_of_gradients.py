@@ -298,6 +298,16 @@ def test_a_rate_that_moves_between_two_checked_steps_is_not_certified_and_the_la
         assert not epk.attribute(run, TEST).certified
 
 
+def test_a_factor_of_a_parameter_of_many_weights_is_found():
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(4, 9000), nn.Tanh(), nn.Linear(9000, 3)).double()
+    run = trained(net=net, edit=lambda net: clip_grad_norm_(net[0].parameters(), 1e-3), steps=2).trajectory
+    factors = run.updates[1].grad_scale
+    torch.testing.assert_close(factors[:2], factors[:1].expand(2), rtol=1e-14, atol=0.0)
+    assert factors[0] < 1
+    assert factors[2] == factors[3] == 1
+
+
 @pytest.mark.parametrize("rate", [1e-2, 1e-4])
 def test_in_float32_the_rate_is_found_up_to_rounding(rate):
     run = trained(squares(rate), net=mlp(torch.float32), steps=20).trajectory
