@@ -553,7 +553,7 @@ def flattened(tensors: Sequence[Tensor], memory: Tensor | None = None) -> Float[
     """Return a copy of tensors as one vector, in memory that is not used any more if given."""
     if memory is None and len(tensors) > 1:  # of one it would be a view
         with torch.no_grad():
-            flat: Tensor = torch._C._nn.flatten_dense_tensors(tensors)  # as one call
+            flat: Tensor = torch._C._nn.flatten_dense_tensors([*tensors])  # as one call
         return flat
     return torch.cat([value.detach().reshape(-1) for value in tensors], out=memory)
 
@@ -600,14 +600,16 @@ class LiveWeights:
 
     def copy(self) -> Float[Tensor, " P"]:
         """Return a copy of the weights."""
-        w = flattened([module._parameters[leaf] for _, module, leaf in self._owners])
+        held: list[Any] = [module._parameters[leaf] for _, module, leaf in self._owners]
+        w = flattened(held)
         if self._model.num_weights > FEW_WEIGHTS:
             self._known = w, *self._marks(self.named())
         return w
 
     def versions(self) -> list[int]:
         """Return torch's counts of writes to each parameter."""
-        return [module._parameters[leaf]._version for _, module, leaf in self._owners]
+        held: list[Any] = [module._parameters[leaf] for _, module, leaf in self._owners]
+        return [p._version for p in held]
 
     def know_copy(self, w: Float[Tensor, " P"], copy: Float[Tensor, " P"]) -> None:
         """Let a copy stand for weights that the network is known to have had."""
@@ -617,8 +619,8 @@ class LiveWeights:
     def are(self, w: Float[Tensor, " P"]) -> bool:
         """Return whether the network has some weights; nothing is copied."""
         if self._model.num_weights <= FEW_WEIGHTS:
-            present = self.copy()
-            return present.dtype == w.dtype and torch.equal(present, w)
+            own = self.copy()
+            return own.dtype == w.dtype and torch.equal(own, w)
         named = self.named()
         (known, marks, values), (present, few) = self._known, self._marks(named)
         if w is known and not self._is_certain and marks == present and torch.equal(values, few):

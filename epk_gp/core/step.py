@@ -282,7 +282,7 @@ def _hash_bytes(hasher: hashlib.blake2b, value: Tensor) -> None:
     """Hash a tensor's bytes; of a large one the digests of its parts, which several threads compute."""
     is_small = value.nbytes <= _PART and value.dtype in _PLAIN and value.device.type == "cpu"
     if is_small and value.is_contiguous() and not value.requires_grad:
-        hasher.update(value.numpy())  # without the calls that make bytes of any tensor
+        hasher.update(value.numpy().data)  # without the calls that make bytes of any tensor
         return
     content = tensor_bytes(value)
     if len(content) <= _PART:

@@ -227,10 +227,12 @@ def _joined(name: str, values: Sequence[Number], sizes: Sequence[int]) -> Tensor
         return torch.tensor([float(value) for value in values], dtype=torch.float64)
     dtype, numbers = like.dtype if like.is_floating_point() else torch.float64, list[Tensor]()
     for value, size in zip(values, sizes, strict=True):
-        is_whole = isinstance(value, Tensor) and value.ndim
-        if is_whole and value.numel() != size:
+        if not isinstance(value, Tensor) or not value.ndim:
+            numbers.append(like.new_full((size,), float(value), dtype=dtype))
+            continue
+        if value.numel() != size:
             raise ValueError(f"{name} must be one number or one per weight, {size}: got {tuple(value.shape)}.")
-        numbers.append(value.detach().flatten() if is_whole else like.new_full((size,), float(value), dtype=dtype))
+        numbers.append(value.detach().flatten())
     return torch.cat(numbers)  # which promotes their types
 
 
@@ -246,15 +248,12 @@ def stack_steps(steps: Sequence[Sequence[LinearStep] | LinearStep], sizes: Seque
     for rows in zip(*(zip(*map(_FIELDS_OF, step), strict=True) for step in several), strict=True):
         if any(Tensor in set(map(type, row)) for row in rows):
             name = FIELDS[len(columns)]
-            columns.append([row[0] if _is_whole(row) else _joined(name, row * (L // len(row)), sizes) for row in rows])
+            is_one = [len(row) < L and isinstance(row[0], Tensor) and row[0].ndim > 0 for row in rows]
+            pairs = zip(rows, is_one, strict=True)
+            columns.append([row[0] if one else _joined(name, row * (L // len(row)), sizes) for row, one in pairs])
         else:
             columns.append(torch.tensor([row * (L // len(row)) for row in rows], dtype=torch.float64).unbind())
     return [UpdateCoefficients(*own) for own in zip(*columns, strict=True)]
-
-
-def _is_whole(values: Sequence[Number]) -> bool:
-    """Return whether one tensor has the numbers of all weights."""
-    return len(values) == 1 and isinstance(values[0], Tensor) and values[0].ndim > 0
 
 
 def broadcast_to_params(value: Tensor, sizes: Sequence[int], reference: Tensor) -> Float[Tensor, " P"]:

@@ -36,6 +36,7 @@ from epk_gp.recording.setup import TrainingSetup
 
 # Forward passes that are kept until a batch is announced: those of an attack on the inputs are dropped for later ones.
 _MAX_WAITING = 16
+_UNKNOWN = ForwardPass(0)  # the record of a pass that is not over
 _FEW_ENOUGH = 1 << 21  # weights whose optimizer's state is joined; joining more costs more than reading one by one
 
 
@@ -565,7 +566,7 @@ class StepObserver:
         modes = [part.training for part in self._parts]
         if modes != self._modes[0]:
             self._modes = modes, torch.tensor(modes)
-        own = inputs, self._modes[1], statistics, statistics, None, difference
+        own = inputs, self._modes[1], statistics, statistics, _UNKNOWN, difference
         self._begun.append((CapturedForward(*own, num_arguments=len(args) + len(kwargs)), record))
 
     def _after_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], returned: Any) -> Any:

@@ -100,6 +100,7 @@ class PassRecords:
         self._setup, self._state = setup, setup.state(weights)
         self._has_warned = False  # of rows that do not follow the stated loss
         self._has_other_rows = False  # whether the network saw a row that is no training point: the loop changes rows
+        self._factor = 0.0  # that passes had which is not stated
         self._differing: dict[bytes, bool] = {}  # whether the network in some modes is another one
 
     def step(self, index: int, made: MadeStep, statistics: tuple[Tensor, Tensor]) -> tuple[Step, ...]:
@@ -132,7 +133,9 @@ class PassRecords:
             for forward, (rows, c, of_rows, stated_ones) in zip(forwards, parts, strict=False):
                 targets = of_rows, of_rows if used is y else stated_ones
                 record = self._record(forward, rows, statistics)
-                seen.append(_records_of_loss(setup, forward, record, targets, c, reads=batch.weight is None))
+                reads = math.inf if batch.weight is None else self._factor
+                seen.append(_records_of_loss(setup, forward, record, targets, c, earlier=reads))
+                self._factor = self._factor or seen[-1][0][2] * (len(seen[-1]) > 1)
             is_stated = is_stated and used is y
         rows, steps = torch.cat([batch.samples for batch in announced]), list[Step]()
         for k in range(max(map(len, seen))):
@@ -338,7 +341,7 @@ def _records_of_loss(
     targets: tuple[Shaped[Tensor, "n ..."], Shaped[Tensor, "n ..."]],
     c: Float64[Tensor, " n"],
     *,
-    reads: bool,
+    earlier: float,
 ) -> list[_Record]:
     """Compare the gradient in the outputs of a pass with that of the stated loss, row by row.
 
@@ -350,7 +353,8 @@ def _records_of_loss(
         record: What is recorded of it beside its loss.
         targets: The recorded targets of its rows, and those that the loop states for them, or these.
         c: The weights that the stated loss gives to the rows.
-        reads: Whether the factor of a pass whose rows are alike is that of its loss, too: the loop does not state it.
+        earlier: The factor of the loop's loss that passes before this one had, 0 if none had one; infinity where any may
+            be, for the loop states none. One that changes may depend on the weights, as under log(mean loss).
 
     Returns:
         The record; where the rows follow but for a factor, first without it, then with it in the weights.
@@ -418,7 +422,9 @@ def _records_of_loss(
     record = replace(record, targets=others)
     if best.factor == 1:
         return [(record, best.c, 1.0)]
-    is_clear = best.is_sure or reads
+    room = max(TOLERANCE.get(delta.dtype, _LOW_PRECISION)[0], _ONE_FACTOR)
+    is_same = earlier == 0 or abs(best.factor - earlier) <= room * abs(earlier)
+    is_clear = (best.is_sure and is_same) or earlier == math.inf
     scaled = (record, best.factor * best.c, 1.0) if is_clear else stored(every, torch.ones_like(c))
     return [(record, best.c, best.factor), scaled]
 

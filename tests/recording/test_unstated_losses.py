@@ -2,6 +2,7 @@
 
 import copy
 import re
+import warnings
 from contextlib import nullcontext
 from itertools import product
 
@@ -456,3 +457,25 @@ def test_targets_that_the_loop_states_stand_in_the_place_of_the_recorded_ones(ki
     shown, known = (epk.influence(run, X_TEST, head="logits") for run in runs)
     assert shown.certified
     assert (shown.values - known.values).abs().max() < 1e-12
+
+
+@pytest.mark.parametrize("follows", [True, False])
+def test_a_factor_that_moves_is_no_weight_for_it_may_depend_on_the_outputs(follows):
+    """As under the logarithm of the mean loss, whose rows all have one factor: the mean loss of before."""
+    net, (X, y) = mlp(), data()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        with epk.Recorder(net, sgd(net), X, y) as recorder:
+            for _ in range(4):
+                recorder.optimizer.zero_grad()
+                loss = F.cross_entropy(net(X), y)
+                (0.37 * loss if follows else loss.log()).backward()
+                recorder.batch(None)
+                recorder.optimizer.step()
+    trajectory = recorder.trajectory
+    assert epk.attribute(trajectory, X[:2]).certified
+    if follows:
+        assert epk.influence(trajectory, X[:2]).certified
+    else:
+        with pytest.raises(ValueError, match="does not follow: steps 1 to 3: "):
+            epk.influence(trajectory, X[:2])
