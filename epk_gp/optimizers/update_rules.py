@@ -227,10 +227,12 @@ def _joined(name: str, values: Sequence[Number], sizes: Sequence[int]) -> Tensor
         return torch.tensor([float(value) for value in values], dtype=torch.float64)
     dtype, numbers = like.dtype if like.is_floating_point() else torch.float64, list[Tensor]()
     for value, size in zip(values, sizes, strict=True):
-        is_whole = isinstance(value, Tensor) and value.ndim
-        if is_whole and value.numel() != size:
+        if not isinstance(value, Tensor) or not value.ndim:
+            numbers.append(like.new_full((size,), float(value), dtype=dtype))
+        elif value.numel() == size:
+            numbers.append(value.detach().flatten())
+        else:
             raise ValueError(f"{name} must be one number or one per weight, {size}: got {tuple(value.shape)}.")
-        numbers.append(value.detach().flatten() if is_whole else like.new_full((size,), float(value), dtype=dtype))
     return torch.cat(numbers)  # which promotes their types
 
 

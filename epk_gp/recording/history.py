@@ -156,7 +156,7 @@ class RunHistory:
         copy_in, index, before = self._arena.copy_in, self.num_steps, self.last.digest()
         after, places = None if statistics is None else copy_in(statistics), self.samples.places
         if is_kept:
-            digest = partial(str, fingerprint_step(before, step, update, end, after))
+            digest: Callable[[], str] = partial(str, fingerprint_step(before, step, update, end, after))
             self.samples.rows[index + 1] = end[places]
         else:
             for forward in step.passes:
