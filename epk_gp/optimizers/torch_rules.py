@@ -30,7 +30,6 @@ from epk_gp.optimizers.update_rules import GRADIENT, OPTIONS, WEIGHTS, LinearSte
 
 Memory = tuple[Tensor, ...]
 _BLOCK = 1 << 16  # entries on which several operations are made while they are in the processor's cache
-StatesBefore = Mapping[str, Mapping[str, Any]]
 
 
 def _count(group: Options, state: Options) -> Any:
@@ -475,13 +474,10 @@ def rule_for(optimizers: Optimizers, given: Rules = None) -> UpdateRule:
         return rules[0][0]
 
     def coefficients(p: nn.Parameter, group: Options, before: Options, after: Options) -> LinearStep:
-        for rule, optimizer in rules:
-            if any(group is its_own for its_own in optimizer.param_groups):
-                # what another rule needs would make a first step look like a later one
-                added = {WEIGHTS, GRADIENT, OPTIONS} - {*rule.needs_before}
-                own = {name: value for name, value in before.items() if name not in added}
-                return rule.coefficients(p, group, own, after)
-        raise ValueError("the parameter group must be one of the optimizers' that are recorded: it is another one.")
+        rule = next(rule for rule, optimizer in rules if any(group is own for own in optimizer.param_groups))
+        # what another rule needs would make a first step look like a later one
+        added = {WEIGHTS, GRADIENT, OPTIONS} - {*rule.needs_before}
+        return rule.coefficients(p, group, {name: before[name] for name in before.keys() - added}, after)
 
     return UpdateRule(
         name=" + ".join(dict.fromkeys(rule.name for rule, _ in rules)),
@@ -529,7 +525,7 @@ def state_of(optimizer: Optimizer, p: nn.Parameter) -> Options:
 
 def states_before(
     optimizer: Optimizer, parameters: Mapping[str, nn.Parameter], needs_before: Collection[str]
-) -> StatesBefore:
+) -> Mapping[str, Options]:
     """Return what an optimizer holds of each parameter before a step, for `UpdateRule.coefficients`.
 
     Args:

@@ -229,10 +229,10 @@ def _joined(name: str, values: Sequence[Number], sizes: Sequence[int]) -> Tensor
     for value, size in zip(values, sizes, strict=True):
         if not isinstance(value, Tensor) or not value.ndim:
             numbers.append(like.new_full((size,), float(value), dtype=dtype))
-            continue
-        if value.numel() != size:
+        elif value.numel() == size:
+            numbers.append(value.detach().flatten())
+        else:
             raise ValueError(f"{name} must be one number or one per weight, {size}: got {tuple(value.shape)}.")
-        numbers.append(value.detach().flatten())
     return torch.cat(numbers)  # which promotes their types
 
 

@@ -353,8 +353,8 @@ def _records_of_loss(
         record: What is recorded of it beside its loss.
         targets: The recorded targets of its rows, and those that the loop states for them, or these.
         c: The weights that the stated loss gives to the rows.
-        earlier: The factor of the loop's loss that passes before this one had, 0 if none had one; infinity where any may
-            be, for the loop states none. One that changes may depend on the weights, as under log(mean loss).
+        earlier: The factor of the loop's loss that passes before this one had, 0 if none had one; infinity where the
+            loop states none, so that any may be. One that moves may depend on the weights, as under log(mean loss).
 
     Returns:
         The record; where the rows follow but for a factor, first without it, then with it in the weights.

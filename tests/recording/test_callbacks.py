@@ -58,7 +58,7 @@ def test_batches_of_a_shuffled_loader_say_their_rows_and_augmentation_hidden_in_
 
 def test_a_dataset_without_numbers_is_refused():
     with pytest.raises(TypeError, match="items by index: got Stream"):
-        IndexedDataset(type("Stream", (IterableDataset,), {})())
+        IndexedDataset(type("Stream", (IterableDataset,), {"__iter__": iter})())
 
 
 def test_callbacks_are_found_and_others_are_not():
