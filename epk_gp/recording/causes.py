@@ -145,7 +145,16 @@ _SETTINGS = (bool, int, float, str)  # kinds of attributes of modules that are c
 
 
 class StepMismatchError(ValueError):
-    """A recorded step is not the stated optimizer's step on the stated loss, data and network."""
+    """A recorded step is not the stated optimizer's step on the stated loss, data and network.
+
+    Attributes:
+        step: Number of the step, which the message names; None before it is known.
+    """
+
+    def __init__(self, message: str, *, step: int | None = None) -> None:
+        """Keep the number of the step beside the message."""
+        super().__init__(message)
+        self.step = step
 
 
 def changed_setting(net: nn.Module, model: FunctionalModel) -> str | None:

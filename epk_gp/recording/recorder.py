@@ -53,8 +53,10 @@ def _errors_of_step(index: Callable[[], int]) -> Iterator[None]:
     try:
         yield
     except ValueError as error:
-        cause = None if isinstance(error, StepMismatchError) else error
-        raise StepMismatchError(f"step {index()}: {error}") from cause
+        if isinstance(error, StepMismatchError) and error.step is not None:
+            raise  # of a step that waited
+        cause, numbered = None if isinstance(error, StepMismatchError) else error, index()
+        raise StepMismatchError(f"step {numbered}: {error}", step=numbered) from cause
 
 
 def _validate_weights(w: Float[Tensor, " P"]) -> None:

@@ -302,10 +302,26 @@ def test_a_factor_of_a_parameter_of_many_weights_is_found():
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(4, 9000), nn.Tanh(), nn.Linear(9000, 3)).double()
     run = trained(net=net, edit=lambda net: clip_grad_norm_(net[0].parameters(), 1e-3), steps=2).trajectory
-    factors = run.updates[1].grad_scale
+    factors = run.updates[0].grad_scale
     torch.testing.assert_close(factors[:2], factors[:1].expand(2), rtol=1e-14, atol=0.0)
     assert factors[0] < 1
     assert factors[2] == factors[3] == 1
+
+
+def test_a_factor_of_the_loss_is_no_factor_of_a_scaler_in_steps_whose_gradient_nobody_changed():
+    bounds = iter([0.2, *[1e9] * (STEPS - 1)])
+    net, draw = mlp(), torch.Generator().manual_seed(5)
+    optimizer = OPTIMIZERS["sgd"](net)
+    with epk.Recorder(net, optimizer, X, Y, check_every=1000) as recorder:
+        for _ in range(STEPS):
+            optimizer.zero_grad()
+            batch = torch.randperm(POINTS, generator=draw)[:5]
+            (3 * F.cross_entropy(net(X[batch]), Y[batch])).backward()
+            recorder.batch(batch)
+            clip_grad_norm_(net.parameters(), next(bounds))
+            optimizer.step()
+    assert recorder.num_checked < STEPS
+    assert epk.attribute(recorder.trajectory, TEST).certified
 
 
 @pytest.mark.parametrize("rate", [1e-2, 1e-4])

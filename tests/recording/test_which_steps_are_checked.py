@@ -111,6 +111,24 @@ def test_a_step_whose_gradient_is_not_recomputed_must_still_follow_the_update_ru
             recorder.optimizer.step()
 
 
+def test_an_error_of_a_step_that_waited_names_that_step_alone():
+    net, (X, y) = mlp(), data()
+    with epk.Recorder(net, sgd(net), X, y, check_every=1000) as recorder:
+        for _ in range(5):
+            step(recorder)
+        recorder.optimizer.zero_grad()
+        F.cross_entropy(net(X), y).backward()
+        net[0].weight.grad[0, 0] = torch.nan
+        recorder.batch(None)
+        recorder.optimizer.step()
+        recorder.optimizer.zero_grad()
+        F.cross_entropy(net(X), y).backward()
+        with pytest.raises(epk.StepMismatchError, match="^step 5: the weights must stay finite") as raised:
+            recorder.batch(None)
+    assert raised.value.step == 5
+    assert recorder.num_steps == 5
+
+
 @pytest.mark.parametrize("stated", [True, False])
 def test_a_clipped_step_between_two_checks_needs_none(stated, monkeypatch, recomputed):
     clipped = []
