@@ -11,10 +11,14 @@ A few weights of every state say which states can be the anchor; all weights the
 import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from operator import is_
+from typing import Any
 
 import torch
 from jaxtyping import Float, Int64
 from torch import Tensor, nn
+
+from epk_gp.core.model import FEW_WEIGHTS, FunctionalModel, flattened
 
 _NUM_SAMPLES = 64  # weights of a state that are kept to find it by
 _NEAR = 1e-2  # how far from the line the samples may lie, relative to the move: all weights are compared afterwards
@@ -108,3 +112,79 @@ class LiveNetwork:
 
     network: "weakref.ref[nn.Module]"
     samples: StateSamples
+
+
+_NUM_COMPARED = 128  # weights of each parameter, where torch has not written to it
+
+
+class LiveWeights:
+    """The weights that a network which is trained has at present.
+
+    Weights of which that is known, and that torch has not written to since, are not compared again but for a few: what
+    is written through `.data` leaves no other trace.
+
+    Args:
+        net: The network.
+        model: The same as a function of its weights.
+        is_certain: Whether all weights are compared always.
+    """
+
+    def __init__(self, net: nn.Module, model: FunctionalModel, *, is_certain: bool) -> None:
+        self._model, self._is_certain = model, is_certain
+        # each parameter's module and its name there: to look for all by name in each step takes long
+        paths = ((name, *name.rpartition(".")[::2]) for name in model.names)
+        self._owners = [(name, net.get_submodule(path), leaf) for name, path, leaf in paths]
+        self._known: tuple[Tensor | None, list[tuple[int, int]], Tensor] = None, [], torch.empty(0)
+        self._seen: list[Any] = [None] * len(self._owners)
+
+    def parameters(self) -> list[nn.Parameter] | None:
+        """Return the parameters; None if the network has not all of them, or torch.func puts tensors in their place."""
+        present: list[Any] = [module._parameters.get(leaf) for _, module, leaf in self._owners]
+        if not all(map(is_, present, self._seen)):  # looked at again only where one is another object
+            if not all(isinstance(p, nn.Parameter) for p in present):
+                return None
+            self._seen = present
+        return present
+
+    def named(self) -> dict[str, Tensor]:
+        """Return the parameters, as far as the network has them."""
+        held = ((name, module._parameters.get(leaf)) for name, module, leaf in self._owners)
+        return {name: p for name, p in held if isinstance(p, nn.Parameter)}
+
+    def _marks(self, named: dict[str, Tensor]) -> tuple[list[tuple[int, int]], Tensor]:
+        """Return what shows that weights were written to: addresses, torch's counts of writes, and a few values."""
+        own = [p.detach() for p in named.values()]
+        few = torch.cat([w.reshape(-1)[:: 1 + w.numel() // _NUM_COMPARED] for w in own])
+        return [(w.data_ptr(), w._version) for w in own], few
+
+    def copy(self) -> Float[Tensor, " P"]:
+        """Return a copy of the weights."""
+        held: list[Any] = [module._parameters[leaf] for _, module, leaf in self._owners]
+        w = flattened(held)
+        if self._model.num_weights > FEW_WEIGHTS:
+            self._known = w, *self._marks(self.named())
+        return w
+
+    def versions(self) -> list[int]:
+        """Return torch's counts of writes to each parameter."""
+        held: list[Any] = [module._parameters[leaf] for _, module, leaf in self._owners]
+        return [p._version for p in held]
+
+    def know_copy(self, w: Float[Tensor, " P"], copy: Float[Tensor, " P"]) -> None:
+        """Let a copy stand for weights that the network is known to have had."""
+        if self._known[0] is w:
+            self._known = copy, *self._known[1:]
+
+    def are(self, w: Float[Tensor, " P"]) -> bool:
+        """Return whether the network has some weights; nothing is copied."""
+        if self._model.num_weights <= FEW_WEIGHTS:
+            own = self.copy()
+            return own.dtype == w.dtype and torch.equal(own, w)
+        named = self.named()
+        (known, marks, values), (present, few) = self._known, self._marks(named)
+        if w is known and not self._is_certain and marks == present and torch.equal(values, few):
+            return True
+        if not all(torch.equal(named[name], value) for name, value in self._model.unflatten(w).items()):
+            return False
+        self._known = w, present, few
+        return True

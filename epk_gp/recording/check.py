@@ -31,7 +31,7 @@ from epk_gp.optimizers.update_rules import (
 from epk_gp.recording.causes import StepMismatchError, changed_setting
 from epk_gp.recording.gradient_fit import GradientFit, GradientTerms, exact_factor, fit_gradient
 from epk_gp.recording.mismatches import ObservedStep, StepCheck, StepMeasures, explain_mismatch
-from epk_gp.recording.observer import MadeStep
+from epk_gp.recording.seen import MadeStep
 from epk_gp.recording.setup import TrainingSetup
 
 _SHARE = 0.05  # of the time since recording began that checks take

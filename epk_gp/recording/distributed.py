@@ -26,7 +26,7 @@ from epk_gp.core.gradients import passes_of
 from epk_gp.core.step import Step
 from epk_gp.optimizers.torch_rules import Optimizers, as_optimizers
 from epk_gp.recording.causes import StepMismatchError
-from epk_gp.recording.observer import MadeStep
+from epk_gp.recording.seen import MadeStep
 from epk_gp.recording.setup import TrainingSetup
 from epk_gp.storage.training_state import TrainingState
 

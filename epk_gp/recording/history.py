@@ -18,7 +18,7 @@ from epk_gp.core.step import Step, fingerprint_step, tensor_bytes
 from epk_gp.core.trajectory import States, Trajectory, Updates
 from epk_gp.core.update_law import compact_update
 from epk_gp.optimizers.update_rules import UpdateCoefficients, relative_rounding
-from epk_gp.recording.observer import MadeStep
+from epk_gp.recording.seen import MadeStep
 from epk_gp.recording.setup import TrainingSetup
 from epk_gp.storage.chunks import StoredStates, StoredUpdates, read_digests
 from epk_gp.storage.files import pack

@@ -24,8 +24,8 @@ from epk_gp.core.torch_overrides import disable_fused_attention, kernels_of_the_
 from epk_gp.optimizers.update_rules import predict_step, relative_rounding, step_tolerance
 from epk_gp.recording.causes import changed_setting
 from epk_gp.recording.gradient_fit import GradientFit, GradientTerms
-from epk_gp.recording.observer import CapturedForward, MadeStep
 from epk_gp.recording.passes import common_factor, of_nodes, rounding_of
+from epk_gp.recording.seen import CapturedForward, MadeStep
 from epk_gp.recording.setup import TrainingSetup
 
 _OF_OUTPUTS = 10  # times the rounding of a gradient in the outputs: a replay of these may sum in another order

@@ -41,7 +41,7 @@ from epk_gp.core.show import warn_caller
 from epk_gp.core.step import ForwardPass, SeenRows, Step, not_following, tensor_bytes
 from epk_gp.core.torch_overrides import disable_fused_attention, quiet_checkpoints, with_tensors
 from epk_gp.recording.causes import StepMismatchError
-from epk_gp.recording.observer import CapturedForward, MadeStep
+from epk_gp.recording.seen import CapturedForward, MadeStep
 from epk_gp.recording.setup import TrainingSetup
 
 _ONE_FACTOR = 1e-6  # by which the factors of the passes of a step may differ, of the same GradScaler

@@ -1,12 +1,10 @@
 """The recorder: records each step of the user's own training loop."""
 
-import math
 import os
 import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import nullcontext, suppress
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -15,29 +13,24 @@ import torch
 from jaxtyping import Float, Int64, Shaped
 from torch import Tensor, nn
 
-from epk_gp.core.checks import blocks_of, door, is_finite, validate_count
+from epk_gp.core.checks import blocks_of, door, validate_count
 from epk_gp.core.inputs import Inputs
 from epk_gp.core.losses import CrossEntropy, Loss, as_loss
-from epk_gp.core.model import FEW_WEIGHTS, functionalize_like, uncompiled
+from epk_gp.core.model import functionalize_like, uncompiled
 from epk_gp.core.moves import LiveNetwork, Move
-from epk_gp.core.row_identity import RowIdentity
-from epk_gp.core.show import warn_caller, warn_uncertified
+from epk_gp.core.show import warn_caller
 from epk_gp.core.step import Step, fingerprint_data, fingerprint_start
 from epk_gp.core.trajectory import Trajectory
 from epk_gp.optimizers.library_rules import NoOptimizer
-from epk_gp.optimizers.torch_rules import Optimizers, Rules, as_optimizers, given_rules, groups_of, learning_rate
-from epk_gp.optimizers.update_rules import Clip, UpdateCoefficients
+from epk_gp.optimizers.torch_rules import Optimizers, Rules, as_optimizers, given_rules, groups_of
+from epk_gp.optimizers.update_rules import Clip
 from epk_gp.recording.causes import StepMismatchError
-from epk_gp.recording.check import CheckSchedule, check_records, check_step, edit_of, measure_step, needs_exact_check
 from epk_gp.recording.distributed import OTHER_RANKS, Ranks
-from epk_gp.recording.gradient_fit import GradientTerms
-from epk_gp.recording.history import CommitSchedule, Held, RunHistory, StepResult
-from epk_gp.recording.mismatches import ObservedStep, StepMeasures
-from epk_gp.recording.observer import MadeStep, StepObserver
-from epk_gp.recording.passes import PassRecords
-from epk_gp.recording.probe import DerivativeProbe
+from epk_gp.recording.history import CommitSchedule, Held, RunHistory
+from epk_gp.recording.observer import StepObserver
+from epk_gp.recording.seen import MadeStep
 from epk_gp.recording.setup import make_setup
-from epk_gp.recording.stretch import MOST_BYTES, MOST_STEPS, WaitingStep, measure_together, num_bytes, plain_records
+from epk_gp.recording.stretch import Stretch, errors_of_step
 from epk_gp.storage.chunks import with_computed_states
 from epk_gp.storage.files import map_tensors
 from epk_gp.storage.rows import Targets, TrainingInputs, num_seen
@@ -45,25 +38,6 @@ from epk_gp.storage.run import create_run, is_run, resume_run
 from epk_gp.storage.schema import DATA
 from epk_gp.storage.training_state import StatefulObjects, TrainingState, validate_resumable, validate_stateful
 from epk_gp.storage.writer import Storage, thinning_header
-
-
-@contextmanager
-def _errors_of_step(index: Callable[[], int]) -> Iterator[None]:
-    """Make `StepMismatchError` of each `ValueError` inside, with the number of the step before its message."""
-    try:
-        yield
-    except ValueError as error:
-        if isinstance(error, StepMismatchError) and error.step is not None:
-            raise  # of a step that waited
-        cause, numbered = None if isinstance(error, StepMismatchError) else error, index()
-        raise StepMismatchError(f"step {numbered}: {error}", step=numbered) from cause
-
-
-def _validate_weights(w: Float[Tensor, " P"]) -> None:
-    if not is_finite(w):
-        raise StepMismatchError(
-            "the weights must stay finite: training diverged (NaN or infinity). Lower the learning rate."
-        )
 
 
 class Recorder:
@@ -202,24 +176,13 @@ class Recorder:
                 self._history = RunHistory(self._setup.weights(), "", steps, self._setup.statistics())
         changed = (step.groups for step in reversed(self._history.steps) if step.groups is not None)
         groups = next(changed, tuple(group.of_scale() for group in self._groups))
-        self._observer = StepObserver(self._setup, rules, groups, lambda: self._last.end, self._report, called)
-        self._passes = PassRecords(self._setup, start)
+        self._observer = StepObserver(self._setup, rules, groups, lambda: self._stretch.last.end, self._report, called)
         self._is_recording = self._is_closed = False  # inside the `with` statement; after it, where the folder is free
         self._in_until = False  # whether the loop is `for step in recorder.until(steps)`, which ends iterations
-        self._has_refused = False  # whether the last step was refused, which leaves the network unlike the run
-        self._unchecked: Callable[[], ObservedStep] | None = None  # the last step, if its gradient was not recomputed
-        # momentum buffers before the last two steps; the first is written anew, for new memory costs more
-        self._momenta: tuple[Tensor | None, Tensor | None] = None, None
-        self._probe, self._terms = DerivativeProbe(), GradientTerms(self._setup.model.sizes)
-        self._has_said_note = False  # that the loop scales and shifts its rows
-        self._keeps_factor: bool | None = None  # whether the optimizer gets factors of the loss, unlike a GradScaler's
-        self._identity = RowIdentity(self._setup.X, self._setup.y, loss)
-        self._schedule = CheckSchedule(check_every)
-        self._waiting: list[WaitingStep] = []  # steps that are made, and neither checked nor recorded
-        waits = self._setup.model.num_weights <= FEW_WEIGHTS and setup.stream is None and storage.keep_every == 1
-        self._num_bytes = 0  # that they take
-        self._may_wait = waits and self._ranks.size == 1
-        self._first_step = self.num_steps
+        waits = setup.stream is None and storage.keep_every == 1
+        self._stretch = Stretch(
+            self._setup, self._ranks, self._history, self._training, self._commits, start, check_every, may_wait=waits
+        )
 
     def _open(self, folder: str | os.PathLike[str], header: dict[str, Any], storage: Storage, resume: bool) -> None:
         """Create the run's folder; or, if it holds a run to resume, bring everything to its last commit."""
@@ -263,7 +226,7 @@ class Recorder:
     @property
     def num_steps(self) -> int:
         """Number of steps recorded so far, with those of the run that was resumed."""
-        return self._history.num_steps + len(self._waiting)
+        return self._stretch.num_steps
 
     @property
     def num_committed(self) -> int:
@@ -273,18 +236,13 @@ class Recorder:
     @property
     def num_checked(self) -> int:
         """Number of steps whose gradient was recomputed by this recorder."""
-        return self._schedule.num_checked
+        return self._stretch.schedule.num_checked
 
     @property
     def steps(self) -> tuple[Step, ...]:
         """Learning rate and batch of each step recorded so far."""
-        self._record_waiting()
+        self._stretch.record()
         return tuple(self._history.steps)
-
-    @property
-    def _last(self) -> WaitingStep | StepResult:
-        """The last step that was made."""
-        return self._waiting[-1] if self._waiting else self._history.last
 
     def __enter__(self) -> "Recorder":
         """Start to observe the network and its optimizers."""
@@ -303,9 +261,9 @@ class Recorder:
                 if kind is None:
                     self._observer.complete()
                 with nullcontext() if kind is None else suppress(StepMismatchError):  # it would hide the error
-                    self._record_waiting()
+                    self._stretch.record()
                 if kind is None:
-                    if not self._has_refused and self._setup.has_all_weights():
+                    if not self._stretch.has_refused and self._setup.has_all_weights():
                         self._follow_present(is_end=True)
                     self._complete_iteration()
             finally:
@@ -379,9 +337,9 @@ class Recorder:
         if self._needs_until and not self._in_until:
             raise RuntimeError("with stateful= the loop must be 'for step in recorder.until(steps):': it is another.")
         self._observer.complete()
-        index, last = self.num_steps, self._last.end
+        index, last = self.num_steps, self._stretch.last.end
         self._observer.announce(indices, weight, index, targets)
-        with _errors_of_step(lambda: index):
+        with errors_of_step(lambda: index):
             self._setup.validate_modules()
             if not self._observer.is_unmoved and not self._setup.is_at(last):
                 last = self._moved_from(index)
@@ -395,7 +353,7 @@ class Recorder:
         Raises:
             StepMismatchError: The weights were changed in another way.
         """
-        self._record_waiting()
+        self._stretch.record()
         self._follow_move(*self._observer.first_state(), is_end=False)
         last, other = self._history.last.end, self._observer.other_optimizer
         if not self._setup.is_at(last) and (other or not self._observer.has_moved_between_passes):
@@ -411,13 +369,13 @@ class Recorder:
 
     def _follow_present(self, *, is_end: bool = False) -> None:
         """Record the move to the present weights, if there was one, or that of moving statistics alone."""
-        if not self._setup.is_at(self._last.end):
-            self._record_waiting()
+        if not self._setup.is_at(self._stretch.last.end):
+            self._stretch.record()
             self._follow_move(self._setup.weights(), self._setup.statistics(), is_end=is_end)
         elif self._ranks.is_writer and self.num_steps > self.num_committed and self._setup.model.statistics:
             with suppress(StepMismatchError):  # an edit: an error at the next step, or the end
                 statistics = self._observer.statistics()
-                self._record_waiting()
+                self._stretch.record()
                 self._history.move_statistics(statistics)
 
     def _follow_move(self, w: Float[Tensor, " P"], statistics: Float[Tensor, " Q"] | None, *, is_end: bool) -> None:
@@ -452,7 +410,7 @@ class Recorder:
             raise RuntimeError(f"the run must be asked for on rank 0, which writes it: got rank {self._ranks.rank}.")
         if self._is_recording:
             self._observer.complete()
-            self._record_waiting()
+            self._stretch.record()
         if self._commits is not None and not self._is_closed:
             self._commits.commit()
         return self._recorded()
@@ -489,129 +447,13 @@ class Recorder:
 
     def _report(self, made: MadeStep) -> None:
         """Take a step that the optimizers have made, which is checked and recorded at once, or with others."""
-        self._has_refused, setup = True, self._setup
-        self._schedule.count_step()
-        with self._ranks.together() if self._ranks.size > 1 else nullcontext(), _errors_of_step(lambda: self.num_steps):
-            if self._ranks.size > 1:
-                self._record_whole(made)
-            else:
-                self._waiting.append(self._made_step(made))
-                self._num_bytes += num_bytes(made)
-        self._has_refused = False
-        is_full = len(self._waiting) >= MOST_STEPS or self._num_bytes > MOST_BYTES
-        if is_full or not self._may_wait or self._history.num_steps < self._first_step + 3:
-            self._record_waiting()
+        self._stretch.take(made, self._observer.statistics)
         if not self._ranks.is_writer:
             batch = torch.cat([torch.zeros(0, dtype=torch.int64), *(batch.samples for batch in made.announced)])
-            self._history.follow(Step(self.num_steps, made.lr, batch), setup.weights(), setup.statistics())
+            step = Step(self.num_steps, made.lr, batch)
+            self._history.follow(step, self._setup.weights(), self._setup.statistics())
         if not self._in_until:  # committed with the next step, for the loop may move the weights before it
             self._complete_iteration(commits=False)
-
-    def _made_step(self, made: MadeStep) -> WaitingStep:
-        """Return a step with the weights and moving statistics around it."""
-        self._setup.validate_modules()
-        if not made.announced:
-            raise StepMismatchError("optimizer.step() must be preceded by recorder.batch(indices): it was not.")
-        if not made.is_seen_enough:
-            raise StepMismatchError(f"{made.unseen}.")
-        if not all(0 <= rate < math.inf for rate in made.rates):
-            learning_rate(self._optimizers)
-        last, after = self._last, self._observer.statistics()
-        before = after if last.statistics is None else last.statistics
-        return WaitingStep(made, last.end, self._setup.weights(), before, after)
-
-    def _record_whole(self, made: MadeStep) -> None:
-        """Record the step of several processes, on the one that writes."""
-        setup, index, end = self._setup, self.num_steps, self._setup.weights()
-
-        def own_step() -> tuple[tuple[Step, ...], Tensor, Tensor]:
-            step = self._made_step(made)
-            _validate_weights(end)
-            unknown = torch.full_like(step.statistics, torch.nan)
-            return self._passes.step(index, made, (unknown, unknown)), step.before, step.statistics
-
-        whole = self._ranks.whole_step(own_step, setup, made, end)
-        if whole is not None:
-            records, before, after = whole
-            self._record_step(WaitingStep(made, self._history.last.end, end, before, after), records, None)
-
-    def _record_waiting(self) -> None:
-        """Check and record the steps that wait.
-
-        Raises:
-            StepMismatchError: A step is not the stated one; those before it are recorded.
-        """
-        steps, self._waiting, self._num_bytes = self._waiting, [], 0
-        if not steps:
-            return
-        first, setup, self._has_refused = self._history.num_steps, self._setup, True
-        plain = plain_records(setup, self._passes.differs_in, first, [own.made for own in steps])
-        measures = measure_together(setup.model.sizes, steps, self._training.momentum) if len(steps) > 1 else None
-        with _errors_of_step(lambda: self._history.num_steps):
-            for number, step in enumerate(steps):
-                records = None if (record := plain[number]) is None else (record,)
-                self._record_step(step, records, None if measures is None else measures[number])
-        self._has_refused = False
-
-    def _record_step(self, step: WaitingStep, records: Sequence[Step] | None, measures: StepMeasures | None) -> None:
-        """Check and record a step; the records that it may have, and its measures, are made if they are not known."""
-        made, setup, momentum, index = step.made, self._setup, self._training.momentum, self._history.num_steps
-        if measures is None or not math.isfinite(measures.difference):
-            _validate_weights(step.end)
-        made.unseen = made.unseen or (self._ranks.warning if self._ranks.size == 1 else None)
-        is_plain, is_kept = records is not None, measures is not None
-        records = records or self._passes.step(index, made, (step.before, step.statistics))
-        if measures is None:
-            measures = measure_step(setup, made, (step.start, step.end), momentum, self._momenta[0])
-        observe, observed = partial(self._observed, step, momentum, measures), None
-        if is_plain and is_kept and measures.follows_rule and self._is_unedited(index, made):
-            (record,), update = records, made.update
-            self._unchecked = partial(observe, record, 1.0)
-        else:
-            scales = (made.scale, 1.0)  # only the first record may be without a factor
-            observed, update = self._checked([observe(*pair) for pair in zip(records, scales, strict=False)])
-            record = observed.step
-        if index >= self._probe.next:
-            self._probe.look_at(setup, observed or observe(record, 1.0), self._schedule)
-        self._momenta, self._training.momentum = (self._momenta[1], momentum), measures.momentum
-        replay = None if self._commits is None else self._commits.replay_of(made, self._ranks.size)
-        after = step.statistics if len(step.statistics) else None
-        record = record if made.groups is None else replace(record, groups=made.groups)
-        self._history.append(record, step.end, update, after, replay, is_kept=is_plain and is_kept)
-        if record.passes:
-            self._passes.warn_of(record)
-        setup.live.know_copy(step.end, self._history.last.end)
-        if step.snapshot is not None and self._commits is not None:
-            self._commits.complete_iteration(step.snapshot)
-
-    def _observed(
-        self, step: WaitingStep, momentum: Float[Tensor, " B"], measures: StepMeasures, record: Step, scale: float
-    ) -> ObservedStep:
-        edit = edit_of(step.made, scale, step.start, self._terms)
-        around = step.start, step.end, momentum, step.before, step.statistics
-        return ObservedStep(step.made, record, *around, measures, self._terms, *edit)
-
-    def _is_unedited(self, index: int, made: MadeStep) -> bool:
-        """Return whether nothing was done to the gradient of a step that need not be checked."""
-        is_unedited = made.arrived is made.gradient and self._terms.is_empty and self._setup.clip is None
-        return is_unedited and made.doubt is None and not self._schedule.is_due(index)
-
-    def _checked(self, records: Sequence[ObservedStep]) -> tuple[ObservedStep, UpdateCoefficients]:
-        """Check a step, and return it with its record and its coefficients; recompute its gradient if that is due."""
-        setup, first = self._setup, records[0]
-        is_exact = self._schedule.is_due(first.step.index) or first.made.doubt is not None
-        is_exact = is_exact or needs_exact_check(setup, first) or (len(records) > 1 and self._keeps_factor is None)
-        with self._schedule.checking() if is_exact else nullcontext():
-            observed, update, self._keeps_factor = check_records(setup, records, self._keeps_factor, exact=is_exact)
-            record, self._unchecked = observed.step, None if is_exact else lambda: observed
-            # until something is known, every step says something; rows of a stream are numbered by what they are
-            if setup.stream is None and record.passes and (is_exact or not self._identity.num_judged):
-                self._require_identity(self._identity.look_at(record))
-            if setup.stream is None and (outside := self._identity.look_outside(record)) is not None:
-                warn_uncertified(f"{outside}.")
-        if is_exact:
-            self._schedule.add(record.index)
-        return observed, update
 
     def _complete_iteration(self, *, commits: bool = True) -> None:
         """Keep what a resumed run continues from, if the run is on disk, and commit steps if that is due."""
@@ -619,30 +461,9 @@ class Recorder:
             self._ranks.complete_iteration(self._training)
         if self._commits is None:
             return
-        snapshot = self._training.snapshot()
-        if not self._waiting:
-            self._commits.complete_iteration(snapshot)
-        else:
-            self._waiting[-1].snapshot = snapshot
-            if self._commits.needs_steps(len(self._waiting)):
-                self._record_waiting()
+        self._stretch.complete_iteration(self._training.snapshot())
         if commits:
             self._commits.commit_if_due()
-
-    def _require_identity(self, error: str | None, end: str = "") -> None:
-        """Raise if rows are not those of the announced indices, and say once that the loop scales and shifts them."""
-        if error is not None:
-            raise StepMismatchError(
-                f"recorder.batch() must get the indices of the rows that the network saw: {error}. Likely causes: "
-                "indices counted beside a shuffled loader; X and y of another data set, or in another order; "
-                f"placeholders. Take the indices from IndexedDataset (of a Subset, those in the whole data set).{end}"
-            )
-        if self._identity.note is not None and not self._has_said_note:
-            self._has_said_note = True
-            warn_caller(
-                "the loader normalises: pass X as the network sees it, or the trajectory's outputs at raw points are "
-                f"not those of your network ({self._identity.note})."
-            )
 
     def _finish(self) -> None:
         """Check that the recording ended as it must, and write the closing record of the run.
@@ -654,7 +475,7 @@ class Recorder:
         if self._observer.num_announced:
             made = f"the one of step {self.num_steps} was not. {self._observer.other_optimizer}".rstrip()
             raise StepMismatchError(f"every recorder.batch() must be followed by optimizer.step(): {made}")
-        if not self._has_refused:
+        if not self._stretch.has_refused:
             end, statistics = self._history.last.end, self._history.last.statistics
             if self._restored is not None:
                 move, (end, statistics) = self._restored
@@ -672,22 +493,7 @@ class Recorder:
             self._setup.validate_end(end, statistics, self.num_steps)
         if not self._ranks.is_writer:
             return
-        self._require_identity(self._identity.finish(), end=" The steps are kept, and results will not be certified.")
-        if self._identity.doubt is not None:
-            warn_uncertified(
-                f"rows could not be matched with X: {self._identity.doubt}. Contributions stand under the announced "
-                "indices, which nothing confirms."
-            )
-        if self._unchecked is not None:
-            unchecked = self._unchecked()
-            self._terms.is_fixed = True
-            try:
-                check_step(self._setup, unchecked)
-                self._schedule.num_checked += 1
-            except StepMismatchError as error:
-                raise StepMismatchError(
-                    f"step {unchecked.step.index}: {error} The step is kept, and results will not be certified."
-                ) from None
+        self._stretch.finish()
         if self._commits is not None:
             self._commits.writer.mark_complete()
 

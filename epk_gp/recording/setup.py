@@ -28,7 +28,6 @@ from epk_gp.core.losses import (
 from epk_gp.core.model import (
     NUM_FINGERPRINT_POINTS,
     FunctionalModel,
-    LiveWeights,
     as_written,
     copied_module,
     functionalize,
@@ -38,6 +37,7 @@ from epk_gp.core.model import (
     settings_of,
     with_kept_activations,
 )
+from epk_gp.core.moves import LiveWeights
 from epk_gp.core.step import fingerprint_data
 from epk_gp.core.torch_overrides import disable_fused_attention, quiet_checkpoints, with_tensors
 from epk_gp.optimizers.library_rules import in_training_mode

@@ -1,18 +1,21 @@
-"""A stretch of steps of a small network: what is compared for many steps at once.
+"""The steps of a run as they are checked and recorded: each at once, or a stretch of them in a small network.
 
 In a small network the arithmetic of a step costs less than the calls that carry it out. So steps wait until there are
 some, and rows, gradients in the outputs and changes of the weights are compared for all of them together.
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from epk_gp.core.checks import is_finite
 from epk_gp.core.graphs import tensors_of
 from epk_gp.core.losses import (
     ClassLoss,
@@ -23,19 +26,31 @@ from epk_gp.core.losses import (
     loss_derivatives,
     sample_weights,
 )
+from epk_gp.core.model import FEW_WEIGHTS
+from epk_gp.core.row_identity import RowIdentity
+from epk_gp.core.show import warn_caller, warn_uncertified
 from epk_gp.core.step import Step
+from epk_gp.optimizers.torch_rules import learning_rate
 from epk_gp.optimizers.update_rules import (
     LinearStep,
     Number,
+    UpdateCoefficients,
     coefficient_of_all,
     linear_step,
     relative_rounding,
     stack_steps,
 )
-from epk_gp.recording.mismatches import StepMeasures
-from epk_gp.recording.observer import CapturedForward, MadeStep
-from epk_gp.recording.passes import TOLERANCE
+from epk_gp.recording.causes import StepMismatchError
+from epk_gp.recording.check import CheckSchedule, check_records, check_step, edit_of, measure_step, needs_exact_check
+from epk_gp.recording.distributed import Ranks
+from epk_gp.recording.gradient_fit import GradientTerms
+from epk_gp.recording.history import CommitSchedule, RunHistory, StepResult
+from epk_gp.recording.mismatches import ObservedStep, StepMeasures
+from epk_gp.recording.passes import TOLERANCE, PassRecords
+from epk_gp.recording.probe import DerivativeProbe
+from epk_gp.recording.seen import CapturedForward, MadeStep
 from epk_gp.recording.setup import TrainingSetup
+from epk_gp.storage.training_state import TrainingState
 
 MOST_STEPS, MOST_BYTES = 64, 1 << 22  # that wait, and that their rows and outputs take
 
@@ -166,3 +181,256 @@ def measure_together(
         StepMeasures(momentum, difference, difference <= rounding * step + 4 * eps * weight)
         for momentum, (difference, step, weight) in zip(momenta, numbers, strict=True)
     ]
+
+
+@contextmanager
+def errors_of_step(index: Callable[[], int]) -> Iterator[None]:
+    """Make `StepMismatchError` of each `ValueError` inside, with the number of the step before its message."""
+    try:
+        yield
+    except ValueError as error:
+        if isinstance(error, StepMismatchError) and error.step is not None:
+            raise  # of a step that waited
+        cause, numbered = None if isinstance(error, StepMismatchError) else error, index()
+        raise StepMismatchError(f"step {numbered}: {error}", step=numbered) from cause
+
+
+def _validate_weights(w: Float[Tensor, " P"]) -> None:
+    if not is_finite(w):
+        raise StepMismatchError(
+            "the weights must stay finite: training diverged (NaN or infinity). Lower the learning rate."
+        )
+
+
+class Stretch:
+    """Checks and records the steps of a run: each at once, or some of a small network together.
+
+    Args:
+        setup: The training.
+        ranks: The processes that train.
+        history: The recorded steps.
+        training: What a resumed run continues from; it has the momentum buffer.
+        commits: The commits of a run on disk; None of one in memory.
+        start: The weights at which the recording begins.
+        check_every: As the recorder's.
+        may_wait: Whether steps of a small network may wait for others.
+
+    Attributes:
+        schedule: Which steps have their gradient recomputed.
+        has_refused: Whether the last step was refused, which leaves the network unlike the run.
+    """
+
+    def __init__(
+        self,
+        setup: TrainingSetup,
+        ranks: Ranks,
+        history: RunHistory,
+        training: TrainingState,
+        commits: CommitSchedule | None,
+        start: Float[Tensor, " P"],
+        check_every: int | None,
+        *,
+        may_wait: bool,
+    ) -> None:
+        self._setup, self._ranks, self._history, self._training, self._commits = (
+            setup,
+            ranks,
+            history,
+            training,
+            commits,
+        )
+        self._passes, self._identity = PassRecords(setup, start), RowIdentity(setup.X, setup.y, setup.loss)
+        self._probe, self._terms = DerivativeProbe(), GradientTerms(setup.model.sizes)
+        self.schedule, self.has_refused = CheckSchedule(check_every), False
+        self._unchecked: Callable[[], ObservedStep] | None = None  # the last step, if its gradient was not recomputed
+        # momentum buffers before the last two steps; the first is written anew, for new memory costs more
+        self._momenta: tuple[Tensor | None, Tensor | None] = None, None
+        self._has_said_note = False  # that the loop scales and shifts its rows
+        self._keeps_factor: bool | None = None  # whether the optimizer gets factors of the loss, unlike a GradScaler's
+        self._waiting, self._num_bytes = list[WaitingStep](), 0  # steps that are made, and the memory that they take
+        self._may_wait = may_wait and setup.model.num_weights <= FEW_WEIGHTS and ranks.size == 1
+        self._first_step = self.num_steps
+
+    @property
+    def num_steps(self) -> int:
+        """Number of steps that are made."""
+        return self._history.num_steps + len(self._waiting)
+
+    @property
+    def last(self) -> WaitingStep | StepResult:
+        """The last step that was made."""
+        return self._waiting[-1] if self._waiting else self._history.last
+
+    def take(self, made: MadeStep, statistics: Callable[[], Float[Tensor, " Q"]]) -> None:
+        """Take a step that the optimizers have made; `statistics` returns the moving statistics after it.
+
+        Raises:
+            StepMismatchError: It, or one that waited, is not the stated one.
+        """
+        self.has_refused = True
+        self.schedule.count_step()
+        with self._ranks.together() if self._ranks.size > 1 else nullcontext(), errors_of_step(lambda: self.num_steps):
+            if self._ranks.size > 1:
+                self._record_whole(made, statistics)
+            else:
+                self._waiting.append(self._made_step(made, statistics))
+                self._num_bytes += num_bytes(made)
+        self.has_refused = False
+        is_full = len(self._waiting) >= MOST_STEPS or self._num_bytes > MOST_BYTES
+        if is_full or not self._may_wait or self._history.num_steps < self._first_step + 3:
+            self.record()
+
+    def _made_step(self, made: MadeStep, statistics: Callable[[], Float[Tensor, " Q"]]) -> WaitingStep:
+        """Return a step with the weights and moving statistics around it."""
+        self._setup.validate_modules()
+        if not made.announced:
+            raise StepMismatchError("optimizer.step() must be preceded by recorder.batch(indices): it was not.")
+        if not made.is_seen_enough:
+            raise StepMismatchError(f"{made.unseen}.")
+        if not all(0 <= rate < math.inf for rate in made.rates):
+            learning_rate(self._setup.optimizers)
+        last, after = self.last, statistics()
+        before = after if last.statistics is None else last.statistics
+        return WaitingStep(made, last.end, self._setup.weights(), before, after)
+
+    def _record_whole(self, made: MadeStep, statistics: Callable[[], Float[Tensor, " Q"]]) -> None:
+        """Record the step of several processes, on the one that writes."""
+        setup, index, end = self._setup, self.num_steps, self._setup.weights()
+
+        def own_step() -> tuple[tuple[Step, ...], Tensor, Tensor]:
+            step = self._made_step(made, statistics)
+            _validate_weights(end)
+            unknown = torch.full_like(step.statistics, torch.nan)
+            return self._passes.step(index, made, (unknown, unknown)), step.before, step.statistics
+
+        whole = self._ranks.whole_step(own_step, setup, made, end)
+        if whole is not None:
+            records, before, after = whole
+            self._record_step(WaitingStep(made, self._history.last.end, end, before, after), records, None)
+
+    def record(self) -> None:
+        """Check and record the steps that wait.
+
+        Raises:
+            StepMismatchError: A step is not the stated one; those before it are recorded.
+        """
+        steps, self._waiting, self._num_bytes = self._waiting, [], 0
+        if not steps:
+            return
+        first, setup, self.has_refused = self._history.num_steps, self._setup, True
+        plain = plain_records(setup, self._passes.differs_in, first, [own.made for own in steps])
+        measures = measure_together(setup.model.sizes, steps, self._training.momentum) if len(steps) > 1 else None
+        with errors_of_step(lambda: self._history.num_steps):
+            for number, step in enumerate(steps):
+                records = None if (record := plain[number]) is None else (record,)
+                self._record_step(step, records, None if measures is None else measures[number])
+        self.has_refused = False
+
+    def _record_step(self, step: WaitingStep, records: Sequence[Step] | None, measures: StepMeasures | None) -> None:
+        """Check and record a step; the records that it may have, and its measures, are made if they are not known."""
+        made, setup, momentum, index = step.made, self._setup, self._training.momentum, self._history.num_steps
+        if measures is None or not math.isfinite(measures.difference):
+            _validate_weights(step.end)
+        made.unseen = made.unseen or (self._ranks.warning if self._ranks.size == 1 else None)
+        is_plain, is_kept = records is not None, measures is not None
+        records = records or self._passes.step(index, made, (step.before, step.statistics))
+        if measures is None:
+            measures = measure_step(setup, made, (step.start, step.end), momentum, self._momenta[0])
+        observe, observed = partial(self._observed, step, momentum, measures), None
+        if is_plain and is_kept and measures.follows_rule and self._is_unedited(index, made):
+            (record,), update = records, made.update
+            self._unchecked = partial(observe, record, 1.0)
+        else:
+            scales = (made.scale, 1.0)  # only the first record may be without a factor
+            observed, update = self._checked([observe(*pair) for pair in zip(records, scales, strict=False)])
+            record = observed.step
+        if index >= self._probe.next:
+            self._probe.look_at(setup, observed or observe(record, 1.0), self.schedule)
+        self._momenta, self._training.momentum = (self._momenta[1], momentum), measures.momentum
+        replay = None if self._commits is None else self._commits.replay_of(made, self._ranks.size)
+        after = step.statistics if len(step.statistics) else None
+        record = record if made.groups is None else replace(record, groups=made.groups)
+        self._history.append(record, step.end, update, after, replay, is_kept=is_plain and is_kept)
+        if record.passes:
+            self._passes.warn_of(record)
+        setup.live.know_copy(step.end, self._history.last.end)
+        if step.snapshot is not None and self._commits is not None:
+            self._commits.complete_iteration(step.snapshot)
+
+    def _observed(
+        self, step: WaitingStep, momentum: Float[Tensor, " B"], measures: StepMeasures, record: Step, scale: float
+    ) -> ObservedStep:
+        edit = edit_of(step.made, scale, step.start, self._terms)
+        around = step.start, step.end, momentum, step.before, step.statistics
+        return ObservedStep(step.made, record, *around, measures, self._terms, *edit)
+
+    def _is_unedited(self, index: int, made: MadeStep) -> bool:
+        """Return whether nothing was done to the gradient of a step that need not be checked."""
+        is_unedited = made.arrived is made.gradient and self._terms.is_empty and self._setup.clip is None
+        return is_unedited and made.doubt is None and not self.schedule.is_due(index)
+
+    def _checked(self, records: Sequence[ObservedStep]) -> tuple[ObservedStep, UpdateCoefficients]:
+        """Check a step, and return it with its record and its coefficients; recompute its gradient if that is due."""
+        setup, first = self._setup, records[0]
+        is_exact = self.schedule.is_due(first.step.index) or first.made.doubt is not None
+        is_exact = is_exact or needs_exact_check(setup, first) or (len(records) > 1 and self._keeps_factor is None)
+        with self.schedule.checking() if is_exact else nullcontext():
+            observed, update, self._keeps_factor = check_records(setup, records, self._keeps_factor, exact=is_exact)
+            record, self._unchecked = observed.step, None if is_exact else lambda: observed
+            # until something is known, every step says something; rows of a stream are numbered by what they are
+            if setup.stream is None and record.passes and (is_exact or not self._identity.num_judged):
+                self._require_identity(self._identity.look_at(record))
+            if setup.stream is None and (outside := self._identity.look_outside(record)) is not None:
+                warn_uncertified(f"{outside}.")
+        if is_exact:
+            self.schedule.add(record.index)
+        return observed, update
+
+    def complete_iteration(self, snapshot: Mapping[str, Any]) -> None:
+        """Keep what a resumed run on disk continues from after the steps so far."""
+        if self._commits is None:
+            return
+        if not self._waiting:
+            self._commits.complete_iteration(snapshot)
+        else:
+            self._waiting[-1].snapshot = snapshot
+            if self._commits.needs_steps(len(self._waiting)):
+                self.record()
+
+    def _require_identity(self, error: str | None, end: str = "") -> None:
+        """Raise if rows are not those of the announced indices, and say once that the loop scales and shifts them."""
+        if error is not None:
+            raise StepMismatchError(
+                f"recorder.batch() must get the indices of the rows that the network saw: {error}. Likely causes: "
+                "indices counted beside a shuffled loader; X and y of another data set, or in another order; "
+                f"placeholders. Take the indices from IndexedDataset (of a Subset, those in the whole data set).{end}"
+            )
+        if self._identity.note is not None and not self._has_said_note:
+            self._has_said_note = True
+            warn_caller(
+                "the loader normalises: pass X as the network sees it, or the trajectory's outputs at raw points are "
+                f"not those of your network ({self._identity.note})."
+            )
+
+    def finish(self) -> None:
+        """Judge the rows that are left, and check the last step, on the process that writes.
+
+        Raises:
+            StepMismatchError: Rows are not those of the announced indices, or the last step is not the stated one.
+        """
+        self._require_identity(self._identity.finish(), end=" The steps are kept, and results will not be certified.")
+        if self._identity.doubt is not None:
+            warn_uncertified(
+                f"rows could not be matched with X: {self._identity.doubt}. Contributions stand under the announced "
+                "indices, which nothing confirms."
+            )
+        if self._unchecked is not None:
+            unchecked = self._unchecked()
+            self._terms.is_fixed = True
+            try:
+                check_step(self._setup, unchecked)
+                self.schedule.num_checked += 1
+            except StepMismatchError as error:
+                raise StepMismatchError(
+                    f"step {unchecked.step.index}: {error} The step is kept, and results will not be certified."
+                ) from None
