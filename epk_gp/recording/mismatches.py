@@ -138,9 +138,10 @@ def explain_mismatch(setup: TrainingSetup, check: StepCheck, *, follows_rule: bo
     reached = {bool(f.sent) for b in made.announced for f in b.forwards if f.returned is not None}
     if len(reached) == 2:
         return "recorder.batch() announced rows that no backward() went through: leave them out"
-    replay = TrainingReplay(setup.model, setup.loss, TensorSpec(check.state.dtype, check.state.device))
-    seen = _seen_passes(setup, made, observed.step)
-    cause = _kernel_cause(replay, check, seen) or _network_cause(setup, replay, check.state, seen)
+    seen, spec = _seen_passes(setup, made, observed.step), TensorSpec(check.state.dtype, check.state.device)
+    # each from a new copy of the network: a replay moves integers and generators in it
+    kernel_replay, network_replay = (TrainingReplay(setup.model, setup.loss, spec) for _ in range(2))
+    cause = _kernel_cause(kernel_replay, check, seen) or _network_cause(setup, network_replay, check.state, seen)
     return cause or _gradient_cause(setup, check, is_shown=bool(seen))
 
 
