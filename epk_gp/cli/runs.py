@@ -31,7 +31,7 @@ def info(run: opt.RunFolder, out: opt.OptionalOut = None, quiet: opt.Quiet = Fal
     timer = Stopwatch()
     summary, manifest = check_run(run, progress=not quiet), read_manifest(run)
     header = summary.header
-    gradients = {None: "as many as took 15 % of the loop's time", 1: "every step's"}
+    gradients = {None: "as many as took 5 % of the time", 1: "every step's"}
     check_every = header["check_every"]
     sizes = [header["num_points"] if step.batch is None else len(step.batch) for step in summary.steps]
     size = sum(file.stat().st_size for file in run.iterdir() if file.is_file())

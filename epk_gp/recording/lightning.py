@@ -22,9 +22,8 @@ class RecorderCallback(RunOfCallback, Callback):
         trajectory = callback.trajectory
 
     The trainer's gradient clipping and accumulation are recorded. Under manual optimization each `manual_backward` of
-    a batch counts as one backward pass of it; give `weight` and `clip` where `training_step` scales losses or clips
-    gradients. Validation may run as often as it likes. The loss of `training_step` must be the stated loss on the rows
-    of X that `indices` returns.
+    a batch counts as one backward pass of it. Validation may run as often as it likes. `indices` returns which rows of
+    X a batch has; rows whose loss is not the stated one keep the gradient in their outputs.
     """
 
     def __init__(

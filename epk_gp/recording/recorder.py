@@ -105,9 +105,9 @@ class Recorder:
                 `for step in recorder.until(steps):`.
             storage: Which states a run on disk keeps and how, and how often steps are committed.
             check_every: Recompute the gradient of one step out of this many (a hash chooses which one, the same in
-                every run); the others are compared with the update rule's step on the gradient that `backward()`
-                left. None checks the first three and the last, and of the others as many as take 15 % of the loop's
-                time, a step counted as 20 ms at least. `reconstruct` and `attribute` check all of them afterwards.
+                every run); of all steps the rows, the gradient in the outputs, what was done to the gradient
+                afterwards and the update rule's step are compared. None recomputes the first three and the last, and
+                of the others as many as take 5 % of the time. `reconstruct` and `attribute` check all of them.
             unexplained: Share of a step, by its norm, that update rule and loss need not explain: it becomes a term of
                 its own in every result. None refuses a step that they do not explain up to rounding.
             trained: Names of parameters that are trained later and that no optimizer holds yet. Frozen ones that an

@@ -7,7 +7,7 @@ from torch.nn import functional as F
 import epk_gp as epk
 from epk_gp.optimizers.update_rules import ClipNorm
 from epk_gp.recording import check as check_module
-from epk_gp.recording import recorder as recorder_module
+from epk_gp.recording import stretch as stretch_module
 from epk_gp.recording.check import CheckSchedule
 from loops import data, mlp, sgd
 from stored_runs import step
@@ -71,13 +71,13 @@ def test_a_fixed_number_is_kept_whatever_the_time():
 @pytest.fixture
 def recomputed(monkeypatch):
     """The steps whose gradient is recomputed."""
-    indices, real = [], recorder_module.check_step
+    indices, real = [], stretch_module.check_step
 
     def counted(setup, observed, *, exact=True):
         indices.extend([observed.step.index] * exact)
         return real(setup, observed, exact=exact)
 
-    for module in (check_module, recorder_module):
+    for module in (check_module, stretch_module):
         monkeypatch.setattr(module, "check_step", counted)
     return indices
 
