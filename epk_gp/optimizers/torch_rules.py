@@ -537,15 +537,11 @@ def states_before(
         By the parameter's name its state: a copy of each entry that is needed, and None for each other one. It is empty
         where the optimizer has no state of the parameter yet.
     """
-    if not needs_before and not optimizer.state:
-        return {name: {} for name in parameters}
     result: dict[str, dict[str, Any]] = {}
     groups = {id(p): group for group in optimizer.param_groups for p in group["params"]} if needs_before else {}
     for name, parameter in parameters.items():
         state = state_of(optimizer, parameter)
         held = result[name] = dict.fromkeys(() if all(value is None for value in state.values()) else state)
-        if not needs_before:
-            continue
         for key in held.keys() & {*needs_before}:
             held[key] = state[key].detach().clone() if isinstance(state[key], Tensor) else state[key]
         if GRADIENT in needs_before and parameter.grad is not None:
