@@ -6,7 +6,7 @@ some, and rows, gradients in the outputs and changes of the weights are compared
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -52,7 +52,7 @@ from epk_gp.recording.seen import CapturedForward, MadeStep
 from epk_gp.recording.setup import TrainingSetup
 from epk_gp.storage.training_state import TrainingState
 
-MOST_STEPS, MOST_BYTES = 64, 1 << 22  # that wait, and that their rows and outputs take
+MOST_STEPS, MOST_BYTES = 64, 1 << 24  # that wait
 
 
 @dataclass(eq=False)
@@ -60,6 +60,7 @@ class WaitingStep:
     """A made step with the weights and moving statistics around it.
 
     Attributes:
+        index: Its number.
         made: What the optimizers did.
         start: The weights before it, (P,).
         end: The weights after it, (P,).
@@ -68,6 +69,7 @@ class WaitingStep:
         snapshot: What a resumed run continues from after it, of a run on disk.
     """
 
+    index: int
     made: MadeStep
     start: Float[Tensor, " P"]
     end: Float[Tensor, " P"]
@@ -77,9 +79,10 @@ class WaitingStep:
 
 
 def num_bytes(made: MadeStep) -> int:
-    """Return how much memory a step takes that waits, beside its weights."""
+    """Return how much memory a step takes that waits."""
     passes = [forward for batch in made.announced for forward in batch.forwards]
-    return sum(v.nbytes for f in passes for v in (f.inputs, *tensors_of(f.returned), *f.sent.values()))
+    seen = sum(v.nbytes for f in passes for v in (f.inputs, *tensors_of(f.returned), *f.sent.values()))
+    return seen + 3 * made.gradient.nbytes
 
 
 def plain_records(
@@ -291,7 +294,7 @@ class Stretch:
             learning_rate(self._setup.optimizers)
         last, after = self.last, statistics()
         before = after if last.statistics is None else last.statistics
-        return WaitingStep(made, last.end, self._setup.weights(), before, after)
+        return WaitingStep(self.num_steps, made, last.end, self._setup.weights(), before, after)
 
     def _record_whole(self, made: MadeStep, statistics: Callable[[], Float[Tensor, " Q"]]) -> None:
         """Record the step of several processes, on the one that writes."""
@@ -306,7 +309,7 @@ class Stretch:
         whole = self._ranks.whole_step(own_step, setup, made, end)
         if whole is not None:
             records, before, after = whole
-            self._record_step(WaitingStep(made, self._history.last.end, end, before, after), records, None)
+            self._record_step(WaitingStep(index, made, self._history.last.end, end, before, after), records, None)
 
     def record(self) -> None:
         """Check and record the steps that wait.
@@ -314,17 +317,26 @@ class Stretch:
         Raises:
             StepMismatchError: A step is not the stated one; those before it are recorded.
         """
-        steps, self._waiting, self._num_bytes = self._waiting, [], 0
-        if not steps:
+        self._waiting = [step for step in self._waiting if step.index >= self._history.num_steps]  # after an interrupt
+        if not self._waiting:
             return
-        first, setup, self.has_refused = self._history.num_steps, self._setup, True
-        plain = plain_records(setup, self._passes.differs_in, first, [own.made for own in steps])
+        setup, steps, self.has_refused = self._setup, [*self._waiting], True
+        plain: list[Step | None] = [None] * len(steps)
+        with suppress(IndexError, RuntimeError, ValueError):  # of one of them, which has its own error below
+            plain = plain_records(setup, self._passes.differs_in, steps[0].index, [own.made for own in steps])
         measures = measure_together(setup.model.sizes, steps, self._training.momentum) if len(steps) > 1 else None
-        with errors_of_step(lambda: self._history.num_steps):
-            for number, step in enumerate(steps):
-                records = None if (record := plain[number]) is None else (record,)
-                self._record_step(step, records, None if measures is None else measures[number])
-        self.has_refused = False
+        try:
+            with errors_of_step(lambda: self._history.num_steps):
+                for number, step in enumerate(steps):
+                    records = None if (record := plain[number]) is None else (record,)
+                    self._record_step(step, records, None if measures is None else measures[number])
+                    if step.snapshot is not None and self._commits is not None:
+                        self._commits.complete_iteration(step.snapshot)
+                    del self._waiting[0]
+        except Exception:  # an interrupt leaves the others, which are recorded afterwards
+            self._waiting = []
+            raise
+        self.has_refused, self._num_bytes = False, 0
 
     def _record_step(self, step: WaitingStep, records: Sequence[Step] | None, measures: StepMeasures | None) -> None:
         """Check and record a step; the records that it may have, and its measures, are made if they are not known."""
@@ -354,8 +366,6 @@ class Stretch:
         if record.passes:
             self._passes.warn_of(record)
         setup.live.know_copy(step.end, self._history.last.end)
-        if step.snapshot is not None and self._commits is not None:
-            self._commits.complete_iteration(step.snapshot)
 
     def _observed(
         self, step: WaitingStep, momentum: Float[Tensor, " B"], measures: StepMeasures, record: Step, scale: float
