@@ -321,8 +321,9 @@ class Recorder:
             indices: Rows of X that the batch held, each as often as it occurred, none if a sampler drew none; None for
                 all of X. With loss=None, -1 stands for a row that is no training point, such as a generated one.
             weight: Factor that the loop puts in front of this batch's loss, or of each row's loss. A factor that all
-                rows have is seen if it is not stated; None reads that of a batch of one row too. With loss=None the
-                gradient has it already: leave `weight` out but for 1 / scaler.get_scale() under a GradScaler.
+                rows of all steps have is seen if it is not stated. None reads any, also of a batch of one row, and one
+                that moves: it must not depend on the weights. With loss=None the gradient has it already: leave
+                `weight` out but for 1 / scaler.get_scale() under a GradScaler.
             targets: What the loop's loss used in the place of y[indices], as y holds it, or probabilities (B, C) for
                 labels. Of a `Stream` the targets of the rows, in the place of indices; None with loss=None.
 
