@@ -265,7 +265,7 @@ def with_fault(fault: str) -> str:
                 if fault == "fewer" and is_wrong:
                     rows = rows[1:]
                 if fault == "broken" and is_wrong:
-                    vars(recorder._passes)["step"] = lambda *_: torch.zeros(2) @ torch.zeros(3)
+                    vars(recorder._stretch._passes)["step"] = lambda *_: torch.zeros(2) @ torch.zeros(3)
                 if not (fault == "silent" and is_wrong):
                     recorder.batch(rows)
                 if fault == "edit" and is_wrong:

@@ -278,7 +278,14 @@ def begin(path, *, net=None, statistics=STATISTICS, unexplained=None, optimizer=
     history = RunHistory(start, digest, (), moving)
     commits = CommitSchedule(writer, storage, history, training)
     return SimpleNamespace(
-        net=net, history=history, commits=commits, states=[start], updates=[], statistics=[moving], steps=[]
+        net=net,
+        history=history,
+        commits=commits,
+        training=training,
+        states=[start],
+        updates=[],
+        statistics=[moving],
+        steps=[],
     )
 
 
@@ -291,7 +298,8 @@ def add(run, passes, batch=None, generator=None, *, weights=None, lr=0.1, update
     update = update or stack_coefficients([LinearStep(lr=0.1)] * len(sizes), sizes)
     run.history.append(step, end, update, moving)
     run.updates.append(update)
-    run.commits.complete_iteration()
+    run.commits.complete_iteration(run.training.snapshot())
+    run.commits.commit_if_due()
     run.states.append(end)
     run.statistics.append(moving)
     run.steps.append(step)

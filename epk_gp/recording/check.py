@@ -298,7 +298,8 @@ def check_records(
         StepMismatchError: It has none of them.
     """
     is_read = any(batch.weight is None for batch in records[0].made.announced)
-    if len(records) > 1 and records[0].made.arrived is records[0].made.gradient:  # nobody has taken a factor out of it
+    made = records[0].made
+    if len(records) > 1 and made.arrived is made.gradient and not made.others:  # nobody has taken a factor out of it
         keeps_factor = True
     first, *others = records[::-1] if (is_read if keeps_factor is None else keeps_factor) else records
     try:

@@ -484,9 +484,8 @@ class StepObserver:
         if rule.of_entries is None or not self._are_all(optimizer) or self.setup.model.num_weights > _FEW_ENOUGH:
             return None
         states, first = [optimizer.state.get(p, {}) for p in params], next(iter(before.values()))
-        is_alike = all(own.keys() == states[0].keys() for own in states) and [*before.values()].count(first) == len(
-            params
-        )
+        is_alike = all(own.keys() == states[0].keys() for own in states)
+        is_alike = is_alike and [*before.values()].count(first) == len(params)
         if not is_alike or any(p.grad is None or p.grad.is_sparse or not p.requires_grad for p in params):
             return None
         state: dict[str, Any] = dict.fromkeys(states[0])
@@ -494,7 +493,7 @@ class StepObserver:
             values = [own[name] for own in states]
             if name in rule.of_entries:
                 state[name] = flattened(values)
-            elif not isinstance(values[0], Tensor) or not values[0].ndim:
+            elif all(not isinstance(value, Tensor) or not value.ndim for value in values):
                 state[name] = values[0]
                 if any(value != values[0] for value in values):
                     return None

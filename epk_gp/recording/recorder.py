@@ -30,7 +30,7 @@ from epk_gp.recording.history import CommitSchedule, Held, RunHistory
 from epk_gp.recording.observer import StepObserver
 from epk_gp.recording.seen import MadeStep
 from epk_gp.recording.setup import make_setup
-from epk_gp.recording.stretch import Stretch, errors_of_step
+from epk_gp.recording.stretch import MOST_BYTES, Stretch, errors_of_step
 from epk_gp.storage.chunks import with_computed_states
 from epk_gp.storage.files import map_tensors
 from epk_gp.storage.rows import Targets, TrainingInputs, num_seen
@@ -179,7 +179,7 @@ class Recorder:
         self._observer = StepObserver(self._setup, rules, groups, lambda: self._stretch.last.end, self._report, called)
         self._is_recording = self._is_closed = False  # inside the `with` statement; after it, where the folder is free
         self._in_until = False  # whether the loop is `for step in recorder.until(steps)`, which ends iterations
-        waits = setup.stream is None and storage.keep_every == 1
+        waits = setup.stream is None and storage.keep_every == 1 and storage.chunk_bytes >= MOST_BYTES
         self._stretch = Stretch(
             self._setup, self._ranks, self._history, self._training, self._commits, start, check_every, may_wait=waits
         )
@@ -346,6 +346,7 @@ class Recorder:
                 last = self._moved_from(index)
             self._setup.validate_frozen_state(last)
         if self._commits is not None and not self._in_until:
+            self._stretch.record_if_due()
             self._commits.commit_if_due()
 
     def _moved_from(self, index: int) -> Float[Tensor, " P"]:

@@ -383,7 +383,8 @@ class Stretch:
         """Check a step, and return it with its record and its coefficients; recompute its gradient if that is due."""
         setup, first = self._setup, records[0]
         is_exact = self.schedule.is_due(first.step.index) or first.made.doubt is not None
-        is_exact = is_exact or needs_exact_check(setup, first) or (len(records) > 1 and self._keeps_factor is None)
+        is_unclear = len(records) > 1 and (self._keeps_factor is None or bool(first.made.others))
+        is_exact = is_exact or is_unclear or needs_exact_check(setup, first)
         with self.schedule.checking() if is_exact else nullcontext():
             observed, update, self._keeps_factor = check_records(setup, records, self._keeps_factor, exact=is_exact)
             record, self._unchecked = observed.step, None if is_exact else lambda: observed
@@ -398,14 +399,16 @@ class Stretch:
 
     def complete_iteration(self, snapshot: Mapping[str, Any]) -> None:
         """Keep what a resumed run on disk continues from after the steps so far."""
-        if self._commits is None:
-            return
-        if not self._waiting:
+        if self._commits is not None and not self._waiting:
             self._commits.complete_iteration(snapshot)
-        else:
+        elif self._commits is not None:
             self._waiting[-1].snapshot = snapshot
-            if self._commits.needs_steps(len(self._waiting)):
-                self.record()
+            self.record_if_due()
+
+    def record_if_due(self) -> None:
+        """Record the steps that wait, if they are to be committed."""
+        if self._commits is not None and self._commits.needs_steps(len(self._waiting)):
+            self.record()
 
     def _require_identity(self, error: str | None, end: str = "") -> None:
         """Raise if rows are not those of the announced indices, and say once that the loop scales and shifts them."""

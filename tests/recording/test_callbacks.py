@@ -180,9 +180,10 @@ def test_batches_for_which_training_step_returns_none_are_not_in_the_step(data, 
 
 
 @pytest.mark.slow
-def test_another_loss_under_lightning_is_found(data, net):
-    with pytest.raises(epk.StepMismatchError, match="step 0"):
-        fit_lightning(data, net, scale=2.0)
+def test_a_factor_of_the_loss_under_lightning_is_recorded(data, net):
+    trajectory = fit_lightning(data, net, scale=2.0)
+    assert_exact(trajectory, data[0])
+    assert epk.influence(trajectory, data[0][:1]).certified
 
 
 def alternate(module, loss, number):
