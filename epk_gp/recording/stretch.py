@@ -52,7 +52,7 @@ from epk_gp.recording.seen import CapturedForward, MadeStep
 from epk_gp.recording.setup import TrainingSetup
 from epk_gp.storage.training_state import TrainingState
 
-MOST_STEPS, MOST_BYTES = 64, 1 << 24  # that wait
+MOST_STEPS, MOST_BYTES = 64, 1 << 22  # that wait
 
 
 @dataclass(eq=False)
