@@ -359,7 +359,7 @@ class CommitSchedule:
 
     def needs_steps(self, waiting: int) -> bool:
         """Return whether a limit of the storage is reached once `waiting` steps more are recorded."""
-        return self._is_full(self._history.num_steps + waiting - self.num_committed, 0)
+        return self._is_full(self._history.num_steps + waiting - self.num_committed, 0.0)
 
     def _is_full(self, waiting: int, num_bytes: float) -> bool:
         """Return whether a limit of the storage is reached by steps that are not on disk, and their bytes."""
