@@ -171,12 +171,12 @@ def build_plan(
     plan = _verified(plan, "supports_interpolation", lambda plan: _interpolated_outputs(trial, plan))
     if not plan.supports_interpolation or plan.dense_params:
         plan = replace(plan, supports_stacking=False)
-    plan = _verified(plan, "supports_stacking", lambda _: _stacked_outputs(trial))
     with forward_mode(), filter_own_warnings("ignore", DeprecationWarning):
         fwAD.make_dual(torch.zeros(1), torch.zeros(1))  # torch 2.13 calls a deprecated function of its own first
     plan = _verified(plan, "supports_jvp", lambda plan: _slopes(trial, replace(plan, supports_interpolation=False)))
     if plan.supports_interpolation:
         plan = _verified(plan, "supports_jvp", lambda plan: _slopes(trial, plan))
+    plan = _verified(plan, "supports_stacking", lambda plan: _on_lines(trial, plan))
     if plan.shares_pass and plan.supports_jvp:
         plan = _verified(plan, "supports_vmap", lambda plan: _mapped_passes(trial, plan))
     # all parameters are mapped over where derivatives along a segment can be had in no other way
@@ -275,13 +275,27 @@ def _interpolated_outputs(trial: _Trial, plan: DifferentiationPlan) -> Pair:
     return torch.cat(together), torch.cat([*rows, *rows[:-1]])
 
 
-def _stacked_outputs(trial: _Trial) -> Pair:
-    model, X, w = trial.model, trial.X, trial.w
-    stacked = torch.stack([w, 1.1 * w, 0.9 * w + trial.d])
-    params = model.unflatten(w)
-    with interception.StackedWeights(params, model.unflatten(stacked)):
-        together = model(params, X.repeat(len(stacked), *[1] * (X.ndim - 1)))
-    return together, torch.cat([model(model.unflatten(row), X) for row in stacked])
+def _on_lines(trial: _Trial, plan: DifferentiationPlan) -> Iterator[Pair]:
+    """Compare outputs, slopes and Jacobians of rows on several lines with those on each of them."""
+    X, w, d = trial.X, trial.w, trial.d
+    line = replace(trial.segment(plan), w=torch.stack([w, 0.9 * w + d]), d=torch.stack([d, 2 * d]))
+    pair = torch.arange(2 * len(X), device=X.device)
+    t = (0.9 + 0.31 * pair.to(w)) % 1
+    alone = [replace(line, w=w, d=d) for w, d in zip(line.w, line.d, strict=True)]
+    if plan.supports_jvp:
+        by_line = [directional_derivatives(own, X, u) for own, u in zip(alone, t.split(len(X)), strict=True)]
+        together = directional_derivatives(line, X, t, pair)
+        yield from zip(together, (torch.cat(values) for values in zip(*by_line, strict=True)), strict=True)
+    rows, cotangents = X.repeat(2, *[1] * (X.ndim - 1)), trial.cotangents.repeat(1, 2, 1)
+    for places in (None, t):
+        parts = [None] * 2 if places is None else t.split(len(X))
+        ats = [WeightLocation(own.w, None if u is None else own.d, u) for own, u in zip(alone, parts, strict=True)]
+        at = WeightLocation(line.w, None if places is None else line.d, places)
+        fixed = [Cotangents(lambda _: trial.cotangents), Cotangents(lambda _: cotangents)]
+        expected = [layer_jacobians(line.net, own, X, fixed[0], ContractionCost(1, 1)) for own in ats]
+        found = layer_jacobians(line.net, at, rows, fixed[1], ContractionCost(1, 1))
+        for layer, own in enumerate(found):
+            yield own.to_dense(), torch.cat([one[layer].to_dense() for one in expected], dim=1)
 
 
 def _slopes(trial: _Trial, plan: DifferentiationPlan) -> Pair:
