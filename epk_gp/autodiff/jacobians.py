@@ -43,6 +43,7 @@ from epk_gp.autodiff.dense import (
     propagate_cotangents,
     pulled_back,
 )
+from epk_gp.autodiff.functions import windows_of
 from epk_gp.autodiff.interception import (
     CHANNELS_LAST,
     CONVOLUTIONS,
@@ -66,7 +67,6 @@ from epk_gp.autodiff.representations import (
     append_bias_column,
     concat_rows,
     sum_outer_products,
-    windows_of,
 )
 from epk_gp.autodiff.secants import SecantDerivatives, end_of
 from epk_gp.autodiff.uses import LayerCall, ParameterUse, ParameterUses, UseBuilder

@@ -89,12 +89,12 @@ def by_parameter(
 
 
 def write_columns(
-    net: PlannedModel, jacobians: Sequence[LayerJacobian], out: Float[Tensor, "K E P"], *, all_dense: bool = False
+    net: PlannedModel, jacobians: Sequence[LayerJacobian], out: Float[Tensor, "K *E P"], *, all_dense: bool = False
 ) -> None:
     """Write layer Jacobians into flat weights. Arguments: as `by_parameter`."""
     parameters = by_parameter(net, jacobians, all_dense=all_dense)
-    for gradients, columns in zip(parameters, out.split(list(net.model.sizes), dim=2), strict=True):
-        columns.copy_(gradients.written())
+    for gradients, columns in zip(parameters, out.split(list(net.model.sizes), dim=-1), strict=True):
+        columns.copy_(gradients.written().reshape(columns.shape))
 
 
 def _width(shape: torch.Size) -> int:

@@ -5,14 +5,14 @@ representation can be multiplied with another of its kind, averaged over nodes, 
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Protocol, TypeVar, final, runtime_checkable
+from functools import cached_property
+from typing import ClassVar, Protocol, TypeVar, final, runtime_checkable
 
 import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
-from torch.nn import functional as F
 
 from epk_gp.autodiff.sketches import FeatureSum
 from epk_gp.core.losses import Head
@@ -95,6 +95,8 @@ LONG_INNER_DIM = 256
 # layer of 64 x 65 with 1 to 8 positions 13 to 19 ms in place of 34 to 55; 16 x 72 with 196 positions 28 in place of 19.
 _FEW_POSITIONS = 64
 
+_UNEVEN = 4  # times the nodes that would be gone through if all points had as many as the one with most: a choice
+
 J = TypeVar("J", bound="LeftFactor")
 L = TypeVar("L", bound="LayerJacobian")  # beartype takes no `Self`
 InputProducts = Callable[[], Tensor]  # the inner products of a layer's inputs, (N, M), computed when they are needed
@@ -157,6 +159,16 @@ class NodeWeights:
         if total is not None:
             return total
         return values.new_zeros(*values.shape[:dim], self.num_points, *values.shape[dim + 1 :])
+
+    @cached_property
+    def by_point(self) -> tuple[Int64[Tensor, "N Q"], Float[Tensor, "N Q"]]:
+        """The rows of each point and their weights, which are 0 of a point that has fewer than others."""
+        points, weights = self.row_points(), torch.as_tensor(self.weights)
+        counts, order = points.bincount(minlength=self.num_points), points.argsort(stable=True)
+        place = torch.arange(len(order), device=order.device) - (counts.cumsum(0) - counts)[points[order]]
+        rows = order.new_zeros(self.num_points, int(counts.max()))
+        at = points[order], place
+        return rows.index_put_(at, order), weights.new_zeros(rows.shape).index_put_(at, weights[order])
 
     def row_points(self) -> Int64[Tensor, " E"]:
         """Return whose each row is, where rows have weights of their own."""
@@ -247,6 +259,11 @@ class LayerJacobian(LeftFactor):
         [(name, dim)] = self.point_dims.items()
         total = None if before is None else getattr(expect_representation(type(self), before), name)
         return replace(self, **{name: nodes.add(total, getattr(self, name), dim)})
+
+    def averaged_or_written(self, before: LeftFactor | None, nodes: NodeWeights) -> LeftFactor:
+        """Add these evaluations to the average of the nodes before, which is written out where it is no factor's."""
+        own = self if self.commutes_with_average else DenseJacobian(self.to_dense())
+        return own.average(before, nodes)
 
     def multiplies_nodes(self, cost: ContractionCost) -> bool:
         """Whether products for every node and step cost less than writing sums over them out."""
@@ -373,6 +390,18 @@ class OuterProductJacobian(LayerJacobian):
             total.add_deferred_products(layer, x, y, weight, lambda: self.input_products(b))
         else:
             total.add_scaled_products(x, y, self.input_products(b).mul_(weight))
+
+    def averaged_or_written(self, before: LeftFactor | None, nodes: NodeWeights) -> LeftFactor:
+        """Write the average out in one product, with nodes as positions, unless some points have many more nodes."""
+        if self.commutes_with_average or nodes.by_point[0].numel() > _UNEVEN * len(self.inputs):
+            return super().averaged_or_written(before, nodes)
+        rows, weights = nodes.by_point
+        inputs = self._biased()[rows].flatten(1, 2)
+        grads = (self.output_grads[:, rows] * weights[..., None, None]).flatten(2, 3)
+        values = sum_outer_products(inputs.unsqueeze(2), grads.unsqueeze(3))
+        return DenseJacobian(
+            values if before is None else expect_representation(DenseJacobian, before).values.add_(values)
+        )
 
     def multiplies_nodes(self, cost: ContractionCost) -> bool:
         """Whether both factors change from node to node, and products of them cost less than dense ones."""
@@ -557,28 +586,3 @@ def concat_scaled(parts: Sequence[Tensor], weights: Sequence[float], dim: int) -
     for target, part, weight in zip(out.split(width, dim=dim), parts, weights, strict=True):
         torch.mul(part, weight, out=target)
     return out
-
-
-def windows_of(x: Tensor, options: Mapping[str, Any], kernel: torch.Size) -> Tensor:
-    """Return what a convolution sees at each position: (E, channels, *kernel, *positions)."""
-    stride, dilation = (_per_dimension(options.get(key, 1), len(kernel)) for key in ("stride", "dilation"))
-    x = F.pad(x, _padding(options.get("padding", 0), kernel, dilation))
-    for dim, (size, step, spread) in enumerate(zip(kernel, stride, dilation, strict=True), start=2):
-        x = x.unfold(dim, spread * (size - 1) + 1, step)[..., ::spread]
-    dims = len(kernel)
-    return x.permute(0, 1, *range(2 + dims, 2 + 2 * dims), *range(2, 2 + dims))
-
-
-def _per_dimension(value: Any, dims: int) -> tuple[int, ...]:
-    values = tuple(value) if isinstance(value, list | tuple) else (value,)
-    return values * dims if len(values) == 1 else values
-
-
-def _padding(padding: Any, kernel: torch.Size, dilation: tuple[int, ...]) -> list[int]:
-    """Return the zeros before and after each dimension, last dimension first."""
-    if padding == "same":
-        totals = [spread * (size - 1) for size, spread in zip(kernel, dilation, strict=True)]
-        sides = [(total // 2, total - total // 2) for total in totals]
-    else:
-        sides = [(width, width) for width in _per_dimension(0 if padding == "valid" else padding, len(kernel))]
-    return [width for side in reversed(sides) for width in side]
