@@ -5,14 +5,12 @@ linear, convolution or normalisation call, and only if the Jacobian so obtained 
 everything else is differentiated densely. Every other capability (`DifferentiationPlan`) is tried in the same way.
 """
 
-import threading
-import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 import torch
 import torch.autograd.forward_ad as fwAD
@@ -32,41 +30,8 @@ from epk_gp.autodiff.jacobians import WeightLocation, layer_jacobians
 from epk_gp.autodiff.representations import ContractionCost
 from epk_gp.core.model import FunctionalModel
 from epk_gp.core.plans import VMAP_ELEMENTS, DifferentiationPlan, TensorSpec
-from epk_gp.core.torch_overrides import disable_fused_attention, forward_mode, outside_autocast
+from epk_gp.core.torch_overrides import disable_fused_attention, filter_own_warnings, forward_mode, outside_autocast
 from epk_gp.core.trajectory import Trajectory, flat_state
-
-
-@contextmanager
-def filter_own_warnings(action: Literal["error", "ignore"], kind: type[Warning]) -> Iterator[None]:
-    """Turn this thread's warnings into errors, or ignore them, and leave those of other threads alone.
-
-    `warnings.catch_warnings` replaces the process's list of filters: another thread would get errors in the middle of
-    its work, and two threads that leave in the order in which they came would keep the filters of one for good. Here
-    one more filter stands in that list for a while, which matches nothing in other threads, nor later, should another
-    thread's `catch_warnings` have copied it.
-
-    Args:
-        action: "error" or "ignore".
-        kind: Category of the warnings, with all its subclasses.
-    """
-    thread, is_active = threading.get_ident(), True
-
-    class OwnCategory(type):
-        """Kind of a warning category to which this thread's warnings belong, as long as it is active."""
-
-        def __subclasscheck__(cls, category: Any) -> bool:
-            return is_active and threading.get_ident() == thread and issubclass(category, kind)
-
-    category = cast(Any, OwnCategory("OwnWarning", (Warning,), {}))
-    warnings.simplefilter(action, category)
-    try:
-        yield
-    finally:
-        is_active = False
-        for entry in [entry for entry in warnings.filters if entry[2] is category]:
-            with suppress(ValueError):  # another thread has replaced the list
-                cast(Any, warnings.filters).remove(entry)
-
 
 _NUM_PROBE_ROWS = 6
 

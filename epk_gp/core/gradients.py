@@ -46,6 +46,7 @@ from epk_gp.core.torch_overrides import (
     KeptActivations,
     MappedRows,
     disable_fused_attention,
+    filter_own_warnings,
     quiet_checkpoints,
     with_tensors,
 )
@@ -532,7 +533,8 @@ class RunReplay:
 
         def together() -> list[Tensor]:
             X, y, c = map(torch.stack, zip(*batches, strict=True))
-            return [stacked_gradients(self.model, torch.stack(states), X, y, self.trajectory.loss, c)]
+            with filter_own_warnings("error", Warning):  # torch warns of its slow loops
+                return [stacked_gradients(self.model, torch.stack(states), X, y, self.trajectory.loss, c)]
 
         with disable_fused_attention():
             (gradients,) = self._together(len(alike), together, single, compares=True)

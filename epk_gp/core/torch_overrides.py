@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, cast, final
+from typing import Any, Literal, cast, final
 
 import torch
 import torch.autograd.forward_ad as fwAD
@@ -423,6 +423,38 @@ def with_tensors(module: nn.Module, named: dict[str, Tensor]) -> Callable[..., A
     return call
 
 
+@contextmanager
+def filter_own_warnings(action: Literal["error", "ignore"], kind: type[Warning]) -> Iterator[None]:
+    """Turn this thread's warnings into errors, or ignore them, and leave those of other threads alone.
+
+    `warnings.catch_warnings` replaces the process's list of filters: another thread would get errors in the middle of
+    its work, and two threads that leave in the order in which they came would keep the filters of one for good. Here
+    one more filter stands in that list for a while, which matches nothing in other threads, nor later, should another
+    thread's `catch_warnings` have copied it.
+
+    Args:
+        action: "error" or "ignore".
+        kind: Category of the warnings, with all its subclasses.
+    """
+    thread, is_active = threading.get_ident(), True
+
+    class OwnCategory(type):
+        """Kind of a warning category to which this thread's warnings belong, as long as it is active."""
+
+        def __subclasscheck__(cls, category: Any) -> bool:
+            return is_active and threading.get_ident() == thread and issubclass(category, kind)
+
+    category = cast(Any, OwnCategory("OwnWarning", (Warning,), {}))
+    warnings.simplefilter(action, category)
+    try:
+        yield
+    finally:
+        is_active = False
+        for entry in [entry for entry in warnings.filters if entry[2] is category]:
+            with suppress(ValueError):  # another thread has replaced the list
+                cast(Any, warnings.filters).remove(entry)
+
+
 # Relative difference of values computed alone and together with others, that is rounding.
 _ROUNDING = {torch.float64: 1e-9, torch.float32: 1e-3}
 
@@ -458,7 +490,7 @@ class MappedRows:
         if self.works is not False and count > 1:
             try:
                 found = mapped()
-            except (RuntimeError, TypeError, ValueError):
+            except (RuntimeError, TypeError, ValueError, LookupError, AttributeError, Warning):
                 self.works = False
             else:
                 if self.works is None or compares:

@@ -18,7 +18,7 @@ counts), and where torch's own second derivative of an operation is wrong.
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 
 import torch
