@@ -25,12 +25,11 @@ from epk_gp.autodiff.dense import Cotangents, PlannedModel
 from epk_gp.autodiff.jacobians import WeightLocation, layer_jacobians
 from epk_gp.autodiff.products import ParameterGradients, by_parameter
 from epk_gp.autodiff.representations import ContractionCost
-from epk_gp.autodiff.verification import MappedRows
 from epk_gp.core.gradients import PassData, RunReplay, joined_passes, seen_losses, some_rows
 from epk_gp.core.model import FunctionalModel
 from epk_gp.core.plans import rows_per_pass
 from epk_gp.core.step import Step, tensor_bytes
-from epk_gp.core.torch_overrides import FlopCount, exclusive_forward_mode, forward_mode
+from epk_gp.core.torch_overrides import FlopCount, MappedRows, exclusive_forward_mode, forward_mode
 from epk_gp.core.trajectory import step_coefficients
 from epk_gp.kernel_machine.terms import Predictions
 from epk_gp.optimizers.update_rules import BY_PARAMETER, SECOND, UpdateCoefficients, broadcast_to_params

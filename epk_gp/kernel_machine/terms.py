@@ -507,8 +507,9 @@ class AttributionWork(PathWork):
         """What is left of the steps when they are compared with the recorded ones; the run is replayed."""
         whole, keeps_all = self.whole, leaves_residuals(self.whole)
         most = weight_rows(self.memory_budget, whole.net.itemsize, whole.net.model.num_weights)
-        model = whole.recorded_net.model
-        return StepResiduals(whole.recorded, model, whole.X, most, keeps=self.keeps_residuals, keeps_all=keeps_all)
+        net, keeps = whole.recorded_net, self.keeps_residuals
+        plan = net.memory_plan(self.memory_budget)
+        return StepResiduals(whole.recorded, net.model, whole.X, plan, most, keeps=keeps, keeps_all=keeps_all)
 
     @property
     def num_rows(self) -> int:
