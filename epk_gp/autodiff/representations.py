@@ -95,8 +95,6 @@ LONG_INNER_DIM = 256
 # layer of 64 x 65 with 1 to 8 positions 13 to 19 ms in place of 34 to 55; 16 x 72 with 196 positions 28 in place of 19.
 _FEW_POSITIONS = 64
 
-_UNEVEN = 4  # times the nodes that would be gone through if all points had as many as the one with most: a choice
-
 J = TypeVar("J", bound="LeftFactor")
 L = TypeVar("L", bound="LayerJacobian")  # beartype takes no `Self`
 InputProducts = Callable[[], Tensor]  # the inner products of a layer's inputs, (N, M), computed when they are needed
@@ -161,14 +159,16 @@ class NodeWeights:
         return values.new_zeros(*values.shape[:dim], self.num_points, *values.shape[dim + 1 :])
 
     @cached_property
-    def by_point(self) -> tuple[Int64[Tensor, "N Q"], Float[Tensor, "N Q"]]:
-        """The rows of each point and their weights, which are 0 of a point that has fewer than others."""
-        points, weights = self.row_points(), torch.as_tensor(self.weights)
+    def by_point(self) -> list[tuple[Int64[Tensor, " n"], Int64[Tensor, "n Q"], Float[Tensor, "n Q"]]]:
+        """Points that have about as many rows, these rows, and their weights: 0 of a point that has fewer."""
+        points, weights, found = self.row_points(), torch.as_tensor(self.weights), []
         counts, order = points.bincount(minlength=self.num_points), points.argsort(stable=True)
-        place = torch.arange(len(order), device=order.device) - (counts.cumsum(0) - counts)[points[order]]
-        rows = order.new_zeros(self.num_points, int(counts.max()))
-        at = points[order], place
-        return rows.index_put_(at, order), weights.new_zeros(rows.shape).index_put_(at, weights[order])
+        size = counts.double().log2().ceil().long()  # at most twice as many rows as the point with fewest
+        for own in ((size == k).nonzero().squeeze(1) for k in size[counts > 0].unique().tolist()):
+            place = torch.arange(int(counts[own].max()), device=order.device)
+            rows = order[(counts.cumsum(0) - counts)[own][:, None] + torch.minimum(place, counts[own][:, None] - 1)]
+            found.append((own, rows, weights[rows] * (place < counts[own][:, None])))
+        return found
 
     def row_points(self) -> Int64[Tensor, " E"]:
         """Return whose each row is, where rows have weights of their own."""
@@ -392,16 +392,20 @@ class OuterProductJacobian(LayerJacobian):
             total.add_scaled_products(x, y, self.input_products(b).mul_(weight))
 
     def averaged_or_written(self, before: LeftFactor | None, nodes: NodeWeights) -> LeftFactor:
-        """Write the average out in one product, with nodes as positions, unless some points have many more nodes."""
-        if self.commutes_with_average or nodes.by_point[0].numel() > _UNEVEN * len(self.inputs):
-            return super().averaged_or_written(before, nodes)
-        rows, weights = nodes.by_point
-        inputs = self._biased()[rows].flatten(1, 2)
-        grads = (self.output_grads[:, rows] * weights[..., None, None]).flatten(2, 3)
-        values = sum_outer_products(inputs.unsqueeze(2), grads.unsqueeze(3))
-        return DenseJacobian(
-            values if before is None else expect_representation(DenseJacobian, before).values.add_(values)
-        )
+        """Write the average out in one product, with nodes as positions."""
+        if self.commutes_with_average:
+            return self.average(before, nodes)
+        total, biased = None if before is None else expect_representation(DenseJacobian, before).values, self._biased()
+        grads = self.output_grads.permute(1, 0, 3, 2)  # E K n_out L
+        for points, rows, weights in nodes.by_point:
+            weighted = (grads[rows] * weights[..., None, None, None]).permute(0, 2, 3, 1, 4).flatten(3).flatten(1, 2)
+            product = weighted @ biased[rows].flatten(1, 2)  # n (K n_out) n_in
+            values = product.unflatten(1, (len(self.output_grads), -1)).transpose(0, 1).flatten(2)
+            if total is None and len(points) == nodes.num_points:
+                return DenseJacobian(values)
+            total = values.new_zeros(len(values), nodes.num_points, values.shape[2]) if total is None else total
+            total.index_add_(1, points, values)
+        return self if total is None else DenseJacobian(total)
 
     def multiplies_nodes(self, cost: ContractionCost) -> bool:
         """Whether both factors change from node to node, and products of them cost less than dense ones."""

@@ -122,7 +122,7 @@ MAX_STEP_BATCH = 16
 MIN_STACKED, MAX_STACKED = 8, 256
 
 # Lines that are evaluated together, at most, and multiplications beside which the calls of a pass are small.
-MAX_LINES, _OPERATIONS_TOGETHER = 64, 1e8
+MAX_LINES, _OPERATIONS_TOGETHER = 256, 1e8
 
 # Numbers that are asked for whose adjoints go through a run together in any case, mapped to temporary files where they
 # have no room in memory: each block of them repeats the passes of the training. A choice.

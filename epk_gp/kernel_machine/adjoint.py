@@ -350,7 +350,7 @@ class StepBack:
             carried: What the step after left in them; is overwritten with what the step before receives.
         """
         columns, sizes, sums, Phi = part.columns, part.sizes, self.sums, self.Phi[:, part.columns]
-        u, w, d, g = coefficients_of(self.u, part, len(trajectory.model.names)), self.w[columns], self.d, part.group
+        u, w, d, g = coefficients_of(self.u, part, trajectory.model.shapes), self.w[columns], self.d, part.group
         tiles = {name: carried[name] for name in self.carried}
         E, of_optimizer, H, scale, N = propagate_step(trajectory, self.step.index, u, sizes, Phi, tiles)
         terms = [] if self.stretch.change is not None else [("change", Phi, d[columns])]
@@ -450,14 +450,14 @@ class AdjointTerms(AttributionWork):
                 break
             for name in names - carried.keys():
                 carried[name] = self._buffer(block).zero_()
-            passes, recorded, num_held = products.run.data(step), [], 0
+            passes, recorded, num_held = products.passes(step), [], 0
             is_joint = s in products.together and not self.takes_whole(totals, passes)
             for data in [] if is_joint else passes:
                 recorded.append(products.start(step, data, R, num_held))
                 num_held += len(data.X)
             has_all = all(blocks is not None and all(rows.gradients for rows in blocks) for blocks in recorded)
             has_all = has_all and not is_joint and not self.takes_whole(totals, passes)
-            whole = None if has_all else block.zeros(R, P)
+            whole = products.adjoints(s) if is_joint else None if has_all else block.zeros(R, P)
             values = [block.zeros(R, len(data.X) if has_all else 0, G) for data in passes]
             held = self._before_the_run(block, w) if s == 0 and BEFORE in trajectory.sources else {}
             sums = defaultdict[str, Tensor](lambda: block.zeros(R, G))
@@ -491,9 +491,7 @@ class AdjointTerms(AttributionWork):
                 own.go_back(block.trajectory, part, tiles)
         if together[0].is_joint:
             steps = [own.step.index for own in together]
-            values = products.of_steps(
-                steps, torch.stack([own.whole for own in together if own.whole is not None]), self.parts
-            )
+            values = products.of_steps(steps, self.parts)
             for own, value in zip(together, values, strict=True):
                 own.values, own.whole = [value], None
         for name in ended_moves(block.trajectory, together[-1].step.index, carried):

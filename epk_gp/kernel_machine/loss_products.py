@@ -13,7 +13,7 @@ autograd, each sample has a backward pass of its own.
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.autograd.forward_ad as fwAD
@@ -77,8 +77,10 @@ class Part:
         return tuple(piece.stop - piece.start for piece in self.pieces)
 
 
-def coefficients_of(u: UpdateCoefficients, part: Part, num_params: int) -> UpdateCoefficients:
+def coefficients_of(u: UpdateCoefficients, part: Part, shapes: Sequence[torch.Size]) -> UpdateCoefficients:
     """Return the coefficients of a step of all L parameters, of those of a part."""
+    if (num_params := len(shapes)) == len(part.pieces) and part.sizes == tuple(shape.numel() for shape in shapes):
+        return u
     first, own = part.first, {part.first + k: piece for k, piece in enumerate(part.pieces)}
     numbers = (v[first : first + len(own)] if len(v) == num_params else v[part.columns] for v in u)
     others: dict[str, Any] = {n: {k - first: Q for k, Q in getattr(u, n).items() if k in own} for n in BY_PARAMETER}
@@ -153,6 +155,8 @@ class LossProducts:
     # of steps that are taken together: the place and the number of rows of each, and the rows' gradients
     together: dict[int, tuple[int, int]] = field(default_factory=dict)
     _gradients: list[ParameterGradients] = field(default_factory=list)
+    _adjoints: Tensor | None = None  # of the gradients of these steps, (T, R, P)
+    _passes: dict[int, list[PassData]] = field(default_factory=dict)
     _present: Any = None  # its data
 
     def __post_init__(self) -> None:
@@ -186,6 +190,12 @@ class LossProducts:
         self._by_row.add(kind)
         return None if self._in_modes.get(kind, self.net) is None else blocks
 
+    def passes(self, step: Step) -> list[PassData]:
+        """Return the passes of a step with their data, which are held while steps are taken together."""
+        if step.index not in self._passes:
+            self._passes[step.index] = self.run.data(step)
+        return self._passes[step.index]
+
     def start_together(self, steps: Sequence[Step], num_directions: int) -> None:
         """Take the gradients of the rows of the first of some steps at once, layer by layer, where that is possible.
 
@@ -195,7 +205,7 @@ class LossProducts:
         found, most, kind = list[tuple[Step, PassData]](), 0, None
         at_once = min(self.memory.adjoint_samples(), rows_per_pass(self.net.plan, self.net.itemsize))
         for step in steps if self.net.plan.supports_stacking else ():
-            data, *others = self.run.data(step)
+            data, *others = self.passes(step)
             most = max(most, len(data.X))
             is_alike = kind in (None, self._kind_of(data)) and not others and self._takes_outputs(data)
             if not is_alike or (len(found) + 1) * most > at_once or not self._goes_by_layers(data, num_directions):
@@ -203,6 +213,7 @@ class LossProducts:
             kind = self._kind_of(data)
             found.append((step, data))
         self.together, self._gradients = {}, []
+        self._passes = {step.index: [data] for step, data in found}
         if len(found) < 2:
             return
         sizes, most = [len(data.X) for _, data in found], max(len(data.X) for _, data in found)
@@ -215,24 +226,31 @@ class LossProducts:
         self.together = {step.index: (k, size) for k, ((step, _), size) in enumerate(zip(found, sizes, strict=True))}
         (first, data), P = found[0], self.net.model.num_weights
         direction = _noise(P, replay.dtype_of(data)).to(states[0])
-        values = self.of_steps(
-            [first.index], direction[None], torch.zeros(len(self.net.model.sizes), dtype=torch.int64)
-        )
+        self._adjoints = direction[None]
+        values = self.of_steps([first.index], torch.zeros(len(self.net.model.sizes), dtype=torch.int64))
+        self._adjoints = direction.new_empty(len(found), num_directions, P)
         exact = self.run.passes.gradient(self.block.trained_state(first.index), data, exact=True).gradient
         if not _is_same(values[0].sum(), direction[0] @ exact, values[0].abs().sum(), replay.dtype_of(data)):
             self.together, self._gradients = {}, []
 
-    def of_steps(
-        self, steps: Sequence[int], H: Float[Tensor, "T R P"], groups: Int64[Tensor, " L"]
-    ) -> list[Float[Tensor, "R B G"]]:
+    def adjoints(self, step: int) -> Float[Tensor, "R P"]:
+        """Return where the adjoints of a step that is taken together with others are to be written."""
+        if self._adjoints is None:
+            raise ValueError("no steps are taken together: this is a bug in epk_gp.")
+        return self._adjoints[self.together[step][0]]
+
+    def of_steps(self, steps: Sequence[int], groups: Int64[Tensor, " L"]) -> list[Float[Tensor, "R B G"]]:
         """Return c_i <H, grad loss_i> for the rows of steps that are taken together, over each group of parameters."""
         T, (first, _) = len(steps), self.together[steps[0]]
-        count, most = len(self.together), max(size for _, size in self.together.values())
+        H = self.adjoints(steps[0])[None] if T == 1 else cast(Tensor, self._adjoints)[first : first + T]
+        most = max(size for _, size in self.together.values())
         values = H.new_zeros(T, most, H.shape[1], int(groups.max()) + 1)
         columns = H.split(self.net.model.sizes, dim=2)
         for gradients, own, group in zip(self._gradients, columns, groups.tolist(), strict=True):
-            rows = gradients.written()[0].view(count, most, -1)[first : first + T]
-            values[..., group] += rows @ own.mT
+            if len(self.together) > T:
+                rows = slice(first * most, (first + T) * most)
+                gradients = replace(gradients, jacobian=gradients.jacobian.rows(rows))
+            values[..., group] += gradients.products_of_steps(own)
         sizes = [self.together[step][1] for step in steps]
         return [value[:size].transpose(0, 1) for value, size in zip(values, sizes, strict=True)]
 

@@ -85,7 +85,7 @@ class Predictions:
             num_contractions=self.kernel.rule.num_contractions,
             cotangents_are_constant=self.kernel.head == "logits",
             all_dense=not self.net.plan.supports_interpolation,
-            keeps_factors=self.is_layerwise,
+            keeps_factors=self.is_layerwise or self.lines_together > 1,
         )
 
     @property
@@ -121,7 +121,7 @@ class Predictions:
     @cached_property
     def lines_together(self) -> int:
         """Number of stretches of the path whose averaged gradients are computed together."""
-        if self.is_layerwise or self.cost.all_dense:
+        if self.is_layerwise:
             return 1
         K, N = self.num_outputs, len(self.X)
         return self.memory.lines_together(2 * N * self.kernel.rule.num_contractions, K, K * N)
