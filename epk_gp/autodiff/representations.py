@@ -260,11 +260,6 @@ class LayerJacobian(LeftFactor):
         total = None if before is None else getattr(expect_representation(type(self), before), name)
         return replace(self, **{name: nodes.add(total, getattr(self, name), dim)})
 
-    def averaged_or_written(self, before: LeftFactor | None, nodes: NodeWeights) -> LeftFactor:
-        """Add these evaluations to the average of the nodes before, which is written out where it is no factor's."""
-        own = self if self.commutes_with_average else DenseJacobian(self.to_dense())
-        return own.average(before, nodes)
-
     def multiplies_nodes(self, cost: ContractionCost) -> bool:
         """Whether products for every node and step cost less than writing sums over them out."""
         return False
@@ -390,22 +385,6 @@ class OuterProductJacobian(LayerJacobian):
             total.add_deferred_products(layer, x, y, weight, lambda: self.input_products(b))
         else:
             total.add_scaled_products(x, y, self.input_products(b).mul_(weight))
-
-    def averaged_or_written(self, before: LeftFactor | None, nodes: NodeWeights) -> LeftFactor:
-        """Write the average out in one product, with nodes as positions."""
-        if self.commutes_with_average:
-            return self.average(before, nodes)
-        total, biased = None if before is None else expect_representation(DenseJacobian, before).values, self._biased()
-        grads = self.output_grads.permute(1, 0, 3, 2)  # E K n_out L
-        for points, rows, weights in nodes.by_point:
-            weighted = (grads[rows] * weights[..., None, None, None]).permute(0, 2, 3, 1, 4).flatten(3).flatten(1, 2)
-            product = weighted @ biased[rows].flatten(1, 2)  # n (K n_out) n_in
-            values = product.unflatten(1, (len(self.output_grads), -1)).transpose(0, 1).flatten(2)
-            if total is None and len(points) == nodes.num_points:
-                return DenseJacobian(values)
-            total = values.new_zeros(len(values), nodes.num_points, values.shape[2]) if total is None else total
-            total.index_add_(1, points, values)
-        return self if total is None else DenseJacobian(total)
 
     def multiplies_nodes(self, cost: ContractionCost) -> bool:
         """Whether both factors change from node to node, and products of them cost less than dense ones."""

@@ -164,7 +164,7 @@ class StretchAverage:
     """
 
     steps: range
-    of_weights: Float[Tensor, "K N P"]
+    of_weights: Float[Tensor, "N K P"]
     of_statistics: Float[Tensor, "K N Q"] | None
     integral: Integral
     total: Float[Tensor, "N C"]
@@ -188,7 +188,7 @@ def average_over(
     block: Predictions,
     stretches: Sequence[range],
     max_nodes: int,
-    Phi: Float[Tensor, "G K N P"],
+    Phi: Float[Tensor, "G N K P"],
     *,
     splits_statistics: bool,
 ) -> list[StretchAverage]:
@@ -205,7 +205,7 @@ def average_over(
         sizes = list(block.net.model.sizes)
 
         def write(points: slice, place: int, values: Tensor) -> None:
-            Phi[0][:, points].split(sizes, dim=-1)[place].copy_(values)
+            Phi[0, points].split(sizes, dim=-1)[place].copy_(values.transpose(0, 1))
 
         (steps,) = stretches
         return [replace(layerwise_average(block, steps, max_nodes, write), of_weights=Phi[0])]
@@ -216,8 +216,13 @@ def average_over(
         of_statistics = lines.averaged_statistics_jacobian().split(N, dim=1)
     lines.average_into(Phi)
     totals = lines.integral.total.split(N)
-    found = zip(stretches, Phi, of_statistics, totals, strict=True)
-    return [StretchAverage(steps, own, b, lines.integral, total) for steps, own, b, total in found]
+    is_known = block.trajectory.statistics is None
+    return [
+        StretchAverage(
+            steps, own, b, lines.integral, total, block.select_outputs(total) if is_known and len(steps) == 1 else None
+        )
+        for steps, own, b, total in zip(stretches, Phi, of_statistics, totals, strict=True)
+    ]
 
 
 def layerwise_average(block: Predictions, steps: range, max_nodes: int, take: Take) -> StretchAverage:
@@ -281,7 +286,7 @@ def layerwise_average(block: Predictions, steps: range, max_nodes: int, take: Ta
         rounding=torch.maximum(SETTLED * of_outputs, rounding),
     )
     whole = change if len(steps) == 1 else None
-    nothing = w.new_empty(block.num_outputs, len(X), 0)
+    nothing = w.new_empty(len(X), block.num_outputs, 0)
     return StretchAverage(steps, nothing, of_statistics if Q else None, integral, total, whole)
 
 
@@ -371,7 +376,7 @@ class StepBack:
         else:
             H = H * of_gradient
         if self.whole is not None:
-            self.whole[:, columns] = scale * H
+            torch.mul(H, scale, out=self.whole[:, columns])
         for value, blocks in zip(self.values, self.recorded, strict=False):
             for rows in blocks if self.whole is None and blocks else ():
                 add_products(value[:, rows.rows, g], H, rows.gradients or [], part, scale)
@@ -395,7 +400,7 @@ class AdjointTerms(AttributionWork):
         trajectory, K, N, G = block.trajectory, block.num_outputs, len(block.X), block.lines_together
         products = LossProducts(block, RunReplay(block.recorded.trained, block.recorded_net.model, block.X))
         P, stretches = block.net.model.num_weights, stretches_of(self.kernel.path, trajectory.num_steps)
-        buffer = self._buffer(block).view(1, K, N, P) if G == 1 else block.zeros(min(G, len(stretches)), K, N, P)
+        buffer = self._buffer(block).view(1, N, K, P) if G == 1 else block.zeros(min(G, len(stretches)), N, K, P)
         carried = {name: self._buffer(block).copy_(value) for name, value in sums.carried.items()}
         s, averages, first = trajectory.num_steps - sums.steps - 1, dict[int, StretchAverage](), trajectory.num_steps
         while s >= 0:
@@ -526,7 +531,7 @@ class AdjointTerms(AttributionWork):
 
     def _by_point(self, block: Predictions, values: Float[Tensor, "R *rest"]) -> Float[Tensor, "N K *rest"]:
         """Return values of all outputs of all points by their points."""
-        by_point: Tensor = values.unflatten(0, (block.num_outputs, -1)).transpose(0, 1)
+        by_point: Tensor = values.unflatten(0, (-1, block.num_outputs))
         return by_point
 
     def _width(self, Phi: Tensor, num_rows: int) -> int:

@@ -4,7 +4,7 @@ from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import ClassVar, cast
+from typing import ClassVar
 
 import torch
 from jaxtyping import Float, Int64, Shaped
@@ -13,8 +13,8 @@ from torch import Tensor
 from epk_gp.autodiff.averages import HeldProducts
 from epk_gp.autodiff.dense import Cotangents, PlannedModel, WeightSegment, all_outputs, chosen_outputs
 from epk_gp.autodiff.jacobians import WeightLocation, layer_jacobians, statistics_jacobian
-from epk_gp.autodiff.products import write_columns
-from epk_gp.autodiff.representations import ContractionCost, LayerJacobian, LeftFactor, NodeWeights
+from epk_gp.autodiff.products import by_parameter
+from epk_gp.autodiff.representations import ContractionCost, NodeWeights
 from epk_gp.core.plans import MemoryPlan, rows_per_pass, weight_rows
 from epk_gp.core.states import recomputation_of
 from epk_gp.core.step import NOT_OF_DATA, fingerprint
@@ -175,21 +175,20 @@ class IntegratedLines:
             jacobians = layer_jacobians(block.net, at, block.X[points], block.cotangents(points), block.cost)
             yield NodeBatch(jacobians, NodeWeights(weights, pair - own.start, len(own)))
 
-    def average_into(self, Phi: Float[Tensor, "G K N P"]) -> None:
+    def average_into(self, Phi: Float[Tensor, "G N K P"]) -> None:
         """Overwrite a vector of weights for each output of each pair with the outputs' averaged gradients."""
-        block, all_dense, (G, _, N, _) = self.block, self.block.cost.all_dense, Phi.shape
+        block, (G, N, _, _), sizes = self.block, Phi.shape, list(self.block.net.model.sizes)
         at_once = max(1, min(self.max_rows, block.memory.adjoint_points(block.num_outputs) // 8))
         for lines in torch.arange(G).split(max(1, at_once // N)):
             first, last = int(lines[0]), int(lines[-1]) + 1
             for start in range(0, N, at_once):
                 points = slice(start, min(start + at_once, N))
-                averages: dict[int, LeftFactor] = {}
-                for batch in self.node_batches(range(first * N + points.start, (last - 1) * N + points.stop)):
-                    for layer, jacobian in enumerate(batch.jacobians):
-                        averages[layer] = jacobian.averaged_or_written(averages.get(layer), batch.nodes)
-                layers = [cast(LayerJacobian, averages[layer]) for layer in sorted(averages)]
-                out = Phi[first:last, :, points].transpose(0, 1)
-                write_columns(block.net, layers, out, all_dense=all_dense)
+                columns = Phi[first:last, points].flatten(0, 1).split(sizes, dim=2)
+                pairs = range(first * N + points.start, (last - 1) * N + points.stop)
+                for number, batch in enumerate(self.node_batches(pairs)):
+                    gradients = by_parameter(block.net, batch.jacobians, all_dense=block.cost.all_dense)
+                    for own, out in zip(gradients, columns, strict=True):
+                        own.write_average(batch.nodes, out, adds=number > 0)
 
     def averaged_statistics_jacobian(self) -> Float[Tensor, "K GN Q"]:
         """Average the outputs' gradients in the moving statistics, at the nodes of those in the weights.
@@ -528,7 +527,7 @@ class AttributionWork(PathWork):
     @cached_property
     def pieces(self) -> list[Piece]:
         """The pieces, block by block."""
-        shape = fingerprint(self.plan, type(self).__name__, self.outputs_per_row, self.rows_per_block)
+        shape = fingerprint(self.plan, type(self).__name__, self.outputs_per_row, self.rows_per_block, "by point")
         return self.pieces_of(f"sums-{shape}", len(self.blocks))
 
     @property

@@ -138,9 +138,8 @@ class TokenTerms(AdjointTerms):
         """Add what the targets of the sequences in a pass add, one output after another."""
         if not isinstance(totals, TokenSums):
             return
-        N = len(totals.sequences)
-        for number_of_row, direction in enumerate(H):
-            k, n = divmod(number_of_row, N)
+        for row, direction in enumerate(H):
+            n, k = divmod(row, totals.sequences.shape[1])
             is_chosen = data.samples[:, None] == totals.sequences[n, k].to(data.samples.device)
             rows = is_chosen.any(dim=1).nonzero().squeeze(1)
             if len(rows):

@@ -238,7 +238,7 @@ class _StretchTerms(AttributionWork):
         own, K, N, shape = cast(_StretchSums, totals), block.num_outputs, len(block.X), block.net.model.sizes
         P, most = sum(shape), max(1, block.memory.adjoint_points(1))
         keeps = bool(self.rates) or not block.is_layerwise
-        Phi = rows_of_weights(K * N if keeps else 0, P, block.zeros(0), most).view(K, -1, P)
+        Phi = rows_of_weights(K * N if keeps else 0, P, block.zeros(0), most).view(-1, K, P)
         products = (
             LossProducts(block, RunReplay(block.recorded, block.recorded_net.model, block.X)) if self.rates else None
         )
@@ -262,21 +262,21 @@ class _StretchTerms(AttributionWork):
             else:
                 stretch = average_over(block, [steps], self.rows_per_block, Phi[None], splits_statistics=True)[0]
                 for place, gradients in enumerate(Phi.split(list(shape), dim=2)):
-                    take(slice(0, N), place, gradients)
+                    take(slice(0, N), place, gradients.transpose(0, 1))
             if stretch.of_statistics is not None:
                 own.pieces[:, :, k, -1] = (stretch.of_statistics @ d[P:]).T
             if products is not None:
                 self._add_samples(own, products, Phi, k)
             yield stretch.integral, 1, {}
 
-    def _add_samples(self, own: _StretchSums, products: LossProducts, Phi: Float[Tensor, "K N P"], k: int) -> None:
+    def _add_samples(self, own: _StretchSums, products: LossProducts, Phi: Float[Tensor, "N K P"], k: int) -> None:
         run, H = products.block.recorded, Phi.flatten(0, 1)
         groups = torch.zeros(len(run.model.names), dtype=torch.int64)
         for rows in torch.arange(run.num_points).split(_BLOCK):
             step = Step(index=k, lr=self.rates[k], batch=rows, sample_weights=self.c[rows.to(self.c.device)])
             for of_pass in passes_of(step, run.inputs, run.targets, run.loss):
                 values, _ = products.of_whole(step, of_pass, H, groups, products.start(step, of_pass, len(H)))
-                shares = -self.rates[k] * values.sum(dim=2).unflatten(0, Phi.shape[:2]).transpose(0, 1)
+                shares = -self.rates[k] * values.sum(dim=2).unflatten(0, Phi.shape[:2])
                 own.samples[:, :, rows.to(shares.device)] += shares
                 own.explained[:, :, k] += shares.sum(dim=2)
 
