@@ -17,7 +17,7 @@ from epk_gp.autodiff.jacobians import secant_jacobians
 from epk_gp.autodiff.representations import ContractionCost
 from epk_gp.autodiff.scalars import Function, ask
 from epk_gp.autodiff.secants import UnsupportedAverageError
-from epk_gp.autodiff.verification import planned
+from epk_gp.autodiff.verification import with_plan
 from epk_gp.core.checks import ComputeOptions, ComputeSettings, door, parse_options, validate_count, validate_labels
 from epk_gp.core.inputs import Inputs
 from epk_gp.core.losses import Head
@@ -316,7 +316,8 @@ def default_path(trajectory: Trajectory, X: Shaped[Tensor, "n ..."]) -> WeightPa
 
 def averaged_path(trajectory: Trajectory, X: Shaped[Tensor, "n ..."]) -> WeightPath:
     """Return `layerwise()` for a network that it can average, else `straight()`. Arguments: as `default_path`."""
-    with planned(trajectory, X) as net:
+
+    def compute(net: PlannedModel) -> WeightPath:
         if not net.plan.supports_interpolation:
             return straight()
         w, end = (flat_state(trajectory, s, X) for s in (0, 1))
@@ -324,7 +325,9 @@ def averaged_path(trajectory: Trajectory, X: Shaped[Tensor, "n ..."]) -> WeightP
             secant_jacobians(net, (w, end - w), X[:1], Cotangents(lambda z: z[None]), ContractionCost(1, 1), "logits")
         except (UnsupportedAverageError, UnsupportedParameterUseError):
             return straight()
-    return layerwise()
+        return layerwise()
+
+    return with_plan(compute, X, trajectory)
 
 
 def attribution_kernel(
@@ -429,12 +432,14 @@ def split_predictions(
     kernel, X, axes = parse_request(kernel, X, groupings, explained)
     kernel = kernel if path is not None else changed_kernel(kernel, path=default_path(kernel.trajectory, X))
     run, request = kernel.trajectory, (kernel, X, axes, explained[0], options)
-    while True:
-        with planned(run.recorded, X) as recorded_net, planned(run, X) as net:
-            results, totals = _split(attribution_work(net, *request, recorded_net=recorded_net, **asked), options)
-            if results:  # all are sums of the same terms
-                certificate.warn_unless_certified("the attribution", results[0].findings)
-            return results, totals
+
+    def compute(net: PlannedModel, recorded_net: PlannedModel) -> tuple[tuple[GroupedAttribution, ...], TermSums]:
+        return _split(attribution_work(net, *request, recorded_net=recorded_net, **asked), options)
+
+    results, totals = with_plan(compute, X, run, run.recorded)
+    if results:  # all are sums of the same terms
+        certificate.warn_unless_certified("the attribution", results[0].findings)
+    return results, totals
 
 
 def _split(work: AttributionWork, options: ComputeOptions) -> tuple[tuple[GroupedAttribution, ...], TermSums]:

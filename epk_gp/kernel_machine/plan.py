@@ -10,8 +10,9 @@ from typing import Any, Unpack
 from jaxtyping import Int64
 from torch import Tensor
 
+from epk_gp.autodiff.dense import PlannedModel
 from epk_gp.autodiff.scalars import Function
-from epk_gp.autodiff.verification import planned
+from epk_gp.autodiff.verification import with_plan
 from epk_gp.core.checks import ComputeSettings, parse_options, validate_positive
 from epk_gp.core.gradients import replayed_steps
 from epk_gp.core.inputs import Inputs, Points
@@ -70,13 +71,15 @@ def plan_gram(
 
     parsed = parse_options("plan_gram", ("checkpoint", "executor"), **options)
     kernel.validate_points(a, b, parsed)
-    while True:
-        with planned(kernel.trajectory, a.X) as net:
-            work = GramWork(kernel.with_net(net, parsed), a, b, plan=net.plan)
-            tiles = (work.tiles[piece.place[:-1]] for piece in work.pieces)
-            kinds = [(t.x_is_train, t.y_is_train, t.is_symmetric, len(t.rows), len(t.columns)) for t in tiles]
-            result_bytes = len(a) * len(b) * work.planned.num_sums * work.planned.sum_dtype.itemsize
-            return _measured(work, kinds, result_bytes, seconds)
+
+    def compute(net: PlannedModel) -> Plan:
+        work = GramWork(kernel.with_net(net, parsed), a, b, plan=net.plan)
+        tiles = (work.tiles[piece.place[:-1]] for piece in work.pieces)
+        kinds = [(t.x_is_train, t.y_is_train, t.is_symmetric, len(t.rows), len(t.columns)) for t in tiles]
+        result_bytes = len(a) * len(b) * work.planned.num_sums * work.planned.sum_dtype.itemsize
+        return _measured(work, kinds, result_bytes, seconds)
+
+    return with_plan(compute, a.X, kernel.trajectory)
 
 
 def plan_attribution(
@@ -106,14 +109,17 @@ def plan_attribution(
     validate_positive(seconds, "seconds")
     parsed = parse_options("plan_attribution", ("accumulate", "checkpoint", "executor"), **options)
     kernel, X, axes = parse_request(kernel, X, groupings, (classes, function))
-    while True:
-        with planned(kernel.trajectory.recorded, X) as recorded_net, planned(kernel.trajectory, X) as net:
-            work = attribution_work(net, kernel, X, axes, classes, parsed, recorded_net=recorded_net)
-            kinds = [len(work.blocks[piece.place[0]]) for piece in work.pieces]
-            per_step = seconds_of_step(work.whole.recorded, work.X, seconds)
-            vars(work)["residuals"] = defaultdict(lambda: None)  # of the whole run; measured by themselves
-            plan = _measured(work, kinds, work.num_bytes(work.num_rows), seconds)
-            return replace(plan, seconds=plan.seconds + per_step * kernel.trajectory.num_steps, **_cost(work))
+    run = kernel.trajectory
+
+    def compute(net: PlannedModel, recorded_net: PlannedModel) -> Plan:
+        work = attribution_work(net, kernel, X, axes, classes, parsed, recorded_net=recorded_net)
+        kinds = [len(work.blocks[piece.place[0]]) for piece in work.pieces]
+        per_step = seconds_of_step(work.whole.recorded, work.X, seconds)
+        vars(work)["residuals"] = defaultdict(lambda: None)  # of the whole run; measured by themselves
+        plan = _measured(work, kinds, work.num_bytes(work.num_rows), seconds)
+        return replace(plan, seconds=plan.seconds + per_step * run.num_steps, **_cost(work))
+
+    return with_plan(compute, X, run, run.recorded)
 
 
 def seconds_of_step(trajectory: Trajectory, X: Tensor, seconds: float) -> float:

@@ -10,7 +10,7 @@ from jaxtyping import Float, Int64
 from torch import Tensor
 
 from epk_gp.autodiff.dense import PlannedModel, WeightSegment
-from epk_gp.autodiff.verification import planned
+from epk_gp.autodiff.verification import with_plan
 from epk_gp.core.checks import ComputeOptions, ComputeSettings, door, parse_options
 from epk_gp.core.gradients import replayed_steps
 from epk_gp.core.inputs import Inputs
@@ -193,11 +193,9 @@ def reconstruct(
     require_training(trajectory, "epk_gp.reconstruct")
     require_integrable(path, "reconstruct")
     X = kernel.parse_inputs(X)
-    while True:
-        with planned(trajectory, X) as net:
-            result = _reconstruct(net, kernel, X, parsed)
-            certificate.warn_unless_certified("the reconstruction", result.findings)
-            return result
+    result = with_plan(lambda net: _reconstruct(net, kernel, X, parsed), X, trajectory)
+    certificate.warn_unless_certified("the reconstruction", result.findings)
+    return result
 
 
 def _reconstruct(net: PlannedModel, kernel: PathKernel, X: Tensor, options: ComputeOptions) -> Reconstruction:

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from epk_gp.autodiff.dense import PlannedModel
 from epk_gp.autodiff.scalars import Function
-from epk_gp.autodiff.verification import observed_plan, planned, probe_rows, without_errors_of_a_trial
+from epk_gp.autodiff.verification import observed_plan, probe_rows, with_plan, without_errors_of_a_trial
 from epk_gp.core.checks import ComputeOptions, ComputeSettings, door, parse_options, validate_positive
 from epk_gp.core.gradients import RunReplay, passes_of
 from epk_gp.core.graphs import tensors_of
@@ -416,10 +416,12 @@ def _split(
                 return result
         if misses:
             warn_caller("operations cannot be averaged: the stretches are computed once more, along straight lines.")
-    while True:
-        with planned(asked.recorded, X) as recorded_net, planned(asked, X) as net:
-            path = straight() if misses else averaged_path(asked, X)
-            return sums(changed_kernel(kernel, path=path), X, net, recorded_net)
+
+    def compute(net: PlannedModel, recorded_net: PlannedModel) -> CheckpointSplit:
+        path = straight() if misses else averaged_path(asked, X)
+        return sums(changed_kernel(kernel, path=path), X, net, recorded_net)
+
+    return with_plan(compute, X, asked, asked.recorded)
 
 
 def _sums(
