@@ -10,10 +10,10 @@ from torch import Tensor
 from epk_gp.autodiff.dense import PlannedModel
 from epk_gp.autodiff.verification import with_plan
 from epk_gp.core.checks import ComputeOptions, ComputeSettings, door, parse_options
-from epk_gp.core.inputs import Inputs, Points, validate_same_layout
+from epk_gp.core.inputs import Points, validate_same_layout
 from epk_gp.core.losses import Head, resolve_head
 from epk_gp.core.model import FunctionalModel
-from epk_gp.core.trajectory import Trajectory, parse_inputs, validate_trajectory, warn_unless_live
+from epk_gp.core.trajectory import Trajectory, outputs_at, parse_inputs, validate_trajectory, warn_unless_live
 from epk_gp.gram.pairs import SetPairs, pairs_block, pairs_input_gradients
 from epk_gp.gram.planned_kernel import PlannedKernel, warn_of_integrals
 from epk_gp.gram.tiles import DiagonalWork, GramWork, assemble
@@ -180,13 +180,9 @@ class PathKernel:
         run, etas = self.trajectory, _parse_step_weights(self.trajectory, self.step_weights)
         return PlannedKernel(run, net, self.head, self.rule, etas, self.path, options, is_per_class, is_traced)
 
-    def parse_inputs(self, X: Inputs, name: str = "X") -> Shaped[Tensor, "n ..."]:
-        """Return inputs as one tensor.
-
-        Raises:
-            TypeError, ValueError: The network cannot be evaluated at them.
-        """
-        return parse_inputs(self.trajectory, X, name)
+    def end_outputs(self, X: Shaped[Tensor, "n ..."]) -> tuple[Float[Tensor, "n C"], Float[Tensor, "n C"]]:
+        """Return the outputs of the initial and of the trained network for parsed inputs, under the head."""
+        return outputs_at(self.trajectory, X, 0, self.head), outputs_at(self.trajectory, X, -1, self.head)
 
     def validate_points(self, a: Points, b: Points, options: ComputeOptions) -> None:
         """Raise if the kernel cannot be evaluated between two sets of points.
@@ -199,7 +195,7 @@ class PathKernel:
         require_gradients_of_rows(self.trajectory.model)
         for name, points in (("a", a), ("b", b)):
             validate_points(self.trajectory, points, name)
-            self.parse_inputs(points.X, f"{name}.X")
+            parse_inputs(self.trajectory, points.X, f"{name}.X")
         if a.X.dtype != b.X.dtype or a.X.device != b.X.device:
             raise ValueError(
                 "both sets of points must share dtype and device: "

@@ -23,7 +23,7 @@ from epk_gp.core.torch_overrides import disable_fused_attention, warn_unless_pla
 from epk_gp.core.trajectory import Trajectory, flat_state, flat_weights, network_outputs, parse_inputs, warn_unless_live
 from epk_gp.core.update_law import UpdateLaw
 from epk_gp.kernel_machine import retrain
-from epk_gp.kernel_machine.axes import Axis, CombinedAxes, PointsTable, by_sample, group_name, in_words, validate_axes
+from epk_gp.kernel_machine.axes import Axis, CombinedAxes, PointsTable, by_sample, group_name, in_words, parse_axes
 from epk_gp.kernel_machine.certificate import StepMismatches, run_findings, step_mismatches, warn_unless_certified
 from epk_gp.kernel_machine.curvature import curvature_error
 from epk_gp.kernel_machine.influence_pass import InfluenceWork
@@ -243,12 +243,11 @@ def influence(
     X = parse_inputs(trajectory, X).detach()
     retrain.require_loss_as_function(trajectory, "epk_gp.influence")
     warn_unless_live(trajectory)
-    axes = (by_sample(trajectory),) if by is None else tuple(by)
-    validate_axes(trajectory, axes)
+    axes = parse_axes(trajectory, [by_sample(trajectory)] if by is None else by)
     if any(axis.kind == "parameter" for axis in axes):
         raise ValueError(
             "by must hold axes of samples and steps: the derivative goes through all parameters together, and has no "
-            "part of one. Leave by_parameter and by_layer out; attribute_by() splits contributions by them."
+            "part of one. Leave by_parameter and by_layer out; epk_gp.attribute(by=) splits contributions by them."
         )
     question = _question(trajectory, X, head, classes, function)
     if smoothing is None:

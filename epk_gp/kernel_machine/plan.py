@@ -16,13 +16,14 @@ from epk_gp.autodiff.verification import with_plan
 from epk_gp.core.checks import ComputeSettings, parse_options, validate_positive
 from epk_gp.core.gradients import replayed_steps
 from epk_gp.core.inputs import Inputs, Points
+from epk_gp.core.losses import Head
 from epk_gp.core.states import recomputation_of
 from epk_gp.core.trajectory import Trajectory
 from epk_gp.gram.path_kernel import PathKernel
 from epk_gp.gram.tiles import GramWork
-from epk_gp.kernel_machine.attribute import attribution_work, parse_request
-from epk_gp.kernel_machine.axes import Axis
+from epk_gp.kernel_machine.attribute import By, attribution_work, parse_request
 from epk_gp.kernel_machine.terms import AttributionWork, leaves_residuals
+from epk_gp.quadrature.rules import Rule, WeightPath, adaptive
 from epk_gp.work.run import Piece, Sums, Work
 
 SECONDS = 10.0  # for measuring, by default
@@ -83,36 +84,42 @@ def plan_gram(
 
 
 def plan_attribution(
-    kernel: PathKernel,
+    trajectory: Trajectory,
     X: Inputs,
-    groupings: Sequence[Sequence[Axis]],
     *,
+    by: By | None = None,
+    head: Head | None = None,
+    rule: Rule = adaptive(tol=1e-12),
+    path: WeightPath | None = None,
     classes: Int64[Tensor, " n"] | None = None,
     function: Function | None = None,
     seconds: float = SECONDS,
     **options: Unpack[ComputeSettings],
 ) -> Plan:
-    """Say what `attribute_many` costs with the kernel's run, head, rule and path.
+    """Say what `attribute` costs with the same arguments.
 
     Args:
-        kernel: The kernel. `attribute_many` has the rule `adaptive(tol=1e-12)` by default.
+        trajectory: The run.
         X: n inputs, taken as test copies.
-        groupings: As of `attribute_many`; `[[by_sample(run)]]` stands for `attribute`.
-        classes: One output per input.
-        function: As of `attribute`, in place of the kernel's head.
+        by: As of `attribute`.
+        head: As of `attribute`.
+        rule: As of `attribute`.
+        path: As of `attribute`.
+        classes: As of `attribute`.
+        function: As of `attribute`.
         seconds: Time for measuring. Of a block of points that takes longer, some steps are measured.
         options: `memory_budget`; see `ComputeOptions`.
 
     Raises:
-        TypeError, ValueError: As of `attribute_many`; or `seconds` is not positive.
+        TypeError, ValueError: As of `attribute`; or `seconds` is not positive.
     """
     validate_positive(seconds, "seconds")
     parsed = parse_options("plan_attribution", ("accumulate", "checkpoint", "executor"), **options)
-    kernel, X, axes = parse_request(kernel, X, groupings, (classes, function))
-    run = kernel.trajectory
+    kernel, X, groupings = parse_request(trajectory, X, by, (head, rule, path), (classes, function))
+    run, request = kernel.trajectory, (kernel, X, groupings, classes, parsed)
 
     def compute(net: PlannedModel, recorded_net: PlannedModel) -> Plan:
-        work = attribution_work(net, kernel, X, axes, classes, parsed, recorded_net=recorded_net)
+        work = attribution_work(net, *request, recorded_net=recorded_net, splits_statistics=by is not None)
         kinds = [len(work.blocks[piece.place[0]]) for piece in work.pieces]
         per_step = seconds_of_step(work.whole.recorded, work.X, seconds)
         vars(work)["residuals"] = defaultdict(lambda: None)  # of the whole run; measured by themselves

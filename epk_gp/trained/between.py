@@ -32,11 +32,10 @@ from epk_gp.core.plans import rows_of_weights
 from epk_gp.core.show import Displayed, Entry, Summary, count, warn_caller
 from epk_gp.core.step import Step
 from epk_gp.core.torch_overrides import outside_autocast
-from epk_gp.core.trajectory import Trajectory, flat_state, network_outputs, parse_inputs
+from epk_gp.core.trajectory import Trajectory, flat_state, parse_inputs
 from epk_gp.gram.path_kernel import PathKernel
 from epk_gp.kernel_machine.adjoint import average_over, layerwise_average
 from epk_gp.kernel_machine.attribute import (
-    attribution_kernel,
     attribution_work,
     averaged_path,
     changed_kernel,
@@ -342,11 +341,10 @@ def between(
     trajectory = _path(as_trajectory(start, inputs, targets, loss=loss, output=output), start, moving, named)
     c = sample_weights(trajectory.loss, trajectory.targets) if rates else torch.zeros(0)
     del start
-    rows = parse_inputs(trajectory, X).detach()
-    kernel = attribution_kernel(trajectory, head, adaptive(tol=1e-12), None, function)
-    last, net = flat_state(trajectory, trajectory.num_steps, rows), trajectory.model_for(rows)
-    cuts = found_heads(net, last, rows[:2]) if heads is None else cuts_of(heads, net)
-    kernel, rows, _ = parse_request(kernel, rows, (), (classes, function))
+    X = parse_inputs(trajectory, X).detach()
+    kernel, rows, _ = parse_request(trajectory, X, None, (head, adaptive(tol=1e-12), straight()), (classes, function))
+    last, net = flat_state(trajectory, trajectory.num_steps, X), trajectory.model_for(X)
+    cuts = found_heads(net, last, X[:2]) if heads is None else cuts_of(heads, net)
     divided = tuple((cut.before, cut.heads) if (cut := cuts.get(name)) else (1, 1) for name in net.names)
     kind: Callable[..., _StretchTerms] = partial(_StretchTerms, cuts=divided, c=c, rates=rates)
     sums = partial(_sums, kind, classes, parsed, names=_names(trajectory, cuts), checkpoints=named.titles)
@@ -441,9 +439,7 @@ def _sums(
         K = 1 if classes is not None or work.rows_at_once < work.whole.num_outputs else work.whole.num_outputs
         work = replace(work, outputs_per_row=K, rows_per_block=len(X) * work.whole.num_outputs // K)
     whole = work.whole
-    initial, network = (
-        whole.select_outputs(network_outputs(kernel.trajectory, X, state=state, head=kernel.head)) for state in (0, -1)
-    )
+    initial, network = map(whole.select_outputs, kernel.end_outputs(X))
     totals, rest = work.totals(work.as_rows(initial), torch.arange(work.num_rows)), Sums()
     for piece, sums in run(work, options, "stretches"):
         for name, total in totals.named.items():
