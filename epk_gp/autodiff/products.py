@@ -60,6 +60,17 @@ class ParameterGradients:
         products: Tensor = self.written(rows)[0].to(H) @ H.T  # in this order, as there are fewer rows than adjoints
         return products.T
 
+    def products_of_steps(self, H: Float[Tensor, "T R size"]) -> Float[Tensor, "T B R"]:
+        """Multiply adjoints of T steps with the gradients of one output at B points of each step."""
+        own, (T, R, _) = self.jacobian, H.shape
+        is_outer = type(own) is OuterProductJacobian and own.inputs.shape[1] == 1 and not self.is_bias
+        if not is_outer or self.width <= R:
+            products: Tensor = self.written()[0].unflatten(0, (T, -1)) @ H.mT
+            return products
+        inputs, delta = (x.flatten(0, -2).unflatten(0, (T, -1)) for x in (own.inputs, own.output_grads[0]))
+        of_outputs = (H.reshape(T, -1, self.width) @ inputs.mT).unflatten(1, (R, -1))  # T R n_out B
+        return (of_outputs * delta.mT[:, None]).sum(dim=2).mT
+
 
 def by_parameter(
     net: PlannedModel, jacobians: Sequence[LayerJacobian], *, all_dense: bool = False
@@ -89,12 +100,12 @@ def by_parameter(
 
 
 def write_columns(
-    net: PlannedModel, jacobians: Sequence[LayerJacobian], out: Float[Tensor, "K E P"], *, all_dense: bool = False
+    net: PlannedModel, jacobians: Sequence[LayerJacobian], out: Float[Tensor, "K *E P"], *, all_dense: bool = False
 ) -> None:
     """Write layer Jacobians into flat weights. Arguments: as `by_parameter`."""
     parameters = by_parameter(net, jacobians, all_dense=all_dense)
-    for gradients, columns in zip(parameters, out.split(list(net.model.sizes), dim=2), strict=True):
-        columns.copy_(gradients.written())
+    for gradients, columns in zip(parameters, out.split(list(net.model.sizes), dim=-1), strict=True):
+        columns.copy_(gradients.written().reshape(columns.shape))
 
 
 def _width(shape: torch.Size) -> int:

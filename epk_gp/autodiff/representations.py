@@ -5,14 +5,14 @@ representation can be multiplied with another of its kind, averaged over nodes, 
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Protocol, TypeVar, final, runtime_checkable
+from functools import cached_property
+from typing import ClassVar, Protocol, TypeVar, final, runtime_checkable
 
 import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
-from torch.nn import functional as F
 
 from epk_gp.autodiff.sketches import FeatureSum
 from epk_gp.core.losses import Head
@@ -158,6 +158,18 @@ class NodeWeights:
             return total
         return values.new_zeros(*values.shape[:dim], self.num_points, *values.shape[dim + 1 :])
 
+    @cached_property
+    def by_point(self) -> list[tuple[Int64[Tensor, " n"], Int64[Tensor, "n Q"], Float[Tensor, "n Q"]]]:
+        """Points that have about as many rows, these rows, and their weights: 0 of a point that has fewer."""
+        points, weights, found = self.row_points(), torch.as_tensor(self.weights), []
+        counts, order = points.bincount(minlength=self.num_points), points.argsort(stable=True)
+        size = counts.double().log2().ceil().long()  # at most twice as many rows as the point with fewest
+        for own in ((size == k).nonzero().squeeze(1) for k in size[counts > 0].unique().tolist()):
+            place = torch.arange(int(counts[own].max()), device=order.device)
+            rows = order[(counts.cumsum(0) - counts)[own][:, None] + torch.minimum(place, counts[own][:, None] - 1)]
+            found.append((own, rows, weights[rows] * (place < counts[own][:, None])))
+        return found
+
     def row_points(self) -> Int64[Tensor, " E"]:
         """Return whose each row is, where rows have weights of their own."""
         if self.points is None:
@@ -247,6 +259,11 @@ class LayerJacobian(LeftFactor):
         [(name, dim)] = self.point_dims.items()
         total = None if before is None else getattr(expect_representation(type(self), before), name)
         return replace(self, **{name: nodes.add(total, getattr(self, name), dim)})
+
+    def averaged_or_written(self, before: LeftFactor | None, nodes: NodeWeights) -> LeftFactor:
+        """Add these evaluations to the average of the nodes before, which is written out where it is no factor's."""
+        own = self if self.commutes_with_average else DenseJacobian(self.to_dense())
+        return own.average(before, nodes)
 
     def multiplies_nodes(self, cost: ContractionCost) -> bool:
         """Whether products for every node and step cost less than writing sums over them out."""
@@ -373,6 +390,22 @@ class OuterProductJacobian(LayerJacobian):
             total.add_deferred_products(layer, x, y, weight, lambda: self.input_products(b))
         else:
             total.add_scaled_products(x, y, self.input_products(b).mul_(weight))
+
+    def averaged_or_written(self, before: LeftFactor | None, nodes: NodeWeights) -> LeftFactor:
+        """Write the average out in one product, with nodes as positions."""
+        if self.commutes_with_average:
+            return self.average(before, nodes)
+        total, biased = None if before is None else expect_representation(DenseJacobian, before).values, self._biased()
+        grads = self.output_grads.permute(1, 0, 3, 2)  # E K n_out L
+        for points, rows, weights in nodes.by_point:
+            weighted = (grads[rows] * weights[..., None, None, None]).permute(0, 2, 3, 1, 4).flatten(3).flatten(1, 2)
+            product = weighted @ biased[rows].flatten(1, 2)  # n (K n_out) n_in
+            values = product.unflatten(1, (len(self.output_grads), -1)).transpose(0, 1).flatten(2)
+            if total is None and len(points) == nodes.num_points:
+                return DenseJacobian(values)
+            total = values.new_zeros(len(values), nodes.num_points, values.shape[2]) if total is None else total
+            total.index_add_(1, points, values)
+        return self if total is None else DenseJacobian(total)
 
     def multiplies_nodes(self, cost: ContractionCost) -> bool:
         """Whether both factors change from node to node, and products of them cost less than dense ones."""
@@ -557,28 +590,3 @@ def concat_scaled(parts: Sequence[Tensor], weights: Sequence[float], dim: int) -
     for target, part, weight in zip(out.split(width, dim=dim), parts, weights, strict=True):
         torch.mul(part, weight, out=target)
     return out
-
-
-def windows_of(x: Tensor, options: Mapping[str, Any], kernel: torch.Size) -> Tensor:
-    """Return what a convolution sees at each position: (E, channels, *kernel, *positions)."""
-    stride, dilation = (_per_dimension(options.get(key, 1), len(kernel)) for key in ("stride", "dilation"))
-    x = F.pad(x, _padding(options.get("padding", 0), kernel, dilation))
-    for dim, (size, step, spread) in enumerate(zip(kernel, stride, dilation, strict=True), start=2):
-        x = x.unfold(dim, spread * (size - 1) + 1, step)[..., ::spread]
-    dims = len(kernel)
-    return x.permute(0, 1, *range(2 + dims, 2 + 2 * dims), *range(2, 2 + dims))
-
-
-def _per_dimension(value: Any, dims: int) -> tuple[int, ...]:
-    values = tuple(value) if isinstance(value, list | tuple) else (value,)
-    return values * dims if len(values) == 1 else values
-
-
-def _padding(padding: Any, kernel: torch.Size, dilation: tuple[int, ...]) -> list[int]:
-    """Return the zeros before and after each dimension, last dimension first."""
-    if padding == "same":
-        totals = [spread * (size - 1) for size, spread in zip(kernel, dilation, strict=True)]
-        sides = [(total // 2, total - total // 2) for total in totals]
-    else:
-        sides = [(width, width) for width in _per_dimension(0 if padding == "valid" else padding, len(kernel))]
-    return [width for side in reversed(sides) for width in side]

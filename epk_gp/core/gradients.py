@@ -33,15 +33,23 @@ from epk_gp.core.losses import (
 from epk_gp.core.model import (
     FunctionalModel,
     copied_module,
+    flattened,
     leaves_of,
     random_state_kept,
     set_settings,
     setting_places,
     settings_of,
 )
-from epk_gp.core.plans import TensorSpec
+from epk_gp.core.plans import MemoryPlan, TensorSpec
 from epk_gp.core.step import ForwardPass, SeenRows, Step
-from epk_gp.core.torch_overrides import KeptActivations, disable_fused_attention, quiet_checkpoints, with_tensors
+from epk_gp.core.torch_overrides import (
+    KeptActivations,
+    MappedRows,
+    disable_fused_attention,
+    filter_own_warnings,
+    quiet_checkpoints,
+    with_tensors,
+)
 from epk_gp.core.trajectory import (
     Trajectory,
     aligned,
@@ -126,6 +134,16 @@ def _seen_labels(y: Tensor, seen: SeenRows | None) -> Shaped[Tensor, "n ..."]:
     return seen.values.to(y) if seen.values.shape[1] != y.shape[1] else y
 
 
+def blocks_of(model: FunctionalModel, data: PassData, most: int) -> Iterator[PassData]:
+    """Divide a pass whose rows do not depend on each other into passes of `most` rows; give any other as it is."""
+    if len(data.X) <= most or not data.forward.is_plain or model.signature.graph is not None:
+        yield data
+        return
+    for rows in (slice(first, first + most) for first in range(0, len(data.X), most)):
+        parts = [value[rows] for value in (data.samples, data.X, data.y, data.c)]
+        yield PassData(replace(data.forward, num_rows=len(parts[0])), *parts)
+
+
 class TrainingReplay:
     """Replays the forward passes of one run; to be used by one thread.
 
@@ -144,19 +162,22 @@ class TrainingReplay:
     def gradient(self, state: Float[Tensor, " PQ"], data: PassData, *, exact: bool = False) -> ReplayedPass:
         """Replay a forward and backward pass at the state before the step; exact: without automatic mixed precision."""
         model, module = self.model, self._module(data, exact=exact)
-        leaves = leaves_of(module, model, self.state(state, data, exact=exact))
+        leaves, values = leaves_of(module, model, self.state(state, data, exact=exact)), list[Tensor]()
+        rows = max(1, BATCH_GRADIENT_ELEMENTS // max(1, data.X[:1].numel()))
         try:
             with torch.enable_grad(), disable_fused_attention(), self.conditions(module, data, exact=exact):
-                values = self.losses_of(self.call(module, data, exact=exact), data)
-                after = model.flatten_statistics(dict(module.named_buffers()))  # a pass may put others in their place
-                (data.c.to(values) @ values).backward()
-            gradients = [torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in leaves]
-            gradient = torch.cat([(g.to_dense() if g.is_sparse else g).reshape(-1) for g in gradients])
+                for part in blocks_of(model, data, rows):
+                    losses = self.losses_of(self.call(module, part, exact=exact), part)
+                    after = model.flatten_statistics(dict(module.named_buffers()))  # a pass may replace them
+                    (part.c.to(losses) @ losses).backward()
+                    values.append(losses.detach())
+            gradients = [torch.zeros_like(leaf) if (g := leaf.grad) is None else g for leaf in leaves]
+            gradient = flattened([g.to_dense() if g.is_sparse else g for g in gradients]).to(state)
         finally:
             for leaf in leaves:
                 leaf.requires_grad_(False)
                 leaf.grad = None
-        return ReplayedPass(gradient.to(state), values.detach(), after)
+        return ReplayedPass(gradient, values[0] if len(values) == 1 else torch.cat(values), after)
 
     def step_gradient(
         self,
@@ -308,7 +329,8 @@ class TrainingReplay:
             set_settings(module, self._places, settings)
             self._has_other_settings = True
         if forward.modes is None:
-            module.eval()
+            if any(part.training for part in module.modules()):
+                module.eval()
             return
         for part, mode in zip(module.modules(), forward.modes.tolist(), strict=True):
             part.training = mode
@@ -370,6 +392,26 @@ def some_rows(data: PassData, rows: Int64[Tensor, " b"]) -> PassData:
     return PassData(forward, data.samples[rows], data.X[rows], data.y[rows], data.c[rows])
 
 
+def joined_passes(passes: Sequence[PassData], num_rows: int) -> PassData:
+    """Return passes that compute each row by itself as one, of so many rows each: some come again with weight 0."""
+    parts, seen = list[PassData](), dict[str, SeenRows | None]()
+    for data in passes:
+        rows = torch.arange(num_rows, device=data.X.device)
+        own = data if len(data.X) == num_rows else some_rows(data, rows.clamp(max=len(data.X) - 1))
+        parts.append(replace(own, c=own.c * (rows < len(data.X)).to(own.c)))
+    for name in ("targets", "cotangents"):
+        held = [
+            (k * num_rows, value) for k, own in enumerate(parts) if (value := getattr(own.forward, name)) is not None
+        ]
+        index = [first + value.index for first, value in held]
+        seen[name] = SeenRows(torch.cat(index), torch.cat([value.values for _, value in held])) if held else None
+    forward = replace(
+        parts[0].forward, num_rows=num_rows * len(parts), inputs=None, statistics=None, weights=None, **seen
+    )
+    samples, X, y, c = (torch.cat([getattr(own, name) for own in parts]) for name in ("samples", "X", "y", "c"))
+    return PassData(forward, samples, X, y, c)
+
+
 @dataclass(frozen=True, eq=False)
 class ReplayedStep:
     """A step that was computed once more, from the training gradients.
@@ -421,6 +463,7 @@ def replayed_steps(
     reference: Tensor,
     steps: slice = slice(None),
     law: UpdateLaw | None = None,
+    plan: MemoryPlan | None = None,
 ) -> Iterator[ReplayedStep]:
     """Replay a run: yield each step with the update that the update rule predicts.
 
@@ -430,9 +473,10 @@ def replayed_steps(
         reference: Tensor whose dtype and device the computation has.
         steps: Which steps; they must begin with the first one where a step follows from earlier ones (`has_memory`).
         law: The steps as functions, for `by_options`.
+        plan: Chooses how many steps are computed together; None for one at a time.
     """
     trajectory = trajectory.trained
-    memory, run = None if law is None else law.initial(), RunReplay(trajectory, model, reference)
+    memory, run = None if law is None else law.initial(), RunReplay(trajectory, model, reference, plan)
     # trained: in the precision of the training
     momentum = momentum_trained = initial_momentum(trajectory, flat_weights(trajectory, 0, reference))
     for step in trajectory.steps[steps]:
@@ -454,6 +498,10 @@ def replayed_steps(
         yield ReplayedStep(step, w, d, before, g, as_trained, error, by_options)
 
 
+def _num_rows(trajectory: Trajectory, step: Step) -> int:
+    return trajectory.num_points if step.batch is None else len(step.batch)
+
+
 class RunReplay:
     """Recomputes the gradients of a run's steps; to be used by one thread.
 
@@ -461,10 +509,15 @@ class RunReplay:
         trajectory: The run.
         model: Its network in the dtype of the computation.
         reference: Tensor whose dtype and device the computation has.
+        memory: Chooses how many neighbouring steps are computed together, of a computation that goes through all of
+            them; None for one at a time.
     """
 
-    def __init__(self, trajectory: Trajectory, model: FunctionalModel, reference: Tensor) -> None:
-        self.trajectory, self.model, self.reference = trajectory, model, reference
+    def __init__(
+        self, trajectory: Trajectory, model: FunctionalModel, reference: Tensor, memory: MemoryPlan | None = None
+    ) -> None:
+        self.trajectory, self.model, self.reference, self.memory = trajectory, model, reference, memory
+        self._together, self._held = MappedRows(), dict[int, Tensor]()  # gradients of the neighbours of a step
 
     def data(self, step: Step) -> list[PassData]:
         """Return the forward passes of a step with their data."""
@@ -478,7 +531,34 @@ class RunReplay:
 
     def gradient(self, step: Step, *, exact: bool = True) -> tuple[Float[Tensor, " P"], float]:
         """Return the gradient of a step's loss, and the error of its statistics in units of their rounding."""
+        if self.memory is not None and not step.passes:
+            if step.index not in self._held:
+                self._held = self._neighbours(step, self.memory)
+            return self._held[step.index], 0.0
         return self.gradient_at(step, flat_state(self.trajectory, step.index, self.reference), exact=exact)
+
+    def _neighbours(self, step: Step, memory: MemoryPlan) -> dict[int, Tensor]:
+        """Return the gradients of a step and its neighbours, whose states and batches lie side by side in one pass."""
+        steps, num_rows = self.trajectory.steps, _num_rows(self.trajectory, step)
+        # torch computes convolutions with weights of their own by copies; rows of a graph share their pass
+        is_alone = memory.plan.calls_convolutions or self.model.signature.graph is not None
+        count = 1 if is_alone else memory.stacked_weights(max(1, num_rows))
+        first = step.index // count * count  # aligned: whatever the first step that is asked for, bytes are the same
+        alike = [s for s in steps[first : first + count] if not s.passes and _num_rows(self.trajectory, s) == num_rows]
+        batches = [batch_of(self.trajectory, s, self.reference) for s in alike]
+        states = [flat_state(self.trajectory, s.index, self.reference) for s in alike]
+
+        def single(k: int) -> list[Tensor]:
+            return [batch_gradient(self.model, states[k], *batches[k][:2], self.trajectory.loss, batches[k][2])]
+
+        def together() -> list[Tensor]:
+            X, y, c = map(torch.stack, zip(*batches, strict=True))
+            with filter_own_warnings("error", Warning):  # torch warns of its slow loops
+                return [stacked_gradients(self.model, torch.stack(states), X, y, self.trajectory.loss, c)]
+
+        with disable_fused_attention():
+            (gradients,) = self._together(len(alike), together, single, compares=True)
+        return dict(zip([s.index for s in alike], gradients, strict=True))
 
     def gradient_at(
         self, step: Step, state: Float[Tensor, " PQ"], *, exact: bool = True, reverse: bool = False
@@ -488,9 +568,10 @@ class RunReplay:
         The rows of a step without recorded passes may be summed in reverse order.
         """
         if not step.passes:
-            X, y, c = (v.flip(0) if reverse else v for v in batch_of(self.trajectory, step, state))
-            with disable_fused_attention():
-                return batch_gradient(self.model, state, X, y, self.trajectory.loss, c), 0.0
+            (data,) = self.data(step)
+            if reverse:
+                data = PassData(data.forward, *(v.flip(0) for v in (data.samples, data.X, data.y, data.c)))
+            return self.passes.gradient(state, data, exact=True).gradient, 0.0
         run, end = self.trajectory, state.new_empty(0)
         end = end if run.statistics is None else run.statistics[step.index + 1]
         return self.passes.step_gradient(state, self.data(step), end, run.unexplained, exact=exact)
@@ -565,3 +646,23 @@ def batch_gradient(
             gradients = torch.autograd.grad(value, leaves, allow_unused=True, materialize_grads=True)
             total += torch.cat([g.detach().reshape(-1) for g in gradients])
     return total
+
+
+def stacked_gradients(
+    model: FunctionalModel,
+    states: Float[Tensor, "K PQ"],
+    X: Shaped[Tensor, "K B ..."],
+    y: Shaped[Tensor, "K B ..."],
+    loss: Loss,
+    c: Float[Tensor, "K B"],
+) -> Float[Tensor, "K P"]:
+    """Return what `batch_gradient` gives at several states, each with a batch of its own, by one pass."""
+    leaves = states.detach()[:, : model.num_weights].requires_grad_()
+
+    def losses(params: dict[str, Tensor], rows: Tensor, targets: Tensor) -> Tensor:
+        return loss_terms(model.signature, loss, model.returned(params, rows), targets)
+
+    with torch.enable_grad():
+        named = model.unflatten(torch.cat([leaves, states[:, model.num_weights :]], dim=1))
+        values = torch.vmap(losses)(named, X, y)
+        return torch.autograd.grad((c.to(values) * values).sum(), leaves)[0]

@@ -372,7 +372,7 @@ def attribution_work(
     whole = Predictions(net, kernel, X.detach(), classes, options.memory_budget, recorded_net)
     K, shared = whole.num_outputs, (kernel, whole.X, options.memory_budget, classes, groupings, splits_statistics)
     is_asked = kernel.trajectory.asked_of is not None
-    if kind is None and not is_asked and is_plain_descent(whole, groupings):
+    if kind is None and not is_asked and whole.lines_together == 1 and is_plain_descent(whole, groupings):
         return FactoredTerms(*shared, K, points_at_a_time(whole), plan=net.plan)
     outputs_per_row = K if whole.memory.adjoint_points(K) else 1  # where those of all of a point do not fit
     mapped = MAPPED_ADJOINTS // outputs_per_row if X.device.type == "cpu" else 0

@@ -14,7 +14,7 @@ from torch import Tensor
 from epk_gp.autodiff.dense import PlannedModel
 from epk_gp.core.gradients import CANCELLATION_FACTOR, ReplayedStep, RunReplay, replayed_steps
 from epk_gp.core.model import FunctionalModel
-from epk_gp.core.plans import rows_of_weights
+from epk_gp.core.plans import MemoryPlan, rows_of_weights
 from epk_gp.core.show import Entry, certificate_entry, number, warn_uncertified
 from epk_gp.core.states import JUMP_SHARE, law_of_step, recomputation_of
 from epk_gp.core.step import ForwardPass, SeenRows, Step
@@ -258,6 +258,7 @@ class StepResiduals:
         trajectory: The recorded run.
         model: Its network in the dtype of the computation.
         X: Has the dtype and device of the computation.
+        plan: Chooses how many steps are computed together.
         max_rows: Residuals of all weights that are held in memory; more lie in a temporary file.
         keeps: Residuals are wanted.
         keeps_all: Every step has one that is more than float64's rounding.
@@ -268,7 +269,15 @@ class StepResiduals:
     """
 
     def __init__(
-        self, trajectory: Trajectory, model: FunctionalModel, X: Tensor, max_rows: int, *, keeps: bool, keeps_all: bool
+        self,
+        trajectory: Trajectory,
+        model: FunctionalModel,
+        X: Tensor,
+        plan: MemoryPlan,
+        max_rows: int,
+        *,
+        keeps: bool,
+        keeps_all: bool,
     ) -> None:
         begun, like = time.monotonic(), torch.zeros(0, dtype=model.spec.dtype, device=model.spec.device)
         self.mismatches, self._sizes = StepMismatches(), model.sizes
@@ -276,7 +285,7 @@ class StepResiduals:
         rows: Tensor | None = None
         recomputation, dtype = recomputation_of(trajectory), coarsest_dtype(trajectory, model.spec.dtype)
         most, count = trajectory.num_steps if keeps_all or not recomputation else len(recomputation.kept.numbers), 0
-        for replayed in replayed_steps(trajectory, model, X):
+        for replayed in replayed_steps(trajectory, model, X, plan=plan):
             index = replayed.step.index
             is_amplified = self.mismatches.add(trajectory, model, replayed)
             law = law_of_step(trajectory, index, model.spec)
@@ -310,16 +319,17 @@ def run_findings(trajectory: Trajectory) -> tuple[str, ...]:
     return () if trajectory.identity_finding is None else (trajectory.identity_finding,)
 
 
-def step_mismatches(trajectory: Trajectory, law: UpdateLaw) -> StepMismatches:
+def step_mismatches(trajectory: Trajectory, law: UpdateLaw, plan: MemoryPlan) -> StepMismatches:
     """Compare all recorded steps with those that gradients, the recorded options and clipping give.
 
     Args:
         trajectory: The run.
         law: Its steps as functions, in the dtype and on the device of the computation.
+        plan: Chooses how many steps are computed together.
     """
     model, mismatches = trajectory.model_for(law.reference), StepMismatches(is_exact=True)
     by_mask = torch.zeros(2, sum(law.sizes), dtype=torch.bool, device=law.reference.device)
-    for replayed in replayed_steps(trajectory, model, law.reference, law=law):
+    for replayed in replayed_steps(trajectory, model, law.reference, law=law, plan=plan):
         mismatches.add(trajectory, model, replayed)
         g, own = replayed.gradient, law.step(replayed.step.index)
         is_seen = g.abs() > relative_rounding(trajectory.dtype) * g.abs().max()

@@ -18,7 +18,7 @@ counts), and where torch's own second derivative of an operation is wrong.
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 
 import torch
@@ -26,13 +26,12 @@ from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
 from epk_gp.autodiff.dense import PlannedModel, graph_nodes
-from epk_gp.autodiff.verification import MappedRows
-from epk_gp.core.gradients import PassData, RunReplay, TrainingReplay, UnseenMove
+from epk_gp.core.gradients import PassData, RunReplay, TrainingReplay, UnseenMove, blocks_of
 from epk_gp.core.model import FunctionalModel
 from epk_gp.core.plans import MemoryPlan, TensorSpec
 from epk_gp.core.states import JUMP_SHARE, recomputation_of
 from epk_gp.core.step import Step
-from epk_gp.core.torch_overrides import WrittenOutNormalisation, watching_normalisations
+from epk_gp.core.torch_overrides import MappedRows, WrittenOutNormalisation, watching_normalisations
 from epk_gp.core.trajectory import Trajectory, flat_state
 
 _KINDS = ("running_mean", "running_var")
@@ -160,7 +159,7 @@ class LossCurvature:
                 at_start.append(of_statistics.masked_fill(~move.moved.to(of_statistics.device), 0.0))
             carried = of_statistics = self._before_move(move, of_statistics)
             of_statistics = None if carried is None else torch.zeros_like(carried)
-            for data in self._blocks(passes[number]):
+            for data in blocks_of(self.net.model, passes[number], self.memory.curvature_rows()):
                 leaves, results = self._graph(
                     step, state, data, is_last=number + 1 == len(passes), moves=carried is not None
                 )
@@ -184,17 +183,6 @@ class LossCurvature:
             return of_statistics
         self.explains_statistics = self.explains_statistics and (move.is_reset or move.returns)
         return of_statistics.masked_fill(move.moved.to(of_statistics.device), 0.0)
-
-    def _blocks(self, data: PassData) -> Iterator[PassData]:
-        """Divide a pass whose rows do not depend on each other, so that its graph fits into memory."""
-        count = self.memory.curvature_rows()
-        if len(data.X) <= count or not data.forward.is_plain or self.net.model.signature.graph is not None:
-            yield data
-            return
-        for part in torch.arange(len(data.X)).split(count):
-            rows = slice(int(part[0]), int(part[-1]) + 1)
-            forward = replace(data.forward, num_rows=len(part))
-            yield PassData(forward, data.samples[rows], data.X[rows], data.y[rows], data.c[rows])
 
     def _graph(
         self, step: Step, state: Float[Tensor, " PQ"], data: PassData, *, is_last: bool, moves: bool

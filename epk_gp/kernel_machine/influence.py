@@ -13,7 +13,7 @@ from torch import Tensor
 
 from epk_gp.autodiff.dense import PlannedModel, all_outputs, chosen_outputs
 from epk_gp.autodiff.scalars import Function, RowFunction, ask, with_leaves
-from epk_gp.autodiff.verification import with_plan
+from epk_gp.autodiff.verification import plan_for, with_plan
 from epk_gp.core import checks
 from epk_gp.core.graphs import rows_of, tensors_of
 from epk_gp.core.inputs import Inputs
@@ -259,7 +259,8 @@ def influence(
     law, found = UpdateLaw(trajectory, flat_weights(trajectory, 0, X)), list[Influence]()
     retrain.require_replays(law)
     # a retrained run agrees with the network that trained it: whether that is the recorded one, the recorded run says
-    findings = step_mismatches(trajectory, law).retraining_findings
+    plan = plan_for(trajectory, trajectory.model_for(X)).memory_plan(parsed.memory_budget)
+    findings = step_mismatches(trajectory, law, plan).retraining_findings
     for index, weights in enumerate(smoothing.weights(trajectory.num_points)):
         weights = weights.to(trajectory.device)
         run, (_, difference) = retrain.retrained_run(retrain.StackedTraining(trajectory), weights, parsed.memory_budget)
@@ -347,7 +348,7 @@ def _differentiate(
         )  # fmt: skip
         blocks = [sums for _, sums in run(work, options, "influence")]
         values, norms = (torch.cat([sums.added[name] for sums in blocks]) for name in ("values", "norms"))
-        mismatches = step_mismatches(trajectory, work.law)
+        mismatches = step_mismatches(trajectory, work.law, work.memory)
         values = values.reshape(*shown.shape, *values.shape[1:])
         split = CombinedAxes(trajectory, axes).unflatten
         is_unexplained = any(bool(sums.largest["unexplained"]) for sums in blocks)

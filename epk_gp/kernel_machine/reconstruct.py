@@ -72,7 +72,8 @@ class ReconstructionWork(PathWork):
         ratios = sums.largest.setdefault("mismatch_ratios", torch.zeros(trajectory.num_steps, dtype=torch.float64))
         largest = sums.largest.setdefault("mismatch", torch.zeros(1, dtype=torch.float64))
         yield sums
-        for replayed in replayed_steps(trajectory, net.model, self.X, slice(begin, self.ranges[number].stop)):
+        own, plan = slice(begin, self.ranges[number].stop), net.memory_plan(self.memory_budget)
+        for replayed in replayed_steps(trajectory, net.model, self.X, own, plan=plan):
             mismatches, index = certificate.StepMismatches(), replayed.step.index
             is_amplified, w, d = mismatches.add(trajectory, net.model, replayed), replayed.w, replayed.d
             ratios[index] = mismatches.ratio

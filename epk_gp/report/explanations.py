@@ -16,8 +16,8 @@ import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
 
-from epk_gp.autodiff.verification import filter_own_warnings
 from epk_gp.core.show import CertificateWarning
+from epk_gp.core.torch_overrides import filter_own_warnings
 from epk_gp.core.trajectory import Trajectory
 from epk_gp.kernel_machine.attribute import GroupedAttribution, attribute
 from epk_gp.kernel_machine.axes import Axis, by_layer, by_sample, by_step

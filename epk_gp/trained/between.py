@@ -259,7 +259,7 @@ class _StretchTerms(AttributionWork):
             if not keeps:
                 stretch = layerwise_average(block, steps, max(2, 2 * self.rows_at_once // K), take)
             else:
-                stretch = average_over(block, steps, self.rows_per_block, Phi, splits_statistics=True)
+                stretch = average_over(block, [steps], self.rows_per_block, Phi[None], splits_statistics=True)[0]
                 for place, gradients in enumerate(Phi.split(list(shape), dim=2)):
                     take(slice(0, N), place, gradients)
             if stretch.of_statistics is not None:
