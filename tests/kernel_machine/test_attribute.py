@@ -3,6 +3,7 @@
 import functools
 import itertools
 import re
+import sys
 import warnings
 from concurrent.futures import ThreadPoolExecutor
 
@@ -161,6 +162,18 @@ def test_axes_and_classes_that_are_not_of_the_run_are_refused():
     for options, error, says in REFUSED:
         with pytest.raises(error, match=says):
             epk.attribute(trajectory, X, **options(trajectory))
+
+
+@pytest.mark.parametrize("options", [{}, {"function": lambda z: z[:, 0]}, {"by": []}], ids=str)
+def test_a_request_is_parsed_once(run, options):
+    """At the door: the inputs, the head, the rule and the path, however the outputs are evaluated afterwards."""
+    calls, parsers = [], ("parse_inputs", "resolve_head", "validate_rule", "validate_path", "parse_axes")
+    sys.setprofile(lambda frame, event, _: calls.append(frame.f_code.co_name) if event == "call" else None)
+    try:
+        epk.attribute(*run, **options)
+    finally:
+        sys.setprofile(None)
+    assert {name: calls.count(name) for name in parsers} == dict.fromkeys(parsers, 1)
 
 
 @pytest.fixture
