@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.autograd.forward_ad as fwAD
@@ -39,6 +39,7 @@ _NUM_PROBE_ROWS = 6
 # much each: together less than a small memory budget. A network of a million weights in float64 has four rows.
 _TRUTH_BYTES, _FEWEST_ROWS = 1 << 26, 2
 Pair = tuple[Tensor, Tensor]  # what was computed, and what is expected
+T = TypeVar("T")
 
 
 def probe_rows(X: Shaped[Tensor, "M ..."]) -> Shaped[Tensor, "E ..."]:
@@ -364,37 +365,38 @@ def plan_for(trajectory: Trajectory, model: FunctionalModel) -> PlannedModel:
         return PlannedModel(model, cache.plans[key])
 
 
-@contextmanager
-def planned(trajectory: Trajectory, X: Shaped[Tensor, "n ..."]) -> Iterator[PlannedModel]:
-    """Give a run's network with its plan to what is computed in `while True:`, and left by `return`.
+def with_plan(compute: Callable[..., T], X: Shaped[Tensor, "n ..."], *runs: Trajectory) -> T:
+    """Return compute(net, ...), which gets the network of each run with its plan.
 
-        while True:
-            with planned(trajectory, X) as net:
-                return ...
-
-    If the inputs use a parameter as the plan did not foresee, the body ends there and is carried out once more, with
-    the dense plan: it must leave nothing behind when it raises. A network may send each row to another expert: a layer
-    then sees some of the rows, which the rows that the plan was made on need not show. The model's cache keeps that
-    finding for every later computation.
+    If the inputs use a parameter as a plan did not foresee, the first network whose plan is not dense gets the dense
+    one, and `compute` is called again: it must leave nothing behind when it raises. A network may send each row to
+    another expert: a layer then sees some of the rows, which the rows that the plan was made on need not show. The
+    model's cache keeps that finding for every later computation.
 
     Args:
-        trajectory: The run.
+        compute: What is computed with the networks.
         X: Inputs, of the computation's dtype and on its device.
+        runs: The runs, which may share a network.
+
+    Raises:
+        UnsupportedParameterUseError: The dense plans do not foresee it either.
+        ValueError: The network makes Python numbers of its tensors.
     """
-    model = trajectory.model_for(X)
     with outside_autocast():
-        net = plan_for(trajectory, model)
-        try:
-            yield net
-        except interception.UnsupportedParameterUseError:
-            if net.plan is model.cache.plans.get((model.spec, True)):
-                raise
-            model.cache.needs_dense_plan = True
-        except RuntimeError as error:
-            if "calling .item()" not in str(error):
-                raise
-            raise ValueError(
-                "the network must compute with tensors: forward() makes a Python number of a weight or an activation "
-                "(.item(), float(), or an `if` on a tensor), through which nothing is differentiated. Compute with the "
-                "tensor itself, or make the number of a buffer."
-            ) from error
+        while True:
+            nets = [plan_for(run, run.model_for(X)) for run in runs]
+            try:
+                return compute(*nets)
+            except interception.UnsupportedParameterUseError:
+                layered = [net for net in nets if net.plan is not net.model.cache.plans.get((net.model.spec, True))]
+                if not layered:
+                    raise
+                layered[0].model.cache.needs_dense_plan = True
+            except RuntimeError as error:
+                if "calling .item()" not in str(error):
+                    raise
+                raise ValueError(
+                    "the network must compute with tensors: forward() makes a Python number of a weight or an "
+                    "activation (.item(), float(), or an `if` on a tensor), through which nothing is differentiated. "
+                    "Compute with the tensor itself, or make the number of a buffer."
+                ) from error

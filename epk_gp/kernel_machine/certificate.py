@@ -477,7 +477,7 @@ class Certificate:
             findings.append(
                 f"{self.unexplained_share:.1%} of the change of the outputs is `unexplained`: gradients of the "
                 "training data do not make that part of the steps, such as rounding that Adam amplifies in a bias in "
-                "front of BatchNorm (bias=False removes it; attribute_by with by_parameter says where it is)"
+                "front of BatchNorm (bias=False removes it; attribute(by=[by_parameter(run)]) says where it is)"
             )
         if self.states and findings:
             findings.append(self.states)

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from epk_gp.autodiff.dense import PlannedModel
 from epk_gp.autodiff.scalars import Function
-from epk_gp.autodiff.verification import observed_plan, planned, probe_rows, without_errors_of_a_trial
+from epk_gp.autodiff.verification import observed_plan, probe_rows, with_plan, without_errors_of_a_trial
 from epk_gp.core.checks import ComputeOptions, ComputeSettings, door, parse_options, validate_positive
 from epk_gp.core.gradients import RunReplay, passes_of
 from epk_gp.core.graphs import tensors_of
@@ -32,11 +32,10 @@ from epk_gp.core.plans import rows_of_weights
 from epk_gp.core.show import Displayed, Entry, Summary, count, warn_caller
 from epk_gp.core.step import Step
 from epk_gp.core.torch_overrides import outside_autocast
-from epk_gp.core.trajectory import Trajectory, flat_state, network_outputs, parse_inputs
+from epk_gp.core.trajectory import Trajectory, flat_state, parse_inputs
 from epk_gp.gram.path_kernel import PathKernel
 from epk_gp.kernel_machine.adjoint import average_over, layerwise_average
 from epk_gp.kernel_machine.attribute import (
-    attribution_kernel,
     attribution_work,
     averaged_path,
     changed_kernel,
@@ -342,11 +341,10 @@ def between(
     trajectory = _path(as_trajectory(start, inputs, targets, loss=loss, output=output), start, moving, named)
     c = sample_weights(trajectory.loss, trajectory.targets) if rates else torch.zeros(0)
     del start
-    rows = parse_inputs(trajectory, X).detach()
-    kernel = attribution_kernel(trajectory, head, adaptive(tol=1e-12), None, function)
-    last, net = flat_state(trajectory, trajectory.num_steps, rows), trajectory.model_for(rows)
-    cuts = found_heads(net, last, rows[:2]) if heads is None else cuts_of(heads, net)
-    kernel, rows, _ = parse_request(kernel, rows, (), (classes, function))
+    X = parse_inputs(trajectory, X).detach()
+    kernel, rows, _ = parse_request(trajectory, X, None, (head, adaptive(tol=1e-12), straight()), (classes, function))
+    last, net = flat_state(trajectory, trajectory.num_steps, X), trajectory.model_for(X)
+    cuts = found_heads(net, last, X[:2]) if heads is None else cuts_of(heads, net)
     divided = tuple((cut.before, cut.heads) if (cut := cuts.get(name)) else (1, 1) for name in net.names)
     kind: Callable[..., _StretchTerms] = partial(_StretchTerms, cuts=divided, c=c, rates=rates)
     sums = partial(_sums, kind, classes, parsed, names=_names(trajectory, cuts), checkpoints=named.titles)
@@ -416,10 +414,12 @@ def _split(
                 return result
         if misses:
             warn_caller("operations cannot be averaged: the stretches are computed once more, along straight lines.")
-    while True:
-        with planned(asked.recorded, X) as recorded_net, planned(asked, X) as net:
-            path = straight() if misses else averaged_path(asked, X)
-            return sums(changed_kernel(kernel, path=path), X, net, recorded_net)
+
+    def compute(net: PlannedModel, recorded_net: PlannedModel) -> CheckpointSplit:
+        path = straight() if misses else averaged_path(asked, X)
+        return sums(changed_kernel(kernel, path=path), X, net, recorded_net)
+
+    return with_plan(compute, X, asked, asked.recorded)
 
 
 def _sums(
@@ -439,9 +439,7 @@ def _sums(
         K = 1 if classes is not None or work.rows_at_once < work.whole.num_outputs else work.whole.num_outputs
         work = replace(work, outputs_per_row=K, rows_per_block=len(X) * work.whole.num_outputs // K)
     whole = work.whole
-    initial, network = (
-        whole.select_outputs(network_outputs(kernel.trajectory, X, state=state, head=kernel.head)) for state in (0, -1)
-    )
+    initial, network = map(whole.select_outputs, kernel.end_outputs(X))
     totals, rest = work.totals(work.as_rows(initial), torch.arange(work.num_rows)), Sums()
     for piece, sums in run(work, options, "stretches"):
         for name, total in totals.named.items():

@@ -10,7 +10,6 @@ import reference
 from epk_gp.core.plans import MemoryPlan
 from epk_gp.kernel_machine import descent
 from epk_gp.kernel_machine import terms as problem_module
-from epk_gp.kernel_machine.attribute import attribute_many
 from epk_gp.kernel_machine.axes import by_layer, by_sample, by_step
 from epk_gp.kernel_machine.terms import IntegratedLines
 from helpers import NETWORKS, Case, assert_close, make_case
@@ -67,7 +66,7 @@ def test_contributions_do_not_depend_on_how_much_is_held(name, path, num_samples
 
     def found() -> list[Tensor]:
         options = {"path": path, "rule": epk.gauss_legendre(5)}
-        parts = attribute_many(case.trajectory, case.test, groupings, **options)
+        parts = epk.attribute(case.trajectory, case.test, by=groupings, **options)
         return [*(part.values for part in parts), epk.attribute(case.trajectory, case.test, **options).amplification]
 
     whole, computed = found(), IntegratedLines.node_batches
