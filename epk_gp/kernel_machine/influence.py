@@ -341,7 +341,7 @@ def _differentiate(
     steps = trajectory.num_steps if truncate is None else min(int(truncate), trajectory.num_steps)
     is_joint = outputs.ndim == 0
     while True:
-        with planned(trajectory, X) as recorded_net, planned(asked, X) as net:
+        with planned(trajectory, X) as recorded_net, planned(asked, X) as net, disable_fused_attention():
             work = InfluenceWork(
                 asked, X, cotangents, is_joint, axes, own, factors, steps, options.memory_budget,
                 plan=net.plan, recorded_plan=recorded_net.plan if is_asked else None,
