@@ -99,6 +99,11 @@ def passes_of(step: Step, X: Shaped[Tensor, "M ..."], targets: Shaped[Tensor, "M
     weights = sample_weights(loss, y) if step.sample_weights is None else step.sample_weights
     c = weights.to(device=y.device, dtype=torch.float64)
     forwards = step.passes or (ForwardPass(len(samples)),)
+    if len(forwards) == 1:
+        forward = forwards[0]
+        return [
+            PassData(forward, samples, _seen_inputs(X, samples, forward.inputs), _seen_labels(y, forward.targets), c)
+        ]
     counts = [forward.num_rows for forward in forwards]
     parts = zip(forwards, samples.split(counts), y.split(counts), c.split(counts), strict=True)
     return [
@@ -190,10 +195,13 @@ class TrainingReplay:
     def leaves_and_losses(
         self, state: Float[Tensor, " PQ"], data: PassData
     ) -> tuple[list[Tensor], Float[Tensor, " n"]]:
-        """Replay a forward pass in the network itself, and return its weights, which require gradients, and losses."""
+        """Replay a forward pass in the network itself, and return its weights, which require gradients, and losses.
+
+        The caller has left fused attention.
+        """
         module = self._module(data)
         leaves = leaves_of(module, self.model, self.state(state, data))
-        with disable_fused_attention(), self.conditions(module, data, exact=True):
+        with self.conditions(module, data, exact=True):
             return leaves, self.losses_of(self.call(module, data, exact=True), data)
 
     def losses(
@@ -318,6 +326,10 @@ class TrainingReplay:
         """Give a network the modes, settings, random numbers and precision of a pass."""
         self._set_modes(module, data.forward)
         autocast = None if exact else data.forward.autocast
+        if autocast is None and data.forward.is_deterministic:
+            with quiet_checkpoints():
+                yield
+            return
         mixed = nullcontext() if autocast is None else torch.autocast(self.spec.device.type, dtype=autocast)
         with self.random_numbers(data), quiet_checkpoints(), mixed:
             yield

@@ -327,7 +327,7 @@ class UpdateLaw:
         run, model, rule = trajectory.trained, trajectory.model, trajectory.update_rule
         self.trajectory, self.reference, self.sizes, self.clip = run, reference, model.sizes, run.clip
         self._all_move = torch.ones(len(model.sizes), dtype=torch.bool, device=reference.device)
-        self._last: tuple[int, StepLaw] | None = None  # which is asked for several times
+        self._laws = dict[int, StepLaw]()  # which are asked for several times
         if run.momentum is not None:
             raise ValueError(
                 "the run must begin with a new optimizer, so that its steps follow from the recorded gradients: its "
@@ -400,9 +400,13 @@ class UpdateLaw:
 
     def step(self, index: int) -> StepLaw:
         """Return a step as a function."""
-        if self._last is None or self._last[0] != index or self._last[1].clip is not self.clip:
-            self._last = index, self._step(index)  # at once: other threads read it too
-        return self._last[1]
+        law = self._laws.get(index)
+        if law is None or law.clip is not self.clip:
+            law = self._step(index)
+            if any(value.stride() != (0,) for value in law.recorded.values()):  # which takes memory
+                self._laws.clear()
+            self._laws[index] = law
+        return law
 
     def _step(self, index: int) -> StepLaw:
         parts, is_known = self._at[bisect_right(self._starts, index) - 1]

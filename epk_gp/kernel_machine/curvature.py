@@ -16,7 +16,7 @@ counts), and where torch's own second derivative of an operation is wrong.
 """
 
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -120,6 +120,8 @@ _Graph = tuple[list[Tensor], list[Tensor]]  # of a forward and backward pass: it
 @dataclass(eq=False)
 class LossCurvature:
     """Multiplies adjoints with the derivatives of the gradient of a step's loss; to be used by one thread.
+
+    The caller has left fused attention (`disable_fused_attention`).
 
     Attributes:
         net: The network, with its plan.
@@ -226,11 +228,12 @@ class LossCurvature:
             gradients = torch.autograd.grad(
                 c @ losses, parameters, create_graph=True, allow_unused=True, materialize_grads=True
             )
-            names = {node.name() for node in graph_nodes([losses, *gradients])}
-            require_second_derivatives(names, losses)
-            if not self._is_written_out and any(name.startswith("WeightNorm") for name in names):
+            nodes = list(graph_nodes([losses]))
+            if not self._is_written_out and any(node.name().startswith("WeightNorm") for node in nodes):
                 self._is_written_out = True
                 return self._graph(step, state, data, is_last=is_last, moves=moves)
+            if own := {forward.__name__ for node in nodes if (forward := getattr(node, "_forward_cls", None))}:
+                require_second_derivatives(gradients, own)
             if moves:
                 flat = torch.cat([value.reshape(-1) for value in statistics])
                 gradients = (*gradients, self._after(step, data, seen, flat, is_last=is_last))
@@ -406,22 +409,20 @@ def needing_second_derivatives() -> Iterator[None]:
         raise ValueError(_refusal(str(error))) from error
 
 
-def require_second_derivatives(names: Collection[str], losses: Tensor) -> None:
-    """Raise if a graph holds an operation that can be differentiated once only.
+def require_second_derivatives(gradients: Sequence[Tensor], own: Collection[str]) -> None:
+    """Raise if a graph holds an operation that can be differentiated once only, which none of torch's own is.
 
     torch puts an error in the place of its derivative, which leads to no weight: `torch.autograd.grad` does not meet
     it, and gives what is left of the derivative.
 
     Args:
-        names: Names of the nodes of the graph of gradients.
-        losses: The losses.
+        gradients: Gradients of the losses, with their graph.
+        own: Names of the operations of one's own in the forward pass.
 
     Raises:
         ValueError: There is one.
     """
-    if any(name.endswith("::Error") for name in names):
-        # torch's own operations are no classes of Python
-        own = {forward.__name__ for node in graph_nodes([losses]) if (forward := getattr(node, "_forward_cls", None))}
+    if any(node.name().endswith("::Error") for node in graph_nodes(gradients)):
         raise ValueError(_refusal(f"{_MARKED} (operations of one's own here: {', '.join(sorted(own))})"))
 
 

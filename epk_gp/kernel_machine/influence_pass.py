@@ -21,6 +21,7 @@ from epk_gp.autodiff.representations import ContractionCost, to_flat_order
 from epk_gp.core.plans import MemoryPlan, weight_rows
 from epk_gp.core.replayed_steps import RunReplay
 from epk_gp.core.step import fingerprint
+from epk_gp.core.torch_overrides import disable_fused_attention
 from epk_gp.core.trajectory import Trajectory, flat_state, flat_weights, held_coefficients, step_coefficients
 from epk_gp.core.update_law import OptimizerMemory, StepLaw, UpdateLaw
 from epk_gp.kernel_machine.axes import Axis, CombinedAxes
@@ -305,20 +306,22 @@ class InfluenceWork(RunWork):
         curvature, trace = LossCurvature(self.recorded_net, run, self.memory), self.trace.reader(run)
         sums = Sums({"values": values, "norms": norms}, {"unexplained": unexplained}, adjoints, saved.steps)
         yield sums
-        for index in reversed(range(S - self.truncate, S - saved.steps)):
-            adjoints, products = self._back(index, adjoints, curvature, trace)
-            at_step = values[:, int(combined.index["step"][index])]
-            for samples, found in products:
-                samples = samples.to(found.device)
-                found = found if factors is None else found * factors[samples]
-                if own is not None:
-                    at_step[:, 0] += (found * (samples[None] == own[:, None])).sum(dim=1)
-                else:
-                    at_step.index_add_(1, groups[samples], found)
-            norms[:, index] = _norm(adjoints)
-            unexplained |= not curvature.explains_statistics
-            sums.carried, sums.steps = adjoints, sums.steps + 1
-            yield sums
+        step_of = combined.index["step"].tolist()
+        with disable_fused_attention():  # once, not in every step
+            for index in reversed(range(S - self.truncate, S - saved.steps)):
+                adjoints, products = self._back(index, adjoints, curvature, trace)
+                at_step = values[:, step_of[index]]
+                for samples, found in products:
+                    samples = samples.to(found.device)
+                    found = found if factors is None else found * factors[samples]
+                    if own is not None:
+                        at_step[:, 0] += (found * (samples[None] == own[:, None])).sum(dim=1)
+                    else:
+                        at_step.index_add_(1, groups[samples], found)
+                norms[:, index] = _norm(adjoints)
+                unexplained |= not curvature.explains_statistics
+                sums.carried, sums.steps = adjoints, sums.steps + 1
+                yield sums
 
     def _start(self, rows: Int64[Tensor, " rows"]) -> Adjoints:
         """Return the adjoints of the trained weights and statistics."""
