@@ -44,6 +44,8 @@ from epk_gp.optimizers.update_rules import (
     shown_clip,
 )
 
+_HELD_NUMBERS = 1 << 20  # of the coefficients of steps that were asked for, by field
+
 
 def scaled_fields(groups: Sequence[OptimizerGroup], names: Sequence[str]) -> tuple[frozenset[str], ...]:
     """Return which coefficients of each parameter a preconditioner scales that can be computed again.
@@ -212,11 +214,7 @@ class StepLaw:
             Its direction momentum_lr * m' + lr * h; what the optimizer keeps afterwards; and the coefficients by field:
             the recorded ones, (P,), or (..., P) where preconditioners scale them.
         """
-        if self.has_more:
-            raise ValueError(
-                "steps on other gradients must have one momentum buffer and no matrices around the division: those of "
-                "this run's optimizer have more (Adan, AdEMAMix, Lookahead, SOAP). Use attribute."
-            )
+        self.require_one_buffer()
         scales, after = self.scales(memory, h := self.decayed(w, g))
         coefficients = dict(self.recorded)
         for part, scale in zip(self.parts, scales, strict=True):
@@ -227,6 +225,18 @@ class StepLaw:
                 coefficients[name] = whole.slice_scatter(scaled, -1, columns.start, columns.stop)
         m = coefficients["beta"] * memory.momentum + coefficients["one_minus_dampening"] * h
         return coefficients["momentum_lr"] * m + coefficients["lr"] * h, replace(after, momentum=m), coefficients
+
+    def require_one_buffer(self) -> None:
+        """Raise if the step on other gradients is not known.
+
+        Raises:
+            ValueError: There is a second buffer, or there are inner matrices.
+        """
+        if self.has_more:
+            raise ValueError(
+                "steps on other gradients must have one momentum buffer and no matrices around the division: those of "
+                "this run's optimizer have more (Adan, AdEMAMix, Lookahead, SOAP). Use attribute."
+            )
 
     def decayed(self, w: Float[Tensor, "... P"], g: Float[Tensor, "... P"]) -> Float[Tensor, "... P"]:
         """Return h of the weights and the gradient."""
@@ -242,8 +252,8 @@ class StepLaw:
         counts = memory.counts + self.moves.to(memory.counts)
         scales, kept = [], []
         for part, before in zip(self.parts, memory.kept, strict=True):
-            n = counts[part.parameters].clamp(min=1)
-            count = (n[0] if bool((n == n[0]).all()) else n.repeat_interleave(part.sizes)).to(h)
+            n = counts[..., part.parameters].clamp(min=1)
+            count = (n[..., :1] if bool((n == n[..., :1]).all()) else n.repeat_interleave(part.sizes, -1)).to(h)
             scale, after = part.preconditioner.scale(before, h[..., part.columns], part.options, count)
             if self.is_moved is not None:  # the optimizer passed over the weights that did not move
                 moved = self.is_moved[part.columns]
@@ -271,11 +281,11 @@ class StepLaw:
         scales, after = self.scales(memory, self.decayed(w, g))
         coefficients, members = dict[str, Any](), dict[Any, list[tuple[Tensor, Tensor]]]()
         for part, scale in zip(self.parts, scales, strict=True):
-            numbers = after.counts[part.parameters].repeat_interleave(part.sizes)
-            for count in numbers.unique():
-                at = (numbers == count).nonzero()[:, 0]
-                key = id(part.options), float(count), part.fields
-                members.setdefault(key, []).append((at + part.columns.start, scale[at]))
+            numbers, columns = after.counts[part.parameters], torch.arange(part.columns.start, part.columns.stop)
+            columns, counts = columns.to(scale.device), {*numbers.tolist()}
+            for count in counts:
+                at = ... if len(counts) == 1 else (numbers == count).repeat_interleave(part.sizes)
+                members.setdefault((id(part.options), count, part.fields), []).append((columns[at], scale[at]))
         for (*_, names), pieces in members.items():
             columns, scale = (torch.cat(values) for values in zip(*pieces, strict=True))
             for name in names:  # rates are a common factor: that of the smallest scale, which rounding moves least
@@ -400,10 +410,9 @@ class UpdateLaw:
 
     def step(self, index: int) -> StepLaw:
         """Return a step as a function."""
-        law = self._laws.get(index)
-        if law is None or law.clip is not self.clip:
+        if (law := self._laws.get(index)) is None or law.clip is not self.clip:
             law = self._step(index)
-            if any(value.stride() != (0,) for value in law.recorded.values()):  # which takes memory
+            if len(self._laws) * sum(self.sizes) > _HELD_NUMBERS:
                 self._laws.clear()
             self._laws[index] = law
         return law

@@ -18,7 +18,7 @@ from torch import Tensor
 from epk_gp.autodiff.dense import Cotangents, flat_columns
 from epk_gp.autodiff.jacobians import WeightLocation, layer_jacobians, statistics_jacobian
 from epk_gp.autodiff.representations import ContractionCost, to_flat_order
-from epk_gp.core.plans import MemoryPlan, weight_rows
+from epk_gp.core.plans import MAX_STEP_BATCH, MemoryPlan, weight_rows
 from epk_gp.core.replayed_steps import RunReplay
 from epk_gp.core.step import fingerprint
 from epk_gp.core.torch_overrides import disable_fused_attention
@@ -36,9 +36,8 @@ class OptimizerJacobian:
     Args:
         law: The step.
         update: Its recorded coefficients.
-        memory: What the optimizer keeps before it. Where no preconditioner is at work its values do not matter.
-        w: The weights before the step, (P,).
-        g: The gradient of the batch's loss, (P,). It matters where it is clipped or preconditioned.
+        g: The gradient of the batch's loss, (P,). It matters where it is clipped.
+        slopes: Of each part that a preconditioner scales (`scale_slopes`).
         kind: How the step clipped its gradient, if it did.
     """
 
@@ -46,31 +45,13 @@ class OptimizerJacobian:
         self,
         law: StepLaw,
         update: UpdateCoefficients,
-        memory: OptimizerMemory,
-        w: Float[Tensor, " P"],
         g: Float[Tensor, " P"],
+        slopes: Sequence["Slopes"],
         kind: type[ClipNorm | ClipValue] | None,
     ) -> None:
-        self.law, self.update, self.g, self.kind = law, update, g, kind
+        law.require_one_buffer()
+        self.law, self.update, self.g, self.slopes, self.kind = law, update, g, slopes, kind
         self.factors = {name: value if bool(value.any()) else None for name, value in law.recorded.items()}
-        # of each part: the derivative of the step in the logarithm of the scale, by what it goes through; and those of
-        # the scale's logarithm and of what is kept, in h and in what was kept
-        self.slopes = list[tuple[Tensor, Tensor, list[list[Tensor | None]]]]()
-        if not law.parts:
-            return
-        h = law.decayed(w, g).detach().requires_grad_()
-        kept = tuple(tuple(tensor.detach().requires_grad_() for tensor in own) for own in memory.kept)
-        with torch.enable_grad():
-            scales, after = law.scales(replace(memory, kept=kept), h)
-            recorded = law.recorded
-            m = (recorded["beta"] * memory.momentum + recorded["one_minus_dampening"] * h).detach()
-            for part, scale, before, made in zip(law.parts, scales, kept, after.kept, strict=True):
-                rows = [_row(value, [h, *before], part.columns) for value in (scale.log(), *made)]
-                terms = {"momentum_lr": m, "lr": h.detach(), "one_minus_dampening": h.detach()}
-                scaled = {name: recorded[name] * value for name, value in terms.items() if name in part.fields}
-                of_buffer = scaled.pop("one_minus_dampening", torch.zeros_like(g))
-                direct = sum(scaled.values(), torch.zeros_like(g))
-                self.slopes.append((direct[part.columns], of_buffer[part.columns], rows))
 
     def adjoints(
         self, of_weights: Float[Tensor, "R P"], of_memory: Sequence[Tensor | None]
@@ -119,10 +100,52 @@ class OptimizerJacobian:
         return of_gradient - along[:, None] * slope
 
 
+# Of some weights that a preconditioner scales: the derivatives of the step's direction, and of the momentum, in the
+# scale's logarithm; and those of this logarithm and of all that is kept, in h and in what was kept. None stands for 0.
+Slopes = tuple[Tensor, Tensor, list[list[Tensor | None]]]
+
+
+def scale_slopes(
+    laws: Sequence[StepLaw],
+    memories: Sequence[OptimizerMemory],
+    w: Float[Tensor, "K P"],
+    g: Float[Tensor, "K P"],
+) -> list[list[Slopes]]:
+    """Return the slopes of each part of K steps, in which the same weights are scaled by the same options.
+
+    Args:
+        laws: The steps.
+        memories: What the optimizer keeps before each.
+        w: The weights before each.
+        g: The gradients of their losses.
+    """
+    c = {name: torch.stack([law.recorded[name] for law in laws]) for name in laws[0].recorded}
+    h = (c["grad_scale"] * g + c["weight_decay"] * w).requires_grad_()
+    momentum, counts = (torch.stack([getattr(own, name) for own in memories]) for name in ("momentum", "counts"))
+    parts = zip(*(own.kept for own in memories), strict=True)
+    kept = tuple(tuple(torch.stack(own).requires_grad_() for own in zip(*each, strict=True)) for each in parts)
+    with torch.enable_grad():
+        scales, after = laws[0].scales(OptimizerMemory(momentum, kept, counts), h)
+        of_parts = zip(laws[0].parts, scales, kept, after.kept, strict=True)
+        rows = [[_row(out, [h, *own], part.columns) for out in (s.log(), *made)] for part, s, own, made in of_parts]
+    h = h.detach()
+    m, found = c["beta"] * momentum + c["one_minus_dampening"] * h, [list[Slopes]() for _ in laws]
+    for part, several in zip(laws[0].parts, rows, strict=True):
+        terms = {"momentum_lr": m, "lr": h, "one_minus_dampening": h}
+        scaled = {name: (c[name] * terms[name])[:, part.columns] for name in part.fields}
+        zero = torch.zeros_like(h[:, part.columns])
+        of_momentum = scaled.pop("one_minus_dampening", zero)
+        direct = sum(scaled.values(), zero)
+        for k, own in enumerate(found):
+            step = [[None if value is None else value[k] for value in row] for row in several]
+            own.append((direct[k], of_momentum[k], step))
+    return found
+
+
 def _row(output: Tensor, inputs: list[Tensor], columns: slice) -> list[Tensor | None]:
     """Return the derivatives of an output, entry by entry, in each input, of the first in some columns; None for 0."""
     first, *rest = torch.autograd.grad(output.sum(), inputs, retain_graph=True, allow_unused=True)
-    found = [None if first is None else first[columns], *rest]
+    found = [None if first is None else first[:, columns], *rest]
     return [None if value is None or not bool(value.any()) else value for value in found]
 
 
@@ -148,11 +171,14 @@ class MemoryTrace:
 
     def __init__(self, law: UpdateLaw, run: RunReplay, budget: int) -> None:
         self.law, self.run, self._initial = law, run, law.initial()
-        S, num_vectors = law.trajectory.num_steps, 1 + len(self._initial.tensors())  # of a step, with its gradient
-        most = weight_rows(budget // 2, law.reference.element_size(), num_vectors * sum(law.sizes))
+        S, self.num_kept = law.trajectory.num_steps, len(self._initial.tensors())
+        most = weight_rows(budget // 2, law.reference.element_size(), (1 + self.num_kept) * sum(law.sizes))
         self.stride = max(1, S if most >= S else round(S**0.5))
         self._held: list[OptimizerMemory] = []
         self._stretch: dict[int, tuple[OptimizerMemory, Tensor]] = {}
+        # some 20 vectors of each step whose slopes are taken together
+        self._at_once = min(MAX_STEP_BATCH, weight_rows(budget // 4, law.reference.element_size(), 20 * sum(law.sizes)))
+        self._slopes = dict[int, list[Slopes]]()
         if not law.parts:
             return
         memory = self._initial
@@ -167,18 +193,27 @@ class MemoryTrace:
     def reader(self, run: RunReplay) -> "MemoryTrace":
         """Return another trace, which shares the states that are held."""
         own = copy(self)
-        own.run = run
+        own.run, own._slopes = run, {}
         return own
 
-    def __getitem__(self, index: int) -> tuple[OptimizerMemory, Float[Tensor, " P"]]:
-        """Return what the Jacobian of a step depends on: what is kept before it, and the gradient of its loss."""
+    def __getitem__(self, index: int) -> tuple[Float[Tensor, " P"], list[Slopes]]:
+        """Return what the Jacobian of a step depends on: the gradient of its loss, where it matters, and slopes."""
         if not self.law.parts:
-            memory, update = self._initial, held_coefficients(self.law.trajectory, index)
-            clips = index in self.law.clipped_steps and clip_kind(update, len(memory.momentum)) is ClipNorm
-            return memory, self.run.gradient(self.law.trajectory.steps[index])[0] if clips else memory.momentum
+            momentum, update = self._initial.momentum, held_coefficients(self.law.trajectory, index)
+            clips = index in self.law.clipped_steps and clip_kind(update, len(momentum)) is ClipNorm
+            return self.run.gradient(self.law.trajectory.steps[index])[0] if clips else momentum, []
         if index not in self._stretch:
             self._make(index // self.stride)
-        return self._stretch[index]
+        if index not in self._slopes:
+            first = index // self._at_once * self._at_once
+            laws = {s: self.law.step(s) for s in range(first, first + self._at_once) if s in self._stretch}
+            alike = [s for s, law in laws.items() if law.parts is laws[index].parts and law.is_moved is None]
+            alike = alike if index in alike else [index]
+            memories, g = zip(*(self._stretch[s] for s in alike), strict=True)
+            w = [flat_weights(self.law.trajectory, s, self.law.reference) for s in alike]
+            several = scale_slopes([laws[s] for s in alike], memories, torch.stack(w), torch.stack(g))
+            self._slopes = dict(zip(alike, several, strict=True))
+        return self._stretch[index][1], self._slopes[index]
 
     def _make(self, number: int) -> None:
         """Compute the steps of a stretch, in the place of those of another one."""
@@ -371,11 +406,10 @@ class InfluenceWork(RunWork):
             a = float(average.coefficients[index])
             of_weights = of_weights + a * adjoints["average"]
             before["average"] = (1 - a) * adjoints["average"]
-        (memory, g), w = trace[index], flat_weights(trajectory, index, self.X)
-        update = step_coefficients(trajectory, index, w)
-        kind = clip_kind(update, len(w)) if index in self.law.clipped_steps else None
-        jacobian = OptimizerJacobian(self.law.step(index), update, memory, w, g, kind)
-        kept = [adjoints.get(f"memory.{number}") for number in range(len(memory.tensors()))]
+        (g, slopes), update = trace[index], step_coefficients(trajectory, index, self.X)
+        kind = clip_kind(update, len(g)) if index in self.law.clipped_steps else None
+        jacobian = OptimizerJacobian(self.law.step(index), update, g, slopes, kind)
+        kept = [adjoints.get(f"memory.{number}") for number in range(trace.num_kept)]
         through, of_gradient, kept = jacobian.adjoints(of_weights, kept)
         before |= {f"memory.{number}": value for number, value in enumerate(kept) if value is not None}
         products, pulled, moving = curvature(trajectory.steps[index], of_gradient, adjoints.get("statistics"))
