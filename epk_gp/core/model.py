@@ -469,9 +469,9 @@ def set_settings(module: nn.Module, places: Sequence[tuple[int, str]], values: F
 def write_state(module: nn.Module, model: FunctionalModel, state: Float[Tensor, " PQ"]) -> dict[str, Tensor]:
     """Write weights, or weights and statistics, into a network, and return all of its tensors by name."""
     tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
-    named = model.unflatten(state)
+    own = [tensors[name] for name in model._layouts[len(state) > model.num_weights][0]]
     with torch.no_grad():
-        torch._foreach_copy_([tensors[name] for name in named], [*named.values()])
+        torch._foreach_copy_(own, torch._C._nn.unflatten_dense_tensors(state, own))
     return tensors
 
 

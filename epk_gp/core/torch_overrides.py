@@ -485,7 +485,7 @@ class MappedRows:
             count: Number of rows.
             mapped: Computes all of them at once.
             single: Computes one.
-            compares: Whether the first row is compared in every call, not in the first one alone.
+            compares: Whether the last row is compared in every call, not in the first one alone.
         """
         if self.works is not False and count > 1:
             try:
@@ -495,8 +495,8 @@ class MappedRows:
             else:
                 if self.works is None or compares:
                     least = self.least or [0.0] * len(found)
-                    pairs = zip(found, single(0), least, strict=True)
-                    self.works = all(_differ_by_rounding(a[0], b, size) for a, b, size in pairs)
+                    pairs = zip(found, single(count - 1), least, strict=True)  # a batch's first row may be another case
+                    self.works = all(_differ_by_rounding(a[-1], b, size) for a, b, size in pairs)
                 if self.works:
                     return found
         return [torch.stack(values) for values in zip(*map(single, range(count)), strict=True)]

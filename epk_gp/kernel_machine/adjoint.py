@@ -20,8 +20,9 @@ from torch import Tensor
 
 from epk_gp.autodiff.jacobians import secant_jacobians
 from epk_gp.autodiff.products import by_parameter
-from epk_gp.core.gradients import PassData, RunReplay
+from epk_gp.core.gradients import PassData
 from epk_gp.core.plans import rows_of_weights, rows_per_pass
+from epk_gp.core.replayed_steps import RunReplay
 from epk_gp.core.step import BEFORE, Step
 from epk_gp.core.trajectory import Trajectory, initial_momentum, step_coefficients
 from epk_gp.kernel_machine.curvature import statistics_increments

@@ -12,9 +12,10 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from epk_gp.autodiff.dense import PlannedModel
-from epk_gp.core.gradients import CANCELLATION_FACTOR, ReplayedStep, RunReplay, replayed_steps
+from epk_gp.core.gradients import CANCELLATION_FACTOR
 from epk_gp.core.model import FunctionalModel
 from epk_gp.core.plans import MemoryPlan, rows_of_weights
+from epk_gp.core.replayed_steps import ReplayedStep, RunReplay, replay_rounding, replayed_steps
 from epk_gp.core.show import Entry, certificate_entry, number, warn_uncertified
 from epk_gp.core.states import JUMP_SHARE, law_of_step, recomputation_of
 from epk_gp.core.step import ForwardPass, SeenRows, Step
@@ -62,16 +63,6 @@ _CLEARLY = 0.25
 _MEASURED_EVERY = 16  # steps whose rounding a preconditioner amplifies: a choice
 
 
-def _replay_rounding(replayed: ReplayedStep, dtype: torch.dtype) -> float:
-    """Return the difference of a replayed step from the recorded one that is rounding without a closer look.
-
-    It is the rounding of the weights and a small share of the step, in the coarser dtype of run and computation.
-    """
-    eps = torch.finfo(dtype).eps
-    share = 2**16 * eps if dtype == torch.float64 else relative_rounding(dtype)
-    return float(4 * eps * largest_entry(replayed.w) + share * largest_entry(replayed.d))
-
-
 def _mismatch_ratio(
     run: Trajectory,
     model: FunctionalModel,
@@ -82,7 +73,7 @@ def _mismatch_ratio(
 ) -> tuple[float, Float[Tensor, " L"] | None]:
     """Return the largest difference of a recorded step from the replayed one, in units of what rounding explains.
 
-    Only if it is larger than `_replay_rounding`, the rounding of the step is measured: it is recomputed from the
+    Only if it is larger than `replay_rounding`, the rounding of the step is measured: it is recomputed from the
     gradient of the rows in reverse order, at weights that are moved by their own rounding. That is done parameter by
     parameter: what a preconditioner amplifies in one explains nothing in the others.
 
@@ -99,15 +90,16 @@ def _mismatch_ratio(
         The ratio; and the rounding of each parameter's gradient, where it is known.
     """
     w, d, step = replayed.w, replayed.d, replayed.step
-    differences, plain = _largest_by_parameter(model, difference), _replay_rounding(replayed, dtype)
+    largest, plain = float(largest_entry(difference)), replay_rounding(replayed.w, replayed.d, dtype)
+    if largest <= plain:
+        return (largest / plain if largest else 0.0), known
+    differences = _largest_by_parameter(model, difference)
 
     def ratio(rounding: Tensor) -> float:
         # a small parameter can come out the same by chance
         allowed = (CANCELLATION_FACTOR * torch.maximum(rounding, rounding.median())).clamp(min=plain)
         return float(torch.where(differences == 0, 0.0, differences / allowed).max())
 
-    if differences.max() <= plain:
-        return ratio(torch.zeros_like(differences)), known
     coefficients = step_coefficients(run, step.index, w)
     unit = torch.arange(len(w), dtype=w.dtype, device=w.device).cos()  # of any signs, none is 0
     ends = (predict_step(coefficients, model.sizes, w, c * unit, replayed.momentum)[0] for c in (0, 1))
@@ -205,8 +197,8 @@ class StepMismatches:
         if replayed.by_options is not None and self.options_step < 0:
             missed = replayed.as_trained - replayed.by_options
             # torch rounds rates to float32 where options are tensors
-            allowed = relative_rounding(torch.float32) * replayed.as_trained.abs().max()
-            if not missed.abs().max() <= allowed and not explained(missed) <= 1:
+            allowed = relative_rounding(torch.float32) * largest_entry(replayed.as_trained)
+            if not largest_entry(missed) <= allowed and not explained(missed) <= 1:
                 self.options_step = index
         ratio = larger(ratio, statistics_error)
         self.largest = larger(self.largest, mismatch)
@@ -214,7 +206,7 @@ class StepMismatches:
             self.ratio, self.worst_step = larger(self.ratio, ratio), index
         is_exact = recomputation is not None or replayed.as_trained is replayed.d
         left = mismatch if is_exact else float(largest_entry(change - replayed.d))
-        return ratio <= 1 and left > _replay_rounding(replayed, dtype)
+        return ratio <= 1 and left > replay_rounding(replayed.w, replayed.d, dtype)
 
     @property
     def retraining_findings(self) -> list[str]:
@@ -258,10 +250,10 @@ class StepResiduals:
         trajectory: The recorded run.
         model: Its network in the dtype of the computation.
         X: Has the dtype and device of the computation.
-        plan: Chooses how many steps are computed together.
         max_rows: Residuals of all weights that are held in memory; more lie in a temporary file.
         keeps: Residuals are wanted.
         keeps_all: Every step has one that is more than float64's rounding.
+        plan: Chooses how many steps are computed together; None for one at a time.
 
     Attributes:
         mismatches: The comparison.
@@ -273,11 +265,11 @@ class StepResiduals:
         trajectory: Trajectory,
         model: FunctionalModel,
         X: Tensor,
-        plan: MemoryPlan,
         max_rows: int,
         *,
         keeps: bool,
         keeps_all: bool,
+        plan: MemoryPlan | None = None,
     ) -> None:
         begun, like = time.monotonic(), torch.zeros(0, dtype=model.spec.dtype, device=model.spec.device)
         self.mismatches, self._sizes = StepMismatches(), model.sizes
@@ -293,7 +285,8 @@ class StepResiduals:
             if keeps and (is_amplified or is_kept):
                 residual = (flat_weights(trajectory.trained, index + 1, X) - replayed.w).sub_(replayed.d)
                 if not is_kept:  # of the parameters whose rounding is amplified
-                    plain, parts = _replay_rounding(replayed, dtype), enumerate(residual.to(like).split(self._sizes))
+                    plain = replay_rounding(replayed.w, replayed.d, dtype)
+                    parts = enumerate(residual.to(like).split(self._sizes))
                     own = {k: part.clone() for k, part in parts if part.numel() and largest_entry(part) > plain}
                     self._amplified[index] = own
                     continue
@@ -328,13 +321,17 @@ def step_mismatches(trajectory: Trajectory, law: UpdateLaw, plan: MemoryPlan) ->
         plan: Chooses how many steps are computed together.
     """
     model, mismatches = trajectory.model_for(law.reference), StepMismatches(is_exact=True)
-    by_mask = torch.zeros(2, sum(law.sizes), dtype=torch.bool, device=law.reference.device)
+    by_mask, all_moved = torch.zeros(2, sum(law.sizes), dtype=torch.bool, device=law.reference.device), False
     for replayed in replayed_steps(trajectory, model, law.reference, law=law, plan=plan):
         mismatches.add(trajectory, model, replayed)
-        g, own = replayed.gradient, law.step(replayed.step.index)
-        is_seen = g.abs() > relative_rounding(trajectory.dtype) * g.abs().max()
-        is_seen = is_seen if own.is_moved is None else is_seen & own.is_moved
-        by_mask |= is_seen & torch.stack([(scale := own.recorded["grad_scale"]) == 0, scale != 0])
+        own = law.step(replayed.step.index)
+        scale = own.recorded["grad_scale"]
+        if not (all_moved and bool(scale.all())):  # else nothing new is seen
+            size = replayed.gradient.abs()
+            is_seen = size > relative_rounding(trajectory.dtype) * size.max()
+            is_seen = is_seen if own.is_moved is None else is_seen & own.is_moved
+            by_mask |= is_seen & torch.stack([scale == 0, scale != 0])
+            all_moved = bool(by_mask[1].all())
     mismatches.moved, mismatches.varies_mask = by_mask[1], bool(by_mask.all(dim=0).any())
     if isinstance(law.clip, ClipNorm) and len(law.clipped_steps) == 1 and law.trajectory.clip is None:
         mismatches.clipped_alone = law.clipped_steps[0]

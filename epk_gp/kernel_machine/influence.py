@@ -346,7 +346,8 @@ def _differentiate(
             asked, X, cotangents, is_joint, axes, own, factors, steps, options.memory_budget,
             plan=net.plan, recorded_plan=recorded_net.plan if is_asked else None,
         )  # fmt: skip
-        blocks = [sums for _, sums in run(work, options, "influence")]
+        with disable_fused_attention():
+            blocks = [sums for _, sums in run(work, options, "influence")]
         values, norms = (torch.cat([sums.added[name] for sums in blocks]) for name in ("values", "norms"))
         mismatches = step_mismatches(trajectory, work.law, work.memory)
         values = values.reshape(*shown.shape, *values.shape[1:])

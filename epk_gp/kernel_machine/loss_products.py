@@ -25,9 +25,10 @@ from epk_gp.autodiff.dense import Cotangents, PlannedModel
 from epk_gp.autodiff.jacobians import WeightLocation, layer_jacobians
 from epk_gp.autodiff.products import ParameterGradients, by_parameter
 from epk_gp.autodiff.representations import ContractionCost
-from epk_gp.core.gradients import PassData, RunReplay, joined_passes, seen_losses, some_rows
+from epk_gp.core.gradients import PassData, joined_passes, seen_losses, some_rows
 from epk_gp.core.model import FunctionalModel
 from epk_gp.core.plans import rows_per_pass
+from epk_gp.core.replayed_steps import RunReplay
 from epk_gp.core.step import Step, tensor_bytes
 from epk_gp.core.torch_overrides import FlopCount, MappedRows, exclusive_forward_mode, forward_mode
 from epk_gp.core.trajectory import step_coefficients

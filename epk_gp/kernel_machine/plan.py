@@ -14,9 +14,9 @@ from epk_gp.autodiff.dense import PlannedModel
 from epk_gp.autodiff.scalars import Function
 from epk_gp.autodiff.verification import with_plan
 from epk_gp.core.checks import ComputeSettings, parse_options, validate_positive
-from epk_gp.core.gradients import replayed_steps
 from epk_gp.core.inputs import Inputs, Points
 from epk_gp.core.losses import Head
+from epk_gp.core.replayed_steps import replayed_steps
 from epk_gp.core.states import recomputation_of
 from epk_gp.core.trajectory import Trajectory
 from epk_gp.gram.path_kernel import PathKernel

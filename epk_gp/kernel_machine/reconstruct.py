@@ -12,10 +12,10 @@ from torch import Tensor
 from epk_gp.autodiff.dense import PlannedModel, WeightSegment
 from epk_gp.autodiff.verification import with_plan
 from epk_gp.core.checks import ComputeOptions, ComputeSettings, door, parse_options
-from epk_gp.core.gradients import replayed_steps
 from epk_gp.core.inputs import Inputs
 from epk_gp.core.losses import Head
 from epk_gp.core.plans import integration_points, panel_points
+from epk_gp.core.replayed_steps import replayed_steps
 from epk_gp.core.show import Displayed, Entry, Summary, count, kind_of
 from epk_gp.core.states import PredictedPath, described_states
 from epk_gp.core.trajectory import Trajectory, flat_state, flat_weights, has_coarse_steps, has_memory, parse_inputs

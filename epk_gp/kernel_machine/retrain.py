@@ -12,10 +12,11 @@ from torch import Tensor
 
 from epk_gp.autodiff.verification import plan_for
 from epk_gp.core.checks import MEMORY_BUDGET, ComputeSettings, door, parse_options, validate_finite
-from epk_gp.core.gradients import PassData, RunReplay, UnseenMove
+from epk_gp.core.gradients import PassData
 from epk_gp.core.inputs import Inputs
 from epk_gp.core.losses import Head, apply_head, resolve_head, validate_stated
 from epk_gp.core.plans import EVALUATED_ROWS, rows_of_weights, weight_rows
+from epk_gp.core.replayed_steps import RunReplay, UnseenMove
 from epk_gp.core.show import Displayed, Entry, Summary, certificate_entry, count, kind_of, number
 from epk_gp.core.states import EndingWith, averaged_trajectory
 from epk_gp.core.step import Step, fingerprint, not_following, tensor_bytes

@@ -506,9 +506,9 @@ class AttributionWork(PathWork):
         """What is left of the steps when they are compared with the recorded ones; the run is replayed."""
         whole, keeps_all = self.whole, leaves_residuals(self.whole)
         most = weight_rows(self.memory_budget, whole.net.itemsize, whole.net.model.num_weights)
-        net, keeps = whole.recorded_net, self.keeps_residuals
-        plan = net.memory_plan(self.memory_budget)
-        return StepResiduals(whole.recorded, net.model, whole.X, plan, most, keeps=keeps, keeps_all=keeps_all)
+        net, run = whole.recorded_net, whole.recorded
+        plan, keeps = net.memory_plan(self.memory_budget), self.keeps_residuals
+        return StepResiduals(run, net.model, whole.X, most, keeps=keeps, keeps_all=keeps_all, plan=plan)
 
     @property
     def num_rows(self) -> int:

@@ -23,12 +23,13 @@ from epk_gp.autodiff.dense import PlannedModel
 from epk_gp.autodiff.scalars import Function
 from epk_gp.autodiff.verification import observed_plan, probe_rows, with_plan, without_errors_of_a_trial
 from epk_gp.core.checks import ComputeOptions, ComputeSettings, door, parse_options, validate_positive
-from epk_gp.core.gradients import RunReplay, passes_of
+from epk_gp.core.gradients import passes_of
 from epk_gp.core.graphs import tensors_of
 from epk_gp.core.inputs import Inputs
 from epk_gp.core.losses import CrossEntropy, Head, Loss, sample_weights
 from epk_gp.core.model import functionalize, uncompiled
 from epk_gp.core.plans import rows_of_weights
+from epk_gp.core.replayed_steps import RunReplay
 from epk_gp.core.show import Displayed, Entry, Summary, count, warn_caller
 from epk_gp.core.step import Step
 from epk_gp.core.torch_overrides import outside_autocast
