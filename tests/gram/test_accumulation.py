@@ -15,8 +15,8 @@ from distributed_cases import make_net, record
 from epk_gp.autodiff import jacobians
 from epk_gp.autodiff.dense import all_outputs
 from epk_gp.autodiff.interception import UnsupportedParameterUseError
-from epk_gp.autodiff.moved_weights import MovedWeights
 from epk_gp.autodiff.jacobians import WeightLocation, layer_jacobians, layer_jacobians_blocked
+from epk_gp.autodiff.moved_weights import MovedWeights
 from epk_gp.autodiff.representations import ContractionCost, LogitsLastLayer, SoftmaxLastLayer
 from epk_gp.autodiff.verification import plan_for
 from epk_gp.core import plans as huge_pages
@@ -27,7 +27,7 @@ from helpers import NETWORKS, assert_blocks, assert_close, gram_diagonal_blocks,
 
 STACKED = {
     "relu", "leaky_relu", "tanh", "gelu", "one_class", "wide", "linear", "cnn", "conv1d", "conv3d", "wide_conv",
-    "norms", "frozen_batch_norm", "attention",
+    "norms", "frozen_batch_norm", "attention", "twice", "tied",
 }  # fmt: skip
 DENSE = {"cosine": ("out.bias",)}  # which is not used
 RULE = epk.gauss_legendre(3)

@@ -81,10 +81,14 @@ def test_factors_and_adjoints_agree(name, monkeypatch):
     case, calls, terms = make_case(name), [], FactoredTerms.terms
     by = [by_sample(case.trajectory), by_layer(case.trajectory)]
     monkeypatch.setattr(FactoredTerms, "terms", lambda *args: calls.append(args) or terms(*args))
+    together = epk.attribute(case.trajectory, case.test, by=by)
+    calls.clear()
+    monkeypatch.setattr(MemoryPlan, "lines_together", lambda *_: 1)  # a large network's steps go one by one
     factored = epk.attribute(case.trajectory, case.test, by=by)
     assert calls
     monkeypatch.setattr(attribute, "is_plain_descent", lambda *_: False)
-    assert_close(epk.attribute(case.trajectory, case.test, by=by).values, factored.values, rounding=1e5)
+    for parts in (together, epk.attribute(case.trajectory, case.test, by=by)):
+        assert_close(parts.values, factored.values, rounding=1e5)
 
 
 @pytest.mark.mostly_slow
@@ -178,7 +182,8 @@ def test_a_request_is_parsed_once(run, options):
 
 @pytest.fixture
 def slow_clock(monkeypatch):
-    """A clock on which every step takes ten seconds."""
+    """A clock on which every step takes ten seconds, and no steps are taken together."""
+    monkeypatch.setattr(MemoryPlan, "lines_together", lambda *_: 1)
     clock = functools.partial(next, itertools.count(0, 10))
     monkeypatch.setattr(progress, "SlowCallNotice", functools.partial(progress.SlowCallNotice, clock=clock))
 

@@ -101,7 +101,7 @@ def test_kinks_behind_batch_normalisation_are_located(monkeypatch):
     steps = integrals(trajectory, X)
     located = torch.stack([step.evaluations for step in steps]).mean()
     assert located < 30  # 22 per (point, step)
-    monkeypatch.setattr(refinement, "locate_kinks", lambda line, X, a, b: (a[:0].long(), a[:0], a > 2))
+    monkeypatch.setattr(refinement, "locate_kinks", lambda line, X, pair, a, b: (a[:0].long(), a[:0], a > 2))
     bisected = torch.stack([step.evaluations for step in integrals(trajectory, X)]).mean()
     assert bisected > 8 * located
 

@@ -12,6 +12,7 @@ from weighted_loops import Apply
 import epk_gp as epk
 from distributed_cases import Shuffled
 from epk_gp.autodiff import secants
+from epk_gp.core.plans import MemoryPlan
 from epk_gp.core.trajectory import flat_state
 from epk_gp.gram.sketch import nodes_trajectory
 from epk_gp.kernel_machine import attribute
@@ -194,8 +195,10 @@ def test_a_checkpoint_belongs_to_its_path(tmp_path):
                 call(run, X, path=other, checkpoint=folder)
 
 
-def test_float32_leaves_its_rounding_as_a_term():
+def test_float32_leaves_its_rounding_as_a_term(monkeypatch):
     run, X = recorded("relu_sgd", dtype=torch.float32), queries(dtype=torch.float32)
+    assert epk.attribute(run, X, by=[by_step(run)], path=epk.chords(2)).unexplained.abs().sum(dim=(0, 1)).bool().all()
+    monkeypatch.setattr(MemoryPlan, "lines_together", lambda *_: 1)  # layers that stay factors: that of a whole chord
     parts = epk.attribute(run, X, by=[by_step(run)], path=epk.chords(2))
     assert parts.certified
     assert parts.max_error <= 1e-5
