@@ -29,7 +29,9 @@ PASSES = {
     ),
     "both adjoints of an average": (lambda **o: epk.attribute(average(), queries(), **o), STEP, 3),
     "outputs apart, second block": (lambda **o: epk.attribute(recorded("tanh_momentum"), queries(2), **o), STEP, 7),
-    "lines together": (lambda **o: epk.attribute(recorded("tanh_momentum"), queries(), path=epk.chords(2), **o), STEP, 4),
+    "lines together": (
+        lambda **o: epk.attribute(recorded("tanh_momentum"), queries(), path=epk.chords(2), **o), STEP, 4,
+    ),
     "influence": (lambda **o: epk.influence(LOOP.record(), LOOP.test_points, **o), BACK, 6),
 }  # fmt: skip
 
