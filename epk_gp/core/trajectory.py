@@ -221,7 +221,7 @@ class Trajectory(Displayed):
         """Shape of one input."""
         return tuple(self.inputs.shape[1:])
 
-    @property
+    @cached_property
     def dtype(self) -> torch.dtype:
         """The weights' dtype."""
         return self.states[0].dtype
