@@ -158,11 +158,7 @@ def questions(
 @contextmanager
 def states_together(count: int | None) -> Iterator[None]:
     """Evaluate so many states of a run together where the network allows it; None for all of them."""
-    # TODO of the branch: filled in when `MemoryPlan.states_together` is there.
-    if not hasattr(MemoryPlan, "states_together"):
-        yield
-        return
-    with patch.object(MemoryPlan, "states_together", lambda self, *sizes, **named: count or 1 << 30):
+    with patch.object(MemoryPlan, "fitting_lines", lambda self, *sizes, **named: count or 1 << 30):
         yield
 
 

@@ -129,7 +129,7 @@ class MovedWeights(ParameterInterception):
         if tangent is not None:
             tangents = product(tangent, None).chunk(len(weights), dim=-1)
             results = tuple(fwAD.make_dual(*pair) for pair in zip(results, tangents, strict=True))
-        return results[0] if self.t is None else self._moved(*results, self.t)
+        return results[0] if self.t is None else self._moved(results[0], results[1], self.t)
 
     def _scaled(self, call: FunctionCall) -> Tensor:
         """Normalise, and scale and shift each row by weights of its own."""
@@ -166,34 +166,33 @@ class MovedWeights(ParameterInterception):
         If no argument has rows, neither has the result: it moves as a parameter does, along a direction of its own.
         """
         has_batch = any(map(has_rows, tensors_in((call.args, call.kwargs))))
-        of_lines, of_steps, result = list[list[Tensor]](), list[list[Tensor]](), None
+        of_lines, of_steps, result, rows = list[list[Tensor]](), list[list[Tensor]](), None, self.num_rows // self.num_lines
         for own, direction, t in self._lines(call) if self.start else [(call, self.direction, self.t)]:
             result = own.run()
             values = list(tensors_in((result,)))
             if not values:
                 return result
             along = along_direction(own, direction)
-            rows = self.num_rows // self.num_lines
             if along is NotImplemented or (has_batch and any(not y.ndim or len(y) != rows for y in values)):
                 raise UnsupportedParameterUseError(
                     f"the weights {sorted(call.params)} must be used by functions that are linear in them."
                 )
             steps = list(tensors_in((along,)))
+            if has_batch and t is not None:
+                values = [self._moved(*pair, t) for pair in zip(values, steps, strict=True)]
             of_lines.append(values)
             of_steps.append(steps)
-            if has_batch and t is not None:
-                of_lines[-1] = [self._moved(*pair, t) for pair in zip(values, steps, strict=True)]
         if has_batch:
             moved = [torch.cat(values) if self.start else values[0] for values in zip(*of_lines, strict=True)]
-            return moved[0] if isinstance(result, Tensor) else type(result)(moved)
+            kind: Any = type(result)
+            return moved[0] if isinstance(result, Tensor) else kind(moved)
         result = call.run() if self.start else result
-        for value, starts, steps in zip(
-            tensors_in((result,)), zip(*of_lines, strict=True), zip(*of_steps, strict=True), strict=True
-        ):
+        for number, value in enumerate(tensors_in((result,))):
             self.followed.append(value)
             self.name_of[id(value)] = call.params[0]
             if self.start:
-                self.start[id(value)] = torch.stack(starts)
+                self.start[id(value)] = torch.stack([values[number] for values in of_lines])
             if self.direction:
+                steps = [values[number] for values in of_steps]
                 self.direction[id(value)] = torch.stack(steps) if self.start else steps[0]
         return result

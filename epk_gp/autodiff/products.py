@@ -95,14 +95,14 @@ class ParameterGradients:
 
     def products_of_steps(self, H: Float[Tensor, "T R size"]) -> Float[Tensor, "T B R"]:
         """Multiply adjoints of T steps with the gradients of one output at B points of each step."""
-        own, (T, R, _) = self.jacobian, H.shape
-        is_outer = type(own) is OuterProductJacobian and own.inputs.shape[1] == 1 and not self.is_bias
-        if not is_outer or self.width <= R:
-            products: Tensor = self.written()[0].unflatten(0, (T, -1)) @ H.mT
+        own, (T, R, _), products = self.jacobian, H.shape, torch.empty(0)
+        if type(own) is not OuterProductJacobian or own.inputs.shape[1] > 1 or self.is_bias or self.width <= R:
+            products = self.written()[0].unflatten(0, (T, -1)) @ H.mT
             return products
         inputs, delta = (x.flatten(0, -2).unflatten(0, (T, -1)) for x in (own.inputs, own.output_grads[0]))
         of_outputs = (H.reshape(T, -1, self.width) @ inputs.mT).unflatten(1, (R, -1))  # T R n_out B
-        return (of_outputs * delta.mT[:, None]).sum(dim=2).mT
+        products = (of_outputs * delta.mT[:, None]).sum(dim=2).mT
+        return products
 
 
 def by_parameter(

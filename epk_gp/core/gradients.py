@@ -405,7 +405,7 @@ def some_rows(data: PassData, rows: Int64[Tensor, " b"]) -> PassData:
 
 def joined_passes(passes: Sequence[PassData], num_rows: int) -> PassData:
     """Return passes that compute each row by itself as one, of so many rows each: some come again with weight 0."""
-    parts, seen = list[PassData](), dict[str, SeenRows | None]()
+    parts, seen = list[PassData](), dict[str, Any]()
     for data in passes:
         rows = torch.arange(num_rows, device=data.X.device)
         own = data if len(data.X) == num_rows else some_rows(data, rows.clamp(max=len(data.X) - 1))
