@@ -182,7 +182,9 @@ def series(draw: random.Random) -> dict[str, Callable[[], nn.Module]]:
 
     def recurrent(kind: type[nn.RNNBase], **options: Any) -> nn.Module:
         return Formula(
-            lambda net, a, b, x: b(a(x)[0][:, -1]), kind(2, width, batch_first=True, **options), nn.Linear(width, CLASSES)
+            lambda net, a, b, x: b(a(x)[0][:, -1]),
+            kind(2, width, batch_first=True, **options),
+            nn.Linear(width, CLASSES),
         )
 
     def attention(dropout: float, norm_first: bool) -> nn.Module:

@@ -12,7 +12,11 @@ PER_QUESTION = 2
 def seeds_of(question: str) -> list[int]:
     """Return the first seeds whose problems ask a question, in few steps; of images in fewer."""
     problems = (draw_problem(seed) for seed in range(FIRST, FIRST + 1000))
-    chosen = (p.seed for p in problems if p.question == question and p.steps in (5, 8) and (p.inputs != "images" or p.steps == 5))
+    chosen = (
+        p.seed
+        for p in problems
+        if p.question == question and p.steps in (5, 8) and (p.inputs != "images" or p.steps == 5)
+    )
     return [next(chosen) for _ in range(PER_QUESTION)]
 
 

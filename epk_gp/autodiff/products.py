@@ -95,7 +95,8 @@ class ParameterGradients:
 
     def products_of_steps(self, H: Float[Tensor, "T R size"]) -> Float[Tensor, "T B R"]:
         """Multiply adjoints of T steps with the gradients of one output at B points of each step."""
-        own, (T, R, _), products = self.jacobian, H.shape, torch.empty(0)
+        own, (T, R, _) = self.jacobian, H.shape
+        products: Tensor
         if type(own) is not OuterProductJacobian or own.inputs.shape[1] > 1 or self.is_bias or self.width <= R:
             products = self.written()[0].unflatten(0, (T, -1)) @ H.mT
             return products
