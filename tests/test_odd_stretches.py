@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from odd_stretches import COUNTS, OPTIONS, TOLERANCE, answers, difference_of, draw_problem, outcome
+from odd_stretches import OPTIONS, TOLERANCE, difference_of, draw_problem, outcome
 
 pytestmark = pytest.mark.usefixtures("unchecked")
 FIRST = 40_000  # none of the seeds of `make faults`

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node
 from torch.func import jvp, vjp, vmap
 
-from epk_gp.autodiff.moved_weights import MovedWeights
+from epk_gp.autodiff.moved_weights import MovedWeights, equal_groups
 from epk_gp.autodiff.representations import DenseJacobian
 from epk_gp.core.losses import Head, Loss, apply_head, loss_derivatives
 from epk_gp.core.model import FunctionalModel
@@ -318,8 +318,8 @@ class WeightSegment:
             for rows in torch.arange(len(line), device=line.device).split(size):
                 yield self, rows, rows - rows[:1]
             return
-        counts, order, first = line.bincount(minlength=self.num_lines), line.argsort(stable=True), 0
-        begins, by_count = counts.cumsum(0) - counts, counts.argsort(descending=True, stable=True)
+        counts, first = line.bincount(minlength=self.num_lines), 0
+        by_count = counts.argsort(descending=True, stable=True)
         sizes = [size for size in counts[by_count].tolist() if size]
         while first < len(sizes):
             most, last = sizes[first], first + 1
@@ -328,9 +328,7 @@ class WeightSegment:
             own, first = by_count[first:last].sort().values, last
             part = self if len(own) == self.num_lines else replace(self, w=self.w[own], d=self.d[own])
             part = part if len(own) > 1 else replace(self, w=self.w[own[0]], d=self.d[own[0]])
-            for places in torch.arange(most, device=line.device).split(size):
-                is_own = places < counts[own][:, None]
-                rows = order[begins[own][:, None] + torch.minimum(places, counts[own][:, None] - 1)]
+            for rows, is_own in zip(*(v.split(size, dim=1) for v in equal_groups(line, own)), strict=True):
                 yield part, rows.flatten(), is_own.flatten().nonzero().squeeze(1)
 
     def outputs(self, params: Mapping[str, Tensor], X: Shaped[Tensor, "E ..."]) -> Float[Tensor, "E C"]:
@@ -368,7 +366,10 @@ def _block(segment: WeightSegment, X: Tensor, t: Tensor, differentiate: bool) ->
     """Evaluate f and its slopes; f stands in for these where they are not asked for."""
     plan = segment.net.plan
     is_fast = plan.supports_jvp or not differentiate
-    passes_at_points = segment.num_lines == 1 and plan.calls_fused_functions and len(t.unique()) <= _FEW_POINTS
+    # in float32 torch may take an LSTM of a library that has no forward mode
+    has_fused_derivatives = not differentiate or t.dtype == torch.float64
+    at_points = segment.num_lines == 1 and plan.calls_fused_functions and has_fused_derivatives
+    passes_at_points = at_points and len(t.unique()) <= _FEW_POINTS
     if is_fast and plan.supports_interpolation and not passes_at_points:
         with _moving(t, differentiate) as u:
             params, moved = segment.interpolated(u)

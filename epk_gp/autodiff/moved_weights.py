@@ -9,6 +9,7 @@ from typing import Any, final
 
 import torch
 import torch.autograd.forward_ad as fwAD
+from jaxtyping import Bool, Int64
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -201,3 +202,18 @@ class MovedWeights(ParameterInterception):
                 steps = [values[number] for values in of_steps]
                 self.direction[id(value)] = torch.stack(steps) if self.start else steps[0]
         return result
+
+
+def equal_groups(
+    group: Int64[Tensor, " E"], groups: Int64[Tensor, " G"]
+) -> tuple[Int64[Tensor, "G m"], Bool[Tensor, "G m"]]:
+    """Return the rows of some groups, as many for each, and whether they come for the first time.
+
+    Args:
+        group: The group of each of E rows.
+        groups: G of them, none of which is empty. The last row of one that has fewer rows than another comes again.
+    """
+    counts, order = group.bincount(), group.argsort(stable=True)
+    ends = counts.cumsum(0)[groups][:, None]
+    place = ends - counts[groups][:, None] + torch.arange(int(counts[groups].max()), device=group.device)
+    return order[torch.minimum(place, ends - 1)], place < ends

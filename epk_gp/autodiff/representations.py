@@ -14,6 +14,7 @@ import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
 
+from epk_gp.autodiff.moved_weights import equal_groups
 from epk_gp.autodiff.sketches import FeatureSum
 from epk_gp.core.losses import Head
 from epk_gp.core.plans import empty_huge_pages
@@ -45,6 +46,7 @@ class ContractionCost:
         num_features: k, where gradients are not multiplied but sketched (`autodiff.sketches`).
         tries_pool_windows: Gradients of convolutions end at a max-pool where that costs less for all outputs, however
             few are asked for: to be verified.
+        joins_states: Products of several states are taken at once: those of constant inputs wait until the end.
         keeps_factors: Layers are not multiplied but written out later, some rows of a weight at a time
             (`autodiff.products`): every layer that can be is factored.
     """
@@ -55,9 +57,12 @@ class ContractionCost:
     all_dense: bool = False
     num_features: int | None = None
     tries_pool_windows: bool = False
+    joins_states: bool = False
     keeps_factors: bool = False
 
-    def factored_is_cheaper(self, num_positions: int, n_in: int, n_out: int, *, is_averaged: bool) -> bool:
+    def factored_is_cheaper(
+        self, num_positions: int, n_in: int, n_out: int, *, is_averaged: bool, is_constant: bool = False
+    ) -> bool:
         """Compare factored with dense inner products, per pair of points and outputs.
 
         Args:
@@ -65,9 +70,12 @@ class ContractionCost:
             n_in: Inputs of the layer at a position.
             n_out: Outputs of the layer at a position.
             is_averaged: One factor does not depend on t, so that averages over t cost no product per node.
+            is_constant: The inputs depend neither on t nor on the step.
         """
         if self.num_features is not None:
             return num_positions == 1 and n_in * n_out > _SKETCHED_FACTORS * self.num_features
+        if self.joins_states and is_constant and num_positions == 1:
+            return True
         contractions = 1 if is_averaged else self.num_contractions
         factored = contractions * num_positions**2 * (n_in / self.num_output_pairs + n_out + _SCALE_AND_ADD)
         return factored < n_in * n_out + _ADD
@@ -162,12 +170,11 @@ class NodeWeights:
     def by_point(self) -> list[tuple[Int64[Tensor, " n"], Int64[Tensor, "n Q"], Float[Tensor, "n Q"]]]:
         """Points that have about as many rows, these rows, and their weights: 0 of a point that has fewer."""
         points, weights, found = self.row_points(), torch.as_tensor(self.weights), []
-        counts, order = points.bincount(minlength=self.num_points), points.argsort(stable=True)
+        counts = points.bincount(minlength=self.num_points)
         size = counts.double().log2().ceil().long()  # at most twice as many rows as the point with fewest
         for own in ((size == k).nonzero().squeeze(1) for k in size[counts > 0].unique().tolist()):
-            place = torch.arange(int(counts[own].max()), device=order.device)
-            rows = order[(counts.cumsum(0) - counts)[own][:, None] + torch.minimum(place, counts[own][:, None] - 1)]
-            found.append((own, rows, weights[rows] * (place < counts[own][:, None])))
+            rows, is_first = equal_groups(points, own)
+            found.append((own, rows, weights[rows] * is_first))
         return found
 
     def row_points(self) -> Int64[Tensor, " E"]:
@@ -214,6 +221,26 @@ class LeftFactor(ABC):
         name, dim = self.inner_dim
         return bool(name) and is_short(getattr(self, name).shape[dim])
 
+    @property
+    def joins_states(self) -> bool:
+        """Whether one tensor alone changes from state to state of the same points."""
+        return bool(self.inner_dim[0])
+
+    def join_states(self: J, count: int, weights: Float[Tensor, " T"] | None = None) -> J:
+        """Join rows of the same points at T states along the inner dimension, each times the weight of its state."""
+        name, inner = self.inner_dim
+        kept = {n: getattr(self, n).unflatten(d, (count, -1)).select(d, 0) for n, d in self.point_dims.items()}
+        rows = self.point_dims[name]
+        values = getattr(self, name).unflatten(rows, (count, -1))
+        if weights is not None:
+            values = values * weights.view(-1, *[1] * (values.ndim - rows - 1))
+        return replace(self, **kept | {name: values.movedim(rows, inner).flatten(inner, inner + 1)})
+
+    def rows(self: J, rows: slice) -> J:
+        """Return some of the points."""
+        some = {n: getattr(self, n)[(slice(None),) * dim + (rows,)] for n, dim in self.point_dims.items()}
+        return replace(self, **some)
+
     def concat_steps(self: J, others: Sequence["LeftFactor"], weights: Sequence[float]) -> J:
         """Concatenate what changes from step to step along the inner dimension, each step times its weight."""
         name, dim = self.inner_dim
@@ -238,11 +265,6 @@ class LayerJacobian(LeftFactor):
     @abstractmethod
     def to_dense(self) -> Float[Tensor, "K E P_layer"]:
         """Write the gradients out: row by row of the weight, each followed by its bias if the layer has one."""
-
-    def rows(self: L, rows: slice) -> L:
-        """Return some of the points."""
-        some = {n: getattr(self, n)[(slice(None),) * dim + (rows,)] for n, dim in self.point_dims.items()}
-        return replace(self, **some)
 
     def of_output(self: L, k: int) -> L:
         """Return the gradients of one output, where the representation holds those of each."""
@@ -351,6 +373,11 @@ class OuterProductJacobian(LayerJacobian):
     def multiplications_per_pair(self) -> int:
         """Of inputs and output gradients at every pair of positions."""
         return self.inputs.shape[1] ** 2 * (self.inputs.shape[2] + self.output_grads.shape[3])
+
+    @property
+    def joins_states(self) -> bool:
+        """Whether the output gradients alone change from state to state."""
+        return self.inputs.shape[1] == 1 and self.input_is_constant
 
     @property
     def fits_concatenation(self) -> bool:
@@ -485,7 +512,7 @@ class SoftmaxLastLayer(OuterProductJacobian):
 
     point_dims: ClassVar = {"inputs": 0, "output_grads": 1, "probabilities": 0}
     commutes_with_average = True
-    fits_concatenation = False
+    fits_concatenation = joins_states = False
 
     def average(self, before: LeftFactor | None, nodes: NodeWeights) -> "SoftmaxLastLayerAverage":
         """Average the inputs, and their products with each probability."""

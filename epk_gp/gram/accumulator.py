@@ -14,7 +14,14 @@ import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
 
-from epk_gp.autodiff.representations import InputProducts, LayerJacobian, LeftFactor, NodeWeights, is_short
+from epk_gp.autodiff.representations import (
+    InputProducts,
+    LayerJacobian,
+    LeftFactor,
+    NodeWeights,
+    OuterProductJacobian,
+    is_short,
+)
 from epk_gp.core.plans import empty_huge_pages, positions_per_block
 
 SYMMETRIC_BLOCK_ROWS = 256
@@ -112,6 +119,58 @@ class GramAccumulator:
             products = part.result()
             weighted = products.mul_(nodes.weights.view(1, -1, *[1] * (products.ndim - 2)))
             self._started_main().index_add_(1, points, weighted)
+
+    def add_states(
+        self,
+        left: "NodeBatch",
+        right: Sequence[LayerJacobian],
+        step_weights: Float[Tensor, " T"],
+    ) -> None:
+        """Add the products of test copies at nodes of T states with training copies at the states.
+
+        Args:
+            left: All nodes of each state, state by state, as many for each; those of point n at state t are those of
+                point t N + n.
+            right: The M points at each state.
+            step_weights: Factor eta_s of each state.
+        """
+        N, M, T = self.shape[1], self.shape[-1], len(step_weights)
+        for number, (x, y) in enumerate(zip(left.jacobians, right, strict=True)):
+            if not x.commutes_with_average:
+                self._add_pairs(x, y, left.nodes, step_weights)
+                continue
+            average = x.average(None, left.nodes)
+            if average.joins_states and y.joins_states:
+                joined, others = average.join_states(T, step_weights), y.join_states(T)
+                joined.add_inner(others, self, 1.0, layer=number, same_points=True)
+                continue
+            for t, weight in enumerate(step_weights.tolist()):
+                own, other = average.rows(slice(t * N, (t + 1) * N)), y.rows(slice(t * M, (t + 1) * M))
+                own.add_inner(other, self, weight, layer=number, same_points=True)
+
+    def _add_pairs(self, x: LayerJacobian, y: LayerJacobian, nodes: NodeWeights, step_weights: Tensor) -> None:
+        """Add the products of a layer of which both factors change from node to node: of all states at once."""
+        N, M, T = self.shape[1], self.shape[-1], len(step_weights)
+        pair, size = nodes.row_points(), len(nodes.row_points()) // T
+        weights = (nodes.weights * step_weights[pair // N]).view(T, size)
+        if not isinstance(x, OuterProductJacobian) or not isinstance(y, OuterProductJacobian) or x.inputs.shape[1] > 1:
+            for t, own in enumerate(weights):
+                rows, columns = x.rows(slice(t * size, (t + 1) * size)), y.rows(slice(t * M, (t + 1) * M))
+                places = NodeWeights(own, pair[t * size : (t + 1) * size] % N, N)
+                self.add_nodes(NodeBatch([rows], places), [columns], 1.0, ())
+            return
+        of_inputs = (x.inputs.view(T, size, -1) @ y.inputs.view(T, M, -1).mT).add_(float(x.has_bias))
+        of_inputs.mul_(weights[..., None])
+        a, b = (v.output_grads.squeeze(2).unflatten(1, (T, -1)) for v in (x, y))  # K T size n_out, K T M n_out
+        if self.num_traced:
+            products = (a.permute(1, 2, 0, 3).flatten(2) @ b.permute(1, 2, 0, 3).flatten(2).mT)[None]
+        elif self.is_per_class:
+            products = a @ b.mT
+        else:
+            products = (a.transpose(0, 1).flatten(1, 2) @ b.transpose(0, 1).flatten(1, 2).mT).unflatten(1, (-1, size))
+            products = products.unflatten(3, (-1, M)).transpose(0, 1)  # K T size K M
+        of_inputs = of_inputs if products.ndim == 4 else of_inputs.unsqueeze(2)
+        self._started_main().index_add_(1, pair % N, products.mul_(of_inputs).flatten(1, 2))
 
     def add_products(self, x: Float[Tensor, "K N P"], y: Float[Tensor, "J M P"], weight: float) -> None:
         """Add weight * <x[k, n], y[j, m]>."""

@@ -14,9 +14,15 @@ import torch
 from jaxtyping import Float, Shaped
 from torch import Tensor
 
-from epk_gp.autodiff.dense import PlannedModel, WeightSegment
-from epk_gp.autodiff.jacobians import WeightLocation, layer_jacobians_at_weights, layer_jacobians_blocked
-from epk_gp.autodiff.representations import ContractionCost, LayerJacobian, LeftFactor, NodeWeights
+from epk_gp.autodiff.dense import PlannedModel, WeightSegment, all_outputs
+from epk_gp.autodiff.jacobians import (
+    WeightLocation,
+    joined_jacobians,
+    layer_jacobians,
+    layer_jacobians_blocked,
+)
+from epk_gp.autodiff.moved_weights import equal_groups
+from epk_gp.autodiff.representations import ContractionCost, LayerJacobian, LeftFactor, NodeWeights, concat_rows
 from epk_gp.core.checks import ComputeOptions
 from epk_gp.core.losses import Head
 from epk_gp.core.plans import MAX_STEP_BATCH, MemoryPlan
@@ -31,6 +37,8 @@ from epk_gp.work.run import Sums
 Steps = list[tuple[int, float]]  # (s, eta_s)
 Averages = dict[int, LeftFactor]  # by number of the layer
 
+# Steps whose products are taken at once: fewer gain nothing. And their products, which stay in the cache: choices.
+_FEW_STEPS, MOST_STEPS, _PRODUCTS = 4, 64, 1 << 19
 _PREFETCH = 2  # states read ahead: the two that the next step needs; a choice, other numbers were not timed
 
 
@@ -253,10 +261,51 @@ class PlannedKernel:
             X: n inputs.
             cost: Decides the representations; `cost()` by default.
         """
+        for count, jacobians in self.joined_jacobians(nodes, X, cost or self.cost()):
+            rows = [slice(k * len(X), (k + 1) * len(X)) for k in range(count)]
+            yield from ([jacobian.rows(own) for jacobian in jacobians] if count > 1 else jacobians for own in rows)
+
+    def steps_together(self, num_left: int, num_right: int) -> int:
+        """Count the steps whose products are taken at once, between test and training copies; 1 of large tiles."""
+        products = self.num_output_pairs * num_left * num_right * self.rule.num_contractions
+        rows = max(num_left * self.rule.num_contractions, num_right)
+        if self.path.every > 1 or self.cost().all_dense:
+            return 1
+        count = min(MOST_STEPS, _PRODUCTS // products, self.memory.lines_together(rows, self.trajectory.num_outputs, 0))
+        return count if count >= _FEW_STEPS else 1
+
+    def joined_jacobians(
+        self, nodes: list[tuple[int, float]], X: Shaped[Tensor, "n ..."], cost: ContractionCost
+    ) -> Iterator[tuple[int, list[LayerJacobian]]]:
+        """Compute layer Jacobians at nodes as `jacobians` does: the rows of some nodes at a time, node by node."""
         steps = [s for s, _ in nodes]
         keep = 1 + max(steps, default=0) - min(steps, default=0)
         weights = (self._weights_at(s, t, keep) for s, t in nodes)
-        return layer_jacobians_at_weights(self.net, weights, X, self.head, cost or self.cost(), self.memory)
+        return joined_jacobians(self.net, weights, X, self.head, cost, self.memory)
+
+    def jacobians_together(
+        self, nodes: list[tuple[int, float]], X: Shaped[Tensor, "n ..."], cost: ContractionCost
+    ) -> list[LayerJacobian]:
+        """Compute layer Jacobians at nodes: the rows of all of them."""
+        return concat_rows([jacobians for _, jacobians in self.joined_jacobians(nodes, X, cost)])
+
+    def nodes_together(self, steps: list[int], X: Shaped[Tensor, "n ..."], cost: ContractionCost) -> NodeBatch:
+        """Evaluate test copies at all nodes of T steps, as many of each: point t N + n is point n at the t-th."""
+        N, T = len(X), len(steps)
+        if isinstance(self.rule, rules.QuadratureRule):
+            jacobians = self.jacobians_together([(s, t) for s in steps for t in self.rule.nodes], X, cost)
+            weights = self.reference.new_tensor(self.rule.weights).repeat_interleave(N).repeat(T)
+            pair = torch.arange(T * N, device=X.device).view(T, 1, N).expand(-1, len(self.rule), -1).flatten()
+            return NodeBatch(jacobians, NodeWeights(weights, pair, T * N))
+        lines, integral = self._integrate(steps, X, self.rule)
+        parts, places, count = list[list[LayerJacobian]](), torch.zeros_like(integral.point), 0
+        for part, rows, first in lines.passes(integral.point // N, self.memory.directional_rows()):
+            at = WeightLocation(part.w, part.d, integral.t[rows])
+            parts.append(layer_jacobians(self.net, at, X[integral.point[rows] % N], all_outputs(self.head), cost))
+            places[rows[first]], count = first + count, count + len(rows)
+        rows, is_first = (own.flatten() for own in equal_groups(integral.point // N, torch.arange(T, device=X.device)))
+        jacobians = [jacobian.rows(places[rows]) for jacobian in concat_rows(parts)]
+        return NodeBatch(jacobians, NodeWeights(integral.weight[rows] * is_first, integral.point[rows], T * N))
 
     def _weights_at(self, s: int, t: float, keep: int) -> Float[Tensor, " PQ"]:
         start = self.prefetcher.get(s, keep)
@@ -285,7 +334,7 @@ class PlannedKernel:
             yield map(NodeBatch, islice(jacobians, len(weights)), weights)
 
     def _point_nodes(self, s: int, X: Tensor, rule: rules.AdaptiveRule, cost: ContractionCost) -> Iterator[NodeBatch]:
-        segment, integral = self._integrate(s, X, rule)
+        segment, integral = self._integrate([s], X, rule)
         for rows in torch.arange(len(integral.point), device=X.device).split(len(X)):
             points = integral.point[rows]
             at = WeightLocation(segment.w, segment.d, integral.t[rows])
@@ -311,15 +360,20 @@ class PlannedKernel:
             if isinstance(self.rule, rules.QuadratureRule):
                 of_stretch = list(self.rule)
             else:
-                of_stretch = union_mesh(self._integrate(first, X, self.rule)[1], self.rule)
+                of_stretch = union_mesh(self._integrate([first], X, self.rule)[1], self.rule)
             nodes += [(first, t, sum(eta for _, eta in own) * weight) for t, weight in of_stretch]
         return nodes
 
-    def _integrate(self, s: int, X: Tensor, rule: rules.AdaptiveRule) -> tuple[WeightSegment, Integral]:
-        """Integrate the outputs over a stretch, and count the integrals on the device."""
-        stretch = self.stretch(s)
-        start, end = self.prefetcher.get(s, 1), self.prefetcher.get(stretch.stop, 1 + len(stretch))
-        segment = WeightSegment(self.net, start, end - start, self.head, self.options.memory_budget)
+    def _integrate(self, steps: list[int], X: Tensor, rule: rules.AdaptiveRule) -> tuple[WeightSegment, Integral]:
+        """Integrate the outputs over the stretches of some steps, and count the integrals on the device."""
+        stretches = [self.stretch(s) for s in steps]
+        keep = 1 + stretches[-1].stop - stretches[0].start
+        starts, ends = (
+            [self.prefetcher.get(s, keep) for s in states]
+            for states in zip(*((stretch.start, stretch.stop) for stretch in stretches), strict=True)
+        )
+        w, end = (states[0] if len(steps) == 1 else torch.stack(states) for states in (starts, ends))
+        segment = WeightSegment(self.net, w, end - w, self.head, self.options.memory_budget)
         integral = integrate(segment, X, rule, len(rules.stretches_of(self.path, self.trajectory.num_steps)))
         has_it = integral.status[:, None] == torch.arange(len(rules.QuadratureStatus), device=integral.status.device)
         residuals = (integral.residual[:, None] * has_it).nan_to_num(0.0).amax(dim=0)

@@ -26,7 +26,7 @@ from epk_gp.core.plans import MAX_STEP_BATCH, empty_huge_pages
 from epk_gp.core.step import fingerprint
 from epk_gp.core.trajectory import Trajectory, aligned
 from epk_gp.gram.accumulator import GramAccumulator, NodeBatch, add_to_averages, scatter_block, transpose_block
-from epk_gp.gram.planned_kernel import Averages, PlannedKernel, Steps, warn_of_integrals
+from epk_gp.gram.planned_kernel import MOST_STEPS, Averages, PlannedKernel, Steps, warn_of_integrals
 from epk_gp.quadrature.rules import path_identity
 from epk_gp.work.run import Piece, Place, RunWork, Sums, pieces_of_ranges, run
 
@@ -113,15 +113,16 @@ def _split(indices: Int64[Tensor, " n"], size: int, wanted: int) -> Sequence[Ten
     return list(indices.split(min(size, max(1, math.ceil(len(indices) / count)))))
 
 
-def step_ranges(num_steps: int, most: int = MAX_RANGES, every: int = 1) -> list[slice]:
+def step_ranges(num_steps: int, most: int = MAX_RANGES, every: int = 1, together: int = MAX_STEP_BATCH) -> list[slice]:
     """Divide steps into ranges of equal length, which are summed one by one: at least one, and not many.
 
     Args:
         num_steps: Number of steps.
         most: Largest number of ranges.
         every: Steps of a chord, which is not divided.
+        together: Steps that are computed at once.
     """
-    length = MAX_STEP_BATCH * max(1, math.ceil(num_steps / (MAX_STEP_BATCH * max(1, most))))
+    length = together * max(1, math.ceil(num_steps / (together * max(1, most))))
     length = every * math.ceil(length / every)
     return [slice(first, first + length) for first in range(0, max(1, num_steps), length)]
 
@@ -164,8 +165,8 @@ class GramWork(RunWork):
     @cached_property
     def ranges(self) -> list[slice]:
         """Ranges of the steps that count, as `step_ranges` makes them, which begin where stretches of the path do."""
-        steps = self.planned.steps
-        ranges = step_ranges(len(steps))
+        steps, is_small = self.planned.steps, self.planned.steps_together(len(self.a), len(self.b)) > 1
+        ranges = step_ranges(len(steps), together=MOST_STEPS if is_small else MAX_STEP_BATCH)
         if self.planned.path.every == 1:
             return ranges
         length, bounds, end = ranges[0].stop, [0], 0
@@ -225,8 +226,15 @@ class GramWork(RunWork):
             num_traced = kernel.trajectory.num_outputs if kernel.is_traced else 0
             shape = kernel.block_shape(len(X), len(Y))
             total = GramAccumulator(shape, kernel.reference, tile.is_symmetric, num_traced)
-            for batch in kernel.step_batches(steps, max(len(X), len(Y)), are_training=are_training):
-                if tile.x_is_train == tile.y_is_train:
+            is_mixed = tile.x_is_train != tile.y_is_train
+            together = kernel.steps_together(len(X), len(Y)) if is_mixed else 1
+            batches = kernel.step_batches(steps, max(len(X), len(Y)), are_training=are_training)
+            if together > 1:
+                batches = (steps[first : first + together] for first in range(0, len(steps), together))
+            for batch in batches:
+                if together > 1:
+                    add_together(kernel, batch, total, X, Y)
+                elif not is_mixed:
                     add_shared_nodes(kernel, batch, total, X, Y, are_training=are_training)
                 elif kernel.path.every > 1:
                     add_chords(kernel, batch, total, X, Y)
@@ -303,11 +311,13 @@ class DiagonalWork(GramWork):
         total = kernel.reference.new_zeros(len(X), C, C)
         for batch in kernel.step_batches(steps, len(X), are_training=bool(is_train)):
             nodes = kernel.shared_nodes(batch, X, are_training=bool(is_train))
-            for jacobians, (*_, weight) in zip(kernel.jacobians([(s, t) for s, t, _ in nodes], X), nodes, strict=True):
+            weights = iter(kernel.reference.new_tensor([weight for *_, weight in nodes]).split(1))
+            for count, jacobians in kernel.joined_jacobians([(s, t) for s, t, _ in nodes], X, kernel.cost()):
                 first, *others = (jacobian.pointwise_products(jacobian) for jacobian in jacobians)
                 for products in others:
                     first = first.add_(products)
-                total += weight * first
+                own = torch.cat([next(weights) for _ in range(count)])
+                total += torch.tensordot(own, first.unflatten(0, (count, -1)), 1)
         sums = Sums({"total": total}, steps=len(steps))
         sums.merge(kernel.take_integrations())
         yield sums
@@ -346,6 +356,14 @@ def add_test_train(kernel: PlannedKernel, steps: Steps, tile: GramAccumulator, X
         [[of_step[layer] for layer in layers] for of_step in right],
         [eta for _, eta in steps],
     )
+
+
+def add_together(kernel: PlannedKernel, steps: Steps, tile: GramAccumulator, X: Tensor, Y: Tensor) -> None:
+    """Add the same of a small tile: the products of all steps at once."""
+    numbers, cost = [s for s, _ in steps], replace(kernel.cost(), joins_states=True)
+    right = kernel.jacobians_together([(s, 0.0) for s in numbers], Y, cost)
+    etas = kernel.reference.new_tensor([eta for _, eta in steps])
+    tile.add_states(kernel.nodes_together(numbers, X, cost), right, etas)
 
 
 def add_chords(kernel: PlannedKernel, steps: Steps, tile: GramAccumulator, X: Tensor, Y: Tensor) -> None:

@@ -67,7 +67,7 @@ class ReconstructionWork(PathWork):
         kernel, trajectory, net = self.kernel, self.kernel.trajectory, self.net
         X = self.X.split(len(self.panels[0]))[panel]
         sums = saved if saved.steps and not has_memory(trajectory) else self.nothing(len(X))
-        path, start, change = PredictedPath(trajectory), None, None
+        path, start, change, lines = PredictedPath(trajectory), None, None, list[tuple[Tensor, Tensor]]()
         begin = self.ranges[number].start + sums.steps
         ratios = sums.largest.setdefault("mismatch_ratios", torch.zeros(trajectory.num_steps, dtype=torch.float64))
         largest = sums.largest.setdefault("mismatch", torch.zeros(1, dtype=torch.float64))
@@ -90,14 +90,21 @@ class ReconstructionWork(PathWork):
             start, change = (w, d) if start is None or change is None else (start, change + d)
             if index != stretch_of(kernel.path, index, trajectory.num_steps)[-1]:
                 continue
-            segment = WeightSegment(net, start, change, kernel.head, self.memory_budget // 2)  # the rest is the panel's
+            lines.append((start, change))
+            start, change = None, None
+            is_last = index + 1 == min(self.ranges[number].stop, trajectory.num_steps)
+            if not is_last and (index // kernel.path.every + 1) % self.lines_together:
+                continue
+            w, d = lines[0] if len(lines) == 1 else map(torch.stack, zip(*lines, strict=True))
+            segment = WeightSegment(net, w, d, kernel.head, self.memory_budget // 2)  # the rest is the panel's
             for rows in torch.arange(len(X), device=X.device).split(self.points_together):
                 integral = integrate(segment, X[rows], kernel.rule, self.num_stretches)
-                sums.added["total"][rows] += integral.total
-                sums.added["sizes"][rows] += integral.total.abs()
-                sums.added["residuals"][rows] += integral.residual
+                total = integral.total.unflatten(0, (len(lines), -1))
+                sums.added["total"][rows] += total.sum(dim=0)
+                sums.added["sizes"][rows] += total.abs().sum(dim=0)
+                sums.added["residuals"][rows] += integral.residual.unflatten(0, (len(lines), -1)).sum(dim=0)
                 sums.merge(certificate.integral_sums(integral, kernel.rule, self.num_stretches))
-            start, change = None, None
+            lines.clear()
             sums.steps = index + 1 - self.ranges[number].start
             yield sums
 
@@ -107,6 +114,12 @@ class ReconstructionWork(PathWork):
         num_bytes, point = self.kernel.trajectory.num_outputs * self.net.itemsize, self.X[0].nbytes
         size = integration_points(self.memory_budget, self.kernel.rule.typical_nodes, point, num_bytes)
         return min(size, panel_points(len(self.X), point)) if len(self.ranges) == 1 else size
+
+    @cached_property
+    def lines_together(self) -> int:
+        """Number of stretches of the path that are integrated together."""
+        rows = 2 * min(self.points_together, len(self.X)) * self.kernel.rule.num_contractions
+        return self.net.memory_plan(self.memory_budget).lines_together(rows, 1, 0)
 
     @cached_property
     def panels(self) -> list[Int64[Tensor, " rows"]]:

@@ -87,12 +87,12 @@ def test_an_adaptive_rule_finds_the_kinks_of_a_chord():
 @pytest.fixture
 def evaluated(monkeypatch):
     """The number of points of each evaluation at a weight state."""
-    sizes, real = [], planned_kernel.layer_jacobians_at_weights
+    sizes, real = [], planned_kernel.joined_jacobians
 
     def counted(net, weights, X, *args):
         return real(net, (sizes.append(len(X)) or w for w in weights), X, *args)
 
-    monkeypatch.setattr(planned_kernel, "layer_jacobians_at_weights", counted)
+    monkeypatch.setattr(planned_kernel, "joined_jacobians", counted)
     return sizes
 
 
