@@ -14,12 +14,13 @@ from epk_gp.autodiff.verification import with_plan
 from epk_gp.core.checks import ComputeOptions, ComputeSettings, door, parse_options
 from epk_gp.core.inputs import Inputs
 from epk_gp.core.losses import Head
-from epk_gp.core.plans import integration_points, panel_points
+from epk_gp.core.plans import MAX_STEP_BATCH, integration_points, panel_points
 from epk_gp.core.replayed_steps import replayed_steps
 from epk_gp.core.show import Displayed, Entry, Summary, count, kind_of
 from epk_gp.core.states import PredictedPath, described_states
 from epk_gp.core.trajectory import Trajectory, flat_state, flat_weights, has_coarse_steps, has_memory, parse_inputs
 from epk_gp.gram.path_kernel import PathKernel, require_training
+from epk_gp.gram.planned_kernel import MOST_STEPS
 from epk_gp.gram.tiles import step_ranges
 from epk_gp.kernel_machine import certificate
 from epk_gp.kernel_machine.axes import PointsTable
@@ -111,14 +112,18 @@ class ReconstructionWork(PathWork):
     @cached_property
     def points_together(self) -> int:
         """Number of points that are integrated together."""
-        num_bytes, point = self.kernel.trajectory.num_outputs * self.net.itemsize, self.X[0].nbytes
-        size = integration_points(self.memory_budget, self.kernel.rule.typical_nodes, point, num_bytes)
+        size, point = self._fitting_points, self.X[0].nbytes
         return min(size, panel_points(len(self.X), point)) if len(self.ranges) == 1 else size
+
+    @cached_property
+    def _fitting_points(self) -> int:
+        num_bytes = self.kernel.trajectory.num_outputs * self.net.itemsize
+        return integration_points(self.memory_budget, self.kernel.rule.typical_nodes, self.X[0].nbytes, num_bytes)
 
     @cached_property
     def lines_together(self) -> int:
         """Number of stretches of the path that are integrated together."""
-        rows = 2 * min(self.points_together, len(self.X)) * self.kernel.rule.num_contractions
+        rows = 2 * min(self._fitting_points, len(self.X)) * self.kernel.rule.num_contractions
         return self.net.memory_plan(self.memory_budget).lines_together(rows, 1, 0)
 
     @cached_property
@@ -133,7 +138,8 @@ class ReconstructionWork(PathWork):
         trajectory = self.kernel.trajectory
         if has_memory(trajectory):
             return [slice(0, trajectory.num_steps)]
-        return step_ranges(trajectory.num_steps, every=self.kernel.path.every)
+        together = MOST_STEPS if self.lines_together > 1 else MAX_STEP_BATCH
+        return step_ranges(trajectory.num_steps, every=self.kernel.path.every, together=together)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True, repr=False)
