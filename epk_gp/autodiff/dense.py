@@ -336,6 +336,17 @@ class WeightSegment:
         return apply_head(self.net.model(params, X), self.head)
 
 
+def values_at_end(segment: WeightSegment, X: Shaped[Tensor, "E ..."], *, is_start: bool) -> Float[Tensor, "E C"]:
+    """Evaluate f at the starts of lines, or at their ends; each line has an equal group of the rows."""
+    state, unflatten = segment.w if is_start else segment.w + segment.d, segment.net.model.unflatten
+    with torch.no_grad(), disable_fused_attention():
+        if segment.num_lines == 1:
+            return segment.outputs(unflatten(state), X)
+        params = unflatten(state[0])
+        with MovedWeights(params, len(X), unflatten(state)):
+            return segment.outputs(params, X)
+
+
 def values(
     segment: WeightSegment, X: Shaped[Tensor, "N ..."], t: Float[Tensor, " E"], pair: Int64[Tensor, " E"] | None = None
 ) -> Float[Tensor, "E C"]:

@@ -81,10 +81,10 @@ class ParameterGradients:
                     values = (weighted.flatten(1, 2) @ inputs[own].flatten(1, 2)).view(len(own), out.shape[1], -1)
                 if is_whole:
                     out[part].add_(values) if adds else out[part].copy_(values)
-                elif adds or not has_all:
+                elif adds:
                     out.index_add_(0, points[part], values)
                 else:
-                    out.index_copy_(0, points[part], values)
+                    out[points[part]] = values
 
     def products(self, H: Float[Tensor, "R size"], rows: slice = _ALL) -> Float[Tensor, "R E"]:
         """Multiply adjoints of some rows of the parameter with the gradients of one output at each point."""

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.overrides import TorchFunctionMode
 
-from epk_gp.autodiff.dense import WeightSegment, group_rows, values
+from epk_gp.autodiff.dense import WeightSegment, group_rows, values_at_end
 from epk_gp.autodiff.functions import EXTREMES, POOLS, THRESHOLDS
 from epk_gp.core.model import StopForwardError
 from epk_gp.core.torch_overrides import disable_fused_attention
@@ -180,9 +180,7 @@ def values_at_ends(
     """
 
     def evaluate(part: WeightSegment, x: Tensor, t: Tensor) -> Tensor:
-        rows = torch.arange(len(x), device=x.device)
-        line = rows // (len(x) // part.num_lines)
-        return values(part, x, t, line * len(x) + rows)
+        return values_at_end(part, x, is_start=not bool(t[0]))
 
     pair = torch.arange(segment.num_lines * len(X), device=X.device)
     zeros, is_seen = segment.w.new_zeros(len(pair)), segment.net.plan.supports_interpolation
