@@ -15,7 +15,7 @@ from torch import Tensor
 
 from epk_gp.core.gradients import PassData, TrainingReplay, batch_gradient, passes_of, stacked_gradients
 from epk_gp.core.model import FunctionalModel
-from epk_gp.core.plans import MemoryPlan, TensorSpec
+from epk_gp.core.plans import MemoryPlan, TensorSpec, weight_rows
 from epk_gp.core.step import Step
 from epk_gp.core.torch_overrides import MappedRows, disable_fused_attention, filter_own_warnings
 from epk_gp.core.trajectory import (
@@ -81,7 +81,7 @@ def replayed_steps(
     reference: Tensor,
     steps: slice = slice(None),
     law: UpdateLaw | None = None,
-    plan: MemoryPlan | None = None,
+    run: "RunReplay | None" = None,
 ) -> Iterator[ReplayedStep]:
     """Replay a run: yield each step with the update that the update rule predicts.
 
@@ -91,10 +91,10 @@ def replayed_steps(
         reference: Tensor whose dtype and device the computation has.
         steps: Which steps; they must begin with the first one where a step follows from earlier ones (`has_memory`).
         law: The steps as functions, for `by_options`.
-        plan: Chooses how many steps are computed together; None for one at a time.
+        run: Computes the gradients; None for one that computes them one at a time.
     """
     trajectory = trajectory.trained
-    memory, run = None if law is None else law.initial(), RunReplay(trajectory, model, reference, plan)
+    memory, run = None if law is None else law.initial(), run or RunReplay(trajectory, model, reference)
     # trained: in the precision of the training
     momentum = momentum_trained = initial_momentum(trajectory, flat_weights(trajectory, 0, reference))
     for step in trajectory.steps[steps]:
@@ -135,6 +135,7 @@ class RunReplay:
     ) -> None:
         self.trajectory, self.model, self.reference, self.memory = trajectory, model, reference, memory
         self._together, self._held = MappedRows(), dict[int, Tensor]()  # gradients of the neighbours of a step
+        self._accepted = dict[int, Tensor]()  # those that make the recorded step, as many as memory holds
 
     def data(self, step: Step) -> list[PassData]:
         """Return the forward passes of a step with their data."""
@@ -159,6 +160,8 @@ class RunReplay:
         For torch's rules for batches do not hold for every function: they forget the padding index of an embedding.
         """
         run, sizes = self.trajectory, self.model.sizes
+        if (g := self._accepted.get(step.index)) is not None:
+            return g, 0.0, *predict_step(update, sizes, w, g, momentum)
         if self.memory is not None and not step.passes:
             if step.index not in self._held:
                 self._held = self._neighbours(step, self.memory)
@@ -166,6 +169,8 @@ class RunReplay:
             d, after = predict_step(update, sizes, w, g, momentum)
             missed = flat_weights(run, step.index + 1, w) - w - run.with_move(step, w, d)
             if largest_entry(missed) <= replay_rounding(w, d, max(run.dtype, w.dtype, key=_eps)):
+                if len(self._accepted) < weight_rows(self.memory.budget // 2, w.element_size(), len(w)):
+                    self._accepted[step.index] = g
                 return g, 0.0, d, after
         g, error = self.gradient(step)
         return g, error, *predict_step(update, sizes, w, g, momentum)

@@ -277,7 +277,8 @@ class StepResiduals:
         rows: Tensor | None = None
         recomputation, dtype = recomputation_of(trajectory), coarsest_dtype(trajectory, model.spec.dtype)
         most, count = trajectory.num_steps if keeps_all or not recomputation else len(recomputation.kept.numbers), 0
-        for replayed in replayed_steps(trajectory, model, X, plan=plan):
+        run = RunReplay(trajectory.trained, model, X, plan)
+        for replayed in replayed_steps(trajectory, model, X, run=run):
             index = replayed.step.index
             is_amplified = self.mismatches.add(trajectory, model, replayed)
             law = law_of_step(trajectory, index, model.spec)
@@ -314,17 +315,17 @@ def run_findings(trajectory: Trajectory) -> tuple[str, ...]:
     return () if trajectory.identity_finding is None else (trajectory.identity_finding,)
 
 
-def step_mismatches(trajectory: Trajectory, law: UpdateLaw, plan: MemoryPlan) -> StepMismatches:
+def step_mismatches(trajectory: Trajectory, law: UpdateLaw, run: RunReplay) -> StepMismatches:
     """Compare all recorded steps with those that gradients, the recorded options and clipping give.
 
     Args:
         trajectory: The run.
         law: Its steps as functions, in the dtype and on the device of the computation.
-        plan: Chooses how many steps are computed together.
+        run: Computes the gradients.
     """
-    model, mismatches = trajectory.model_for(law.reference), StepMismatches(is_exact=True)
+    model, mismatches = run.model, StepMismatches(is_exact=True)
     by_mask, all_moved = torch.zeros(2, sum(law.sizes), dtype=torch.bool, device=law.reference.device), False
-    for replayed in replayed_steps(trajectory, model, law.reference, law=law, plan=plan):
+    for replayed in replayed_steps(trajectory, model, law.reference, law=law, run=run):
         mismatches.add(trajectory, model, replayed)
         own = law.step(replayed.step.index)
         scale = own.recorded["grad_scale"]

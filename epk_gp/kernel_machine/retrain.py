@@ -448,8 +448,9 @@ def retrain(trajectory: Trajectory, weights: Float[Tensor, "*m M"], **options: U
         for _, sums in run(work, parsed, "retraining"):
             ends.append(sums.added.pop("states"))
             found.merge(sums)
+    replay = RunReplay(trajectory.trained, net.model, trajectory.inputs, plan)
     states, (difference, ratio) = torch.cat(ends), found.largest["difference"].tolist()
-    findings = [*run_findings(trajectory), *step_mismatches(trajectory, law, plan).retraining_findings]
+    findings = [*run_findings(trajectory), *step_mismatches(trajectory, law, replay).retraining_findings]
     if not ratio <= REPLAY_TOLERANCE[states.dtype]:
         findings.append(
             f"with all weights 1 it ends {ratio:.2g} of the way that the weights went from the recorded network "
