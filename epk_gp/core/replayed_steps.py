@@ -76,25 +76,17 @@ class UnseenMove:
 
 
 def replayed_steps(
-    trajectory: Trajectory,
-    model: FunctionalModel,
-    reference: Tensor,
-    steps: slice = slice(None),
-    law: UpdateLaw | None = None,
-    run: "RunReplay | None" = None,
+    run: "RunReplay", steps: slice = slice(None), law: UpdateLaw | None = None
 ) -> Iterator[ReplayedStep]:
     """Replay a run: yield each step with the update that the update rule predicts.
 
     Args:
-        trajectory: The run; of an average the run that it is made of.
-        model: Its network in the dtype of the computation.
-        reference: Tensor whose dtype and device the computation has.
+        run: Computes the gradients.
         steps: Which steps; they must begin with the first one where a step follows from earlier ones (`has_memory`).
         law: The steps as functions, for `by_options`.
-        run: Computes the gradients; None for one that computes them one at a time.
     """
-    trajectory = trajectory.trained
-    memory, run = None if law is None else law.initial(), run or RunReplay(trajectory, model, reference)
+    trajectory, model, reference = run.trajectory, run.model, run.reference
+    memory = None if law is None else law.initial()
     # trained: in the precision of the training
     momentum = momentum_trained = initial_momentum(trajectory, flat_weights(trajectory, 0, reference))
     for step in trajectory.steps[steps]:
@@ -123,7 +115,7 @@ class RunReplay:
     """Recomputes the gradients of a run's steps; to be used by one thread.
 
     Args:
-        trajectory: The run.
+        trajectory: The run; of an average the run that it is made of.
         model: Its network in the dtype of the computation.
         reference: Tensor whose dtype and device the computation has.
         memory: Chooses how many neighbouring steps are computed together, of a computation that goes through all of
@@ -133,7 +125,7 @@ class RunReplay:
     def __init__(
         self, trajectory: Trajectory, model: FunctionalModel, reference: Tensor, memory: MemoryPlan | None = None
     ) -> None:
-        self.trajectory, self.model, self.reference, self.memory = trajectory, model, reference, memory
+        self.trajectory, self.model, self.reference, self.memory = trajectory.trained, model, reference, memory
         self._together, self._held = MappedRows(), dict[int, Tensor]()  # gradients of the neighbours of a step
         self._accepted = dict[int, Tensor]()  # those that make the recorded step, as many as memory holds
 

@@ -262,7 +262,7 @@ def influence(
     retrain.require_replays(law)
     # a retrained run agrees with the network that trained it: whether that is the recorded one, the recorded run says
     net = plan_for(trajectory, trajectory.model_for(X))
-    replay = RunReplay(trajectory.trained, net.model, X, net.memory_plan(parsed.memory_budget))
+    replay = RunReplay(trajectory, net.model, X, net.memory_plan(parsed.memory_budget))
     findings = step_mismatches(trajectory, law, replay).retraining_findings
     for index, weights in enumerate(smoothing.weights(trajectory.num_points)):
         weights = weights.to(trajectory.device)

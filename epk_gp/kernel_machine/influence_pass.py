@@ -399,7 +399,7 @@ class InfluenceWork(RunWork):
         return adjoints | {"weights": torch.zeros_like(of_weights), "average": of_weights}
 
     def _replay(self) -> RunReplay:
-        return RunReplay(self.trajectory.recorded.trained, self.recorded_net.model, self.X, self.memory)
+        return RunReplay(self.trajectory.recorded, self.recorded_net.model, self.X, self.memory)
 
     def _back(
         self, index: int, adjoints: Adjoints, curvature: LossCurvature, trace: MemoryTrace
