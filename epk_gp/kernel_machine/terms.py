@@ -488,8 +488,7 @@ class AttributionWork(PathWork):
         """What is left of the steps when they are compared with the recorded ones; the run is replayed."""
         whole, keeps_all = self.whole, leaves_residuals(self.whole)
         most = weight_rows(self.memory_budget, whole.net.itemsize, whole.net.model.num_weights)
-        net = whole.recorded_net
-        run = RunReplay(whole.recorded, net.model, whole.X, net.memory_plan(self.memory_budget))
+        run = RunReplay(whole.recorded, whole.recorded_net.model, whole.X)
         return StepResiduals(run, most, keeps=self.keeps_residuals, keeps_all=keeps_all)
 
     @property
