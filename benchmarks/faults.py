@@ -31,12 +31,15 @@ ROOT = Path(__file__).resolve().parents[1]
 TESTS = ROOT / "tests"
 NAMES = 20_000  # folders of checkpoints
 ODD = 400  # programs in each of the rows of `odd_themes`
+STRETCHES = 1000  # small networks
 TABLES = 2040  # 60 of each change of `odd_frames`
 WORKERS = 2  # processes that share them
 SOUND_ROW = "nothing odd"
 LIMIT = "a limit: may not be seen"
 SHAPES = 240  # questions about texts, and a quarter as many cut batches
 FLIPS = 400  # on each of three runs
+
+Outcomes = tuple[Counter[str], list[str]]  # how many cases ended how, and which were wrong
 
 
 @dataclass(frozen=True)
@@ -72,6 +75,9 @@ def main() -> int:
     kinds: dict[str, Callable[[], tuple[int, int, int, int]]] = {
         **{f"odd programs: {row}": partial(odd_programs, row) for row in odd_rows() if row != SOUND_ROW},
         f"odd programs: {SOUND_ROW} (the control: nothing may be found)": partial(odd_programs, SOUND_ROW),
+        "small networks, answered with 1, 2, 7 and all states of a run evaluated together": lambda: in_processes(
+            _tests_module("odd_stretches").count_outcomes, STRETCHES
+        ),
         "loops that change rows: wrong indices by 19 patterns, in a quarter right ones": partial(
             drawn, "wrong_indices", ODD
         ),
@@ -121,22 +127,27 @@ def odd_rows() -> dict[str, tuple[str, ...]]:
 
 def odd_programs(row: str) -> tuple[int, int, int, int]:
     """Compare the answers about odd training loops with brute force."""
-    odd, share = _tests_module("odd_themes"), ODD // WORKERS
-    count = partial(odd.count_outcomes, odd.ROWS[row], share)
+    odd = _tests_module("odd_themes")
+    return in_processes(partial(odd.count_outcomes, odd.ROWS[row]), ODD)
+
+
+def in_processes(count_outcomes: Callable[[int, int], Outcomes], count: int) -> tuple[int, int, int, int]:
+    """Compare drawn cases in several processes; a number of cases and the first seed are asked of each."""
+    share = count // WORKERS
     with ProcessPoolExecutor(WORKERS, mp_context=get_context("fork")) as pool:
-        outcomes = list(pool.map(count, range(0, ODD, share)))
-    for program in (program for _, wrong in outcomes for program in wrong):
-        print(f"       {program}")
-    counts = sum((found for found, _ in outcomes), Counter[str]())
-    tried, found = sum(counts.values()), counts["refused"] + counts["uncertified"]
-    return tried, found, counts["right"], tried - found - counts["right"]
+        return _summed(list(pool.map(partial(count_outcomes, share), range(0, count, share))))
 
 
 def drawn(module: str, count: int, **options: bool) -> tuple[int, int, int, int]:
     """Compare drawn cases of a module of the tests with its own oracle."""
-    counts, wrong = _tests_module(module).count_outcomes(count, **options)
-    for case in wrong:
+    return _summed([_tests_module(module).count_outcomes(count, **options)])
+
+
+def _summed(outcomes: list[Outcomes]) -> tuple[int, int, int, int]:
+    """Print the wrong cases, and count all."""
+    for case in (case for _, wrong in outcomes for case in wrong):
         print(f"       {case}")
+    counts = sum((found for found, _ in outcomes), Counter[str]())
     tried, found = counts.total(), counts["refused"] + counts["uncertified"]
     return tried, found, counts["right"], tried - found - counts["right"]
 

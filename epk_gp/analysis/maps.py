@@ -1,6 +1,7 @@
 """Maps of predictive uncertainty over planes through the input space (Figure 5, Bell et al. 2023)."""
 
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from jaxtyping import Float, Int64, Shaped
@@ -11,8 +12,6 @@ from epk_gp.core.checks import validate_count, validate_finite, validate_number,
 from epk_gp.core.trajectory import Trajectory, network_outputs
 from epk_gp.gp.models import LogitGP, validate_gp
 from epk_gp.gp.softmax import softmax_uncertainty
-from epk_gp.kernels.tagging import test_copy
-from epk_gp.kernels.values import point_blocks
 
 _ROUNDING = 100 * torch.finfo(torch.float64).eps  # of coordinates on which points of a line differ
 
@@ -201,12 +200,12 @@ def uncertainty_on_plane(
     x, y = grid_over(training, size, margin, square=square)
     nodes, unit = grid_coordinates(x, y), torch.stack([x[-1] - x[0], y[-1] - y[0]])
     X = lift(plane, nodes)
-    u = softmax_uncertainty(gp.logit_posterior(X, progress=progress), num_samples, generator)
+    posterior = gp.logit_posterior(X, progress=progress)
+    u = softmax_uncertainty(posterior, num_samples, generator)
     chosen = network_outputs(trajectory, X).argmax(1)
     probability, std, error = (v.gather(1, chosen[:, None])[:, 0] for v in (u.mean, u.std, u.standard_error))
-    blocks, _ = point_blocks(gp.kernel.config, test_copy(X))
-    scale = blocks.new_full((blocks.shape[1],), 1 / gp.kernel.scale)
-    kernel = gp.coupling.covariances(scale[:, None, None] * blocks).diagonal(dim1=-2, dim2=-1).mean(1)
+    prior_variance = cast(Tensor, posterior.prior_variance)
+    kernel = (prior_variance / gp.covar_module.outputscale.detach().reshape(-1)).mean(1)
     on_grid = {"kernel": kernel, "network_class": chosen, "probability": probability, "std": std}
     on_grid |= {"entropy": u.entropy, "mutual_information": u.mutual_information}
     return UncertaintyMap(

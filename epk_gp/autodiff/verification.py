@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.autograd.forward_ad as fwAD
@@ -39,6 +39,7 @@ _NUM_PROBE_ROWS = 6
 # much each: together less than a small memory budget. A network of a million weights in float64 has four rows.
 _TRUTH_BYTES, _FEWEST_ROWS = 1 << 26, 2
 Pair = tuple[Tensor, Tensor]  # what was computed, and what is expected
+T = TypeVar("T")
 
 
 def probe_rows(X: Shaped[Tensor, "M ..."]) -> Shaped[Tensor, "E ..."]:
@@ -136,12 +137,12 @@ def build_plan(
     plan = _verified(plan, "supports_interpolation", lambda plan: _interpolated_outputs(trial, plan))
     if not plan.supports_interpolation or plan.dense_params:
         plan = replace(plan, supports_stacking=False)
-    plan = _verified(plan, "supports_stacking", lambda _: _stacked_outputs(trial))
     with forward_mode(), filter_own_warnings("ignore", DeprecationWarning):
         fwAD.make_dual(torch.zeros(1), torch.zeros(1))  # torch 2.13 calls a deprecated function of its own first
     plan = _verified(plan, "supports_jvp", lambda plan: _slopes(trial, replace(plan, supports_interpolation=False)))
     if plan.supports_interpolation:
         plan = _verified(plan, "supports_jvp", lambda plan: _slopes(trial, plan))
+    plan = _verified(plan, "supports_stacking", lambda plan: _on_lines(trial, plan))
     if plan.shares_pass and plan.supports_jvp:
         plan = _verified(plan, "supports_vmap", lambda plan: _mapped_passes(trial, plan))
     # all parameters are mapped over where derivatives along a segment can be had in no other way
@@ -240,13 +241,27 @@ def _interpolated_outputs(trial: _Trial, plan: DifferentiationPlan) -> Pair:
     return torch.cat(together), torch.cat([*rows, *rows[:-1]])
 
 
-def _stacked_outputs(trial: _Trial) -> Pair:
-    model, X, w = trial.model, trial.X, trial.w
-    stacked = torch.stack([w, 1.1 * w, 0.9 * w + trial.d])
-    params = model.unflatten(w)
-    with interception.StackedWeights(params, model.unflatten(stacked)):
-        together = model(params, X.repeat(len(stacked), *[1] * (X.ndim - 1)))
-    return together, torch.cat([model(model.unflatten(row), X) for row in stacked])
+def _on_lines(trial: _Trial, plan: DifferentiationPlan) -> Iterator[Pair]:
+    """Compare outputs, slopes and Jacobians of rows on several lines with those on each of them."""
+    X, w, d = trial.X, trial.w, trial.d
+    line = replace(trial.segment(plan), w=torch.stack([w, 0.9 * w + d]), d=torch.stack([d, 2 * d]))
+    pair = torch.arange(2 * len(X), device=X.device)
+    t = (0.9 + 0.31 * pair.to(w)) % 1
+    alone = [replace(line, w=w, d=d) for w, d in zip(line.w, line.d, strict=True)]
+    if plan.supports_jvp:
+        by_line = [directional_derivatives(own, X, u) for own, u in zip(alone, t.split(len(X)), strict=True)]
+        together = directional_derivatives(line, X, t, pair)
+        yield from zip(together, (torch.cat(values) for values in zip(*by_line, strict=True)), strict=True)
+    rows, cotangents = X.repeat(2, *[1] * (X.ndim - 1)), trial.cotangents.repeat(1, 2, 1)
+    for places in (None, t):
+        parts = [None] * 2 if places is None else t.split(len(X))
+        ats = [WeightLocation(own.w, None if u is None else own.d, u) for own, u in zip(alone, parts, strict=True)]
+        at = WeightLocation(line.w, None if places is None else line.d, places)
+        fixed = [Cotangents(lambda _: trial.cotangents), Cotangents(lambda _: cotangents)]
+        expected = [layer_jacobians(line.net, own, X, fixed[0], ContractionCost(1, 1)) for own in ats]
+        found = layer_jacobians(line.net, at, rows, fixed[1], ContractionCost(1, 1))
+        for layer, own in enumerate(found):
+            yield own.to_dense(), torch.cat([one[layer].to_dense() for one in expected], dim=1)
 
 
 def _slopes(trial: _Trial, plan: DifferentiationPlan) -> Pair:
@@ -350,37 +365,38 @@ def plan_for(trajectory: Trajectory, model: FunctionalModel) -> PlannedModel:
         return PlannedModel(model, cache.plans[key])
 
 
-@contextmanager
-def planned(trajectory: Trajectory, X: Shaped[Tensor, "n ..."]) -> Iterator[PlannedModel]:
-    """Give a run's network with its plan to what is computed in `while True:`, and left by `return`.
+def with_plan(compute: Callable[..., T], X: Shaped[Tensor, "n ..."], *runs: Trajectory) -> T:
+    """Return compute(net, ...), which gets the network of each run with its plan.
 
-        while True:
-            with planned(trajectory, X) as net:
-                return ...
-
-    If the inputs use a parameter as the plan did not foresee, the body ends there and is carried out once more, with
-    the dense plan: it must leave nothing behind when it raises. A network may send each row to another expert: a layer
-    then sees some of the rows, which the rows that the plan was made on need not show. The model's cache keeps that
-    finding for every later computation.
+    If the inputs use a parameter as a plan did not foresee, the first network whose plan is not dense gets the dense
+    one, and `compute` is called again: it must leave nothing behind when it raises. A network may send each row to
+    another expert: a layer then sees some of the rows, which the rows that the plan was made on need not show. The
+    model's cache keeps that finding for every later computation.
 
     Args:
-        trajectory: The run.
+        compute: What is computed with the networks.
         X: Inputs, of the computation's dtype and on its device.
+        runs: The runs, which may share a network.
+
+    Raises:
+        UnsupportedParameterUseError: The dense plans do not foresee it either.
+        ValueError: The network makes Python numbers of its tensors.
     """
-    model = trajectory.model_for(X)
     with outside_autocast():
-        net = plan_for(trajectory, model)
-        try:
-            yield net
-        except interception.UnsupportedParameterUseError:
-            if net.plan is model.cache.plans.get((model.spec, True)):
-                raise
-            model.cache.needs_dense_plan = True
-        except RuntimeError as error:
-            if "calling .item()" not in str(error):
-                raise
-            raise ValueError(
-                "the network must compute with tensors: forward() makes a Python number of a weight or an activation "
-                "(.item(), float(), or an `if` on a tensor), through which nothing is differentiated. Compute with the "
-                "tensor itself, or make the number of a buffer."
-            ) from error
+        while True:
+            nets = [plan_for(run, run.model_for(X)) for run in runs]
+            try:
+                return compute(*nets)
+            except interception.UnsupportedParameterUseError:
+                layered = [net for net in nets if net.plan is not net.model.cache.plans.get((net.model.spec, True))]
+                if not layered:
+                    raise
+                layered[0].model.cache.needs_dense_plan = True
+            except RuntimeError as error:
+                if "calling .item()" not in str(error):
+                    raise
+                raise ValueError(
+                    "the network must compute with tensors: forward() makes a Python number of a weight or an "
+                    "activation (.item(), float(), or an `if` on a tensor), through which nothing is differentiated. "
+                    "Compute with the tensor itself, or make the number of a buffer."
+                ) from error

@@ -403,6 +403,26 @@ def some_rows(data: PassData, rows: Int64[Tensor, " b"]) -> PassData:
     return PassData(forward, data.samples[rows], data.X[rows], data.y[rows], data.c[rows])
 
 
+def joined_passes(passes: Sequence[PassData], num_rows: int) -> PassData:
+    """Return passes that compute each row by itself as one, of so many rows each: some come again with weight 0."""
+    parts, seen = list[PassData](), dict[str, Any]()
+    for data in passes:
+        rows = torch.arange(num_rows, device=data.X.device)
+        own = data if len(data.X) == num_rows else some_rows(data, rows.clamp(max=len(data.X) - 1))
+        parts.append(replace(own, c=own.c * (rows < len(data.X)).to(own.c)))
+    for name in ("targets", "cotangents"):
+        held = [
+            (k * num_rows, value) for k, own in enumerate(parts) if (value := getattr(own.forward, name)) is not None
+        ]
+        index = [first + value.index for first, value in held]
+        seen[name] = SeenRows(torch.cat(index), torch.cat([value.values for _, value in held])) if held else None
+    forward = replace(
+        parts[0].forward, num_rows=num_rows * len(parts), inputs=None, statistics=None, weights=None, **seen
+    )
+    samples, X, y, c = (torch.cat([getattr(own, name) for own in parts]) for name in ("samples", "X", "y", "c"))
+    return PassData(forward, samples, X, y, c)
+
+
 def statistics_error(
     replayed: Float[Tensor, " Q"], recorded: Float[Tensor, " Q"], dtype: torch.dtype, unexplained: float | None = None
 ) -> float:

@@ -120,12 +120,20 @@ class RunReplay:
         reference: Tensor whose dtype and device the computation has.
         memory: Chooses how many neighbouring steps are computed together, of a computation that goes through all of
             them; None for one at a time.
+        within: The steps that it goes through.
     """
 
     def __init__(
-        self, trajectory: Trajectory, model: FunctionalModel, reference: Tensor, memory: MemoryPlan | None = None
+        self,
+        trajectory: Trajectory,
+        model: FunctionalModel,
+        reference: Tensor,
+        memory: MemoryPlan | None = None,
+        *,
+        within: slice = slice(None),
     ) -> None:
         self.trajectory, self.model, self.reference, self.memory = trajectory.trained, model, reference, memory
+        self.within = range(trajectory.num_steps)[within]
         self._together, self._held = MappedRows(), dict[int, Tensor]()  # gradients of the neighbours of a step
         self._accepted = dict[int, Tensor]()  # those that make the recorded step, as many as memory holds
 
@@ -181,11 +189,8 @@ class RunReplay:
     def _neighbours(self, step: Step) -> dict[int, Tensor]:
         """Return the gradients of a step and its neighbours, whose states and batches lie side by side in one pass."""
         run, first = self.trajectory, step.index // self._at_once * self._at_once  # aligned, for equal bytes
-        alike = [
-            own
-            for own in run.steps[first : first + self._at_once]
-            if not own.passes and _num_rows(run, own) == _num_rows(run, step)
-        ]
+        near = (own for own in run.steps[first : first + self._at_once] if own.index in self.within and not own.passes)
+        alike = [own for own in near if _num_rows(run, own) == _num_rows(run, step)]
         batches = [batch_of(run, own, self.reference) for own in alike]
         states = [flat_state(run, own.index, self.reference) for own in alike]
 

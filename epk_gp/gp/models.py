@@ -303,25 +303,25 @@ class LogitGP(gpytorch.models.ExactGP):  # type: ignore[misc]  # gpytorch ships 
         """
         coupling = self.coupling
         config = replace(self.kernel.config, cache=BlockCache(0))  # blocks with test points are not asked for again
-        means, covariances = [], []
+        means, covariances, variances = [], [], []
         with torch.no_grad(), progress_bar(len(x), "posterior", unit="point", shown=progress) as bar:
             factor, weights = self.factorize()
             own_norms = point_blocks(self.kernel.config, self.train_inputs[0])[1] if config.is_cosine else None
             per_point, budget = coupling.num_matrices * coupling.rows_per_point, config.options.memory_budget
             size = posterior_points(budget, factor.element_size(), per_point, factor.shape[-1])
-            largest_variance = 0.0
             for number, rows in enumerate(x.split(size)):
                 blocks, norms = point_blocks(config, rows, first=number * size)
                 prior = coupling.covariances(self._scale()[:, None, None] * blocks)
-                largest_variance = max(largest_variance, float(prior.diagonal(dim1=-2, dim2=-1).max()))
                 mean_update, covariance_update = self._updates(
                     normalized_block(config, rows, self.train_inputs[0], (norms, own_norms)), factor, weights
                 )
                 means.append(self.prior_mean(rows) + mean_update)
                 covariances.append(prior - covariance_update)
+                variances.append(prior.diagonal(dim1=-2, dim2=-1).clone())
                 bar.update(len(rows))
-        tolerance = factor.shape[-1] * torch.finfo(factor.dtype).eps * largest_variance
-        return LogitPosterior(torch.cat(means), torch.cat(covariances), tolerance, link_of(self.trajectory))
+        variance, link = torch.cat(variances), link_of(self.trajectory)
+        tolerance = factor.shape[-1] * torch.finfo(factor.dtype).eps * max(0.0, float(variance.max()))
+        return LogitPosterior(torch.cat(means), torch.cat(covariances), tolerance, link, variance)
 
     def _updates(self, cross: Tensor, factor: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
         """Compute what the observations add to the mean, (n, C), and take from the covariance, (n, C, C).

@@ -34,12 +34,14 @@ class LogitPosterior(Displayed):
             semi-definite matrix. The covariance is a difference of larger numbers, so the tolerance is relative to the
             prior variance; 0 if it is not known.
         link: What makes probabilities of the outputs, "softmax" or "sigmoid", where the run's loss says so; else None.
+        prior_variance: Of each output before any observation, (n, C); None if it is not known.
     """
 
     mean: Float[Tensor, "n C"]
     covariance: Float[Tensor, "n C C"]
     eigenvalue_tolerance: float = 0.0
     link: str | None = None
+    prior_variance: Float[Tensor, "n C"] | None = None
 
     def __len__(self) -> int:
         return self.mean.shape[0]

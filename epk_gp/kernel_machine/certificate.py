@@ -273,10 +273,8 @@ class StepResiduals:
             if keeps and (is_amplified or is_kept):
                 residual = (flat_weights(trajectory, index + 1, run.reference) - replayed.w).sub_(replayed.d)
                 if not is_kept:  # of the parameters whose rounding is amplified
-                    plain, parts = (
-                        replay_rounding(replayed.w, replayed.d, dtype),
-                        enumerate(residual.to(like).split(self._sizes)),
-                    )
+                    plain = replay_rounding(replayed.w, replayed.d, dtype)
+                    parts = enumerate(residual.to(like).split(self._sizes))
                     own = {k: part.clone() for k, part in parts if part.numel() and largest_entry(part) > plain}
                     self._amplified[index] = own
                     continue
@@ -464,7 +462,7 @@ class Certificate:
             findings.append(
                 f"{self.unexplained_share:.1%} of the change of the outputs is `unexplained`: gradients of the "
                 "training data do not make that part of the steps, such as rounding that Adam amplifies in a bias in "
-                "front of BatchNorm (bias=False removes it; attribute_by with by_parameter says where it is)"
+                "front of BatchNorm (bias=False removes it; attribute(by=[by_parameter(run)]) says where it is)"
             )
         if self.states and findings:
             findings.append(self.states)

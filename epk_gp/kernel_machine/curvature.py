@@ -32,7 +32,12 @@ from epk_gp.core.plans import MemoryPlan, TensorSpec
 from epk_gp.core.replayed_steps import RunReplay, UnseenMove
 from epk_gp.core.states import JUMP_SHARE, recomputation_of
 from epk_gp.core.step import Step
-from epk_gp.core.torch_overrides import MappedRows, WrittenOutNormalisation, watching_normalisations
+from epk_gp.core.torch_overrides import (
+    MappedRows,
+    WrittenOutNormalisation,
+    disable_fused_attention,
+    watching_normalisations,
+)
 from epk_gp.core.trajectory import Trajectory, flat_state
 
 _KINDS = ("running_mean", "running_var")
@@ -341,7 +346,8 @@ def curvature_error(trajectory: Trajectory, net: PlannedModel, memory: MemoryPla
     steps = [run.trajectory.steps[states[place]] for place in dict.fromkeys((len(states) // 2, -1, 0)) if states]
     for pair, tolerance in _PAIRS:
         try:
-            errors = [_step_error(run, curvature, step, pair, moved) for step in steps]
+            with disable_fused_attention():
+                errors = [_step_error(run, curvature, step, pair, moved) for step in steps]
         except (RuntimeError, TypeError, ValueError):  # the network cannot compute in float64
             return 0.0
         if settled := [error for error in errors if error is not None]:

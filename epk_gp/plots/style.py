@@ -109,7 +109,7 @@ def save_figure(
             figure.savefig(place, metadata={"Date": None, "Description": description})
             return
         buffer = BytesIO()
-        figure.savefig(buffer, dpi=_DPI, metadata={"Software": None})
+        figure.savefig(buffer, dpi=_DPI, metadata={"Software": None}, pil_kwargs={"compress_level": 0})  # read at once
     picture = Image.open(buffer).convert("RGB")
     if palette:
         picture = picture.quantize(_COLOURS, dither=Image.Dither.NONE)

@@ -38,11 +38,10 @@ def location_variance_share(kernel: Kernel, X: Float[Tensor, "n D"], displacemen
     n, k = len(X), len(displacements)
     if n < 2 or k < 2:
         raise ValueError(f"shares of a variance need at least 2 locations and 2 displacements: got {n} and {k}.")
-    rows = torch.arange(n, device=X.device)
-    blocks = [kernel(X, X + delta) for delta in displacements]
-    if any(not isinstance(block, Tensor) or block.shape != (n, n) for block in blocks):
-        raise ValueError(f"kernel must return one value per pair, of shape {(n, n)}: it does not.")
-    values = torch.stack([block[rows, rows] for block in blocks])  # (k, n)
+    block = kernel(X, (X + displacements[:, None]).flatten(0, 1))  # all at once: locations are evaluated once
+    if not isinstance(block, Tensor) or block.shape != (n, k * n):
+        raise ValueError(f"kernel must return one value per pair, of shape {(n, k * n)}: it does not.")
+    values = block.unflatten(1, (k, n)).diagonal(dim1=0, dim2=2)  # (k, n)
     if not torch.isfinite(values).all():
         raise ValueError("kernel must return finite values: it returned NaN or infinity.")
     total = values.var(correction=0)

@@ -6,6 +6,7 @@ import torch
 
 import epk_gp as epk
 from epk_gp.analysis.maps import coordinate_plane, grid_over, lift, principal_plane, project, uncertainty_on_plane
+from epk_gp.gram.path_kernel import PathKernel
 from epk_gp.plots.maps import map_figure
 
 
@@ -50,6 +51,23 @@ def test_the_distance_to_the_data_counts_both_columns_of_a_map(people, process):
     expected, found = correlation(1)
     assert found == pytest.approx(expected, abs=1e-6)
     assert correlation(0)[0] != pytest.approx(found, abs=1e-3)  # of incomes alone
+
+
+@pytest.mark.parametrize("outputs", ["full", "independent", "trace"])
+def test_a_map_has_the_kernels_own_diagonal_and_computes_it_once(people, outputs, monkeypatch):
+    gp = epk.LogitGP(people, outputs, points=range(0, 30, 3), nodes=2)
+    gp.fit(3)
+    calls, diagonal_blocks = [], PathKernel.diagonal_blocks
+    monkeypatch.setattr(
+        PathKernel, "diagonal_blocks", lambda *args: calls.append(len(args[1])) or diagonal_blocks(*args)
+    )
+    m = uncertainty_on_plane(gp, coordinate_plane(people.inputs), size=5, num_samples=16)
+    assert calls == [25]
+    nodes = lift(m.plane, torch.cartesian_prod(m.y, m.x).flip(1))
+    with torch.no_grad():
+        k = gp.kernel(epk.test_copy(nodes), diag=True)
+    expected = k.reshape(25, 2).mean(1) if outputs == "full" else k.reshape(-1, 25).mean(0)
+    torch.testing.assert_close(m.kernel.flatten(), expected, rtol=1e-12, atol=0)
 
 
 def test_a_grid_of_points_without_extent_along_an_axis_is_refused_and_a_square_one_is_not():

@@ -48,6 +48,21 @@ def test_the_posterior_is_gpytorchs_own(trajectory, X_test, outputs, mean, targe
     torch.testing.assert_close(called.covariance_matrix, peer.covariance_matrix, rtol=0, atol=1e-12)
 
 
+@pytest.mark.parametrize("normalize", ["mean_diagonal", "cosine"])
+@pytest.mark.parametrize("outputs", [*OUTPUTS, "trace"])
+def test_the_prior_variance_is_that_of_gpytorchs_prior_and_no_smaller_than_the_posteriors(
+    trajectory, X_test, outputs, normalize, monkeypatch
+):
+    gp = with_hyperparameters(LogitGP(trajectory, outputs, noise=0.03, normalize=normalize))
+    monkeypatch.setattr("epk_gp.gp.models.posterior_points", lambda *_: 4)
+    posterior = gp.logit_posterior(X_test)
+    with torch.no_grad(), gpytorch.settings.prior_mode(True):
+        covariance = per_point(gp(test_copy(X_test)), outputs)[1]
+    variance = covariance.diagonal(dim1=1, dim2=2)
+    torch.testing.assert_close(posterior.prior_variance, variance, rtol=1e-12, atol=0)
+    assert (posterior.covariance.diagonal(dim1=1, dim2=2) < variance).all()
+
+
 def prior_at(gp, trajectory, X, mean):
     if mean == "zero":
         return torch.zeros(len(X), C, dtype=torch.float64)

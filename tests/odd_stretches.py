@@ -1,0 +1,629 @@
+"""Random small problems, answered with one state of a run at a time and with several evaluated together.
+
+Steps do not depend on each other in the sums that the package takes, so that any number of states gives the same
+numbers to rounding. A seed decides everything: network, loop, optimizer, loss, batches, question, rule, path, budget.
+"""
+
+import random
+import shutil
+import tempfile
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from odd_parts import OPTIMIZERS
+from odd_programs import MEMORY, is_clear
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.utils import parametrizations
+
+import epk_gp as epk
+from epk_gp.core.plans import MemoryPlan
+from epk_gp.core.states import averaged_trajectory
+from epk_gp.gram.path_kernel import PathKernel
+from epk_gp.kernel_machine.axes import by_label, by_layer, by_parameter, by_sample, by_step
+
+POINTS, CLASSES, ASKED = 10, 3, 3
+COUNTS: tuple[int | None, ...] = (1, 2, 7, None)  # of states that are evaluated together; None: all of a run
+TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-4}  # of the largest entry
+ACTIVATIONS = (nn.Tanh, nn.ReLU, nn.GELU, nn.Softplus, nn.SiLU, nn.LeakyReLU, nn.Hardtanh, nn.ELU, nn.PReLU)
+
+
+@contextmanager
+def states_together(count: int | None) -> Iterator[None]:
+    """Evaluate so many states of a run together, of networks of which several can be; None for all of them."""
+    with patch.object(MemoryPlan, "fitting_lines", lambda self, *sizes, **named: count or 1 << 30):
+        yield
+
+
+# ---- networks ------------------------------------------------------------------------------------------------------
+
+
+class Formula(nn.Module):
+    """A network whose forward pass is a function of its modules."""
+
+    def __init__(self, function: Callable[..., Tensor], *modules: nn.Module, **parameters: Tensor) -> None:
+        super().__init__()
+        self.function, self.inner = function, nn.ModuleList(modules)
+        for name, value in parameters.items():
+            self.register_parameter(name, nn.Parameter(value))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(self, *self.inner, x)
+
+
+class Cube(torch.autograd.Function):
+    """An operation of one's own, of which torch knows no map over weights."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x**3 / 3
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return ctx.saved_tensors[0].square() * grad
+
+
+def rows(draw: random.Random) -> dict[str, Callable[[], nn.Module]]:
+    """Return networks of rows of four numbers."""
+    width, act = draw.randint(2, 6), draw.choice(ACTIVATIONS)
+    bias = draw.random() < 0.8
+
+    def lin(n: int, m: int) -> nn.Module:
+        return nn.Linear(n, m, bias=bias)
+
+    def layers(*between: Callable[[], nn.Module]) -> nn.Module:
+        made = [layer for n in (4, width) for layer in (lin(n, width), *(make() for make in between), act())]
+        return nn.Sequential(*made, lin(width, CLASSES))
+
+    def experts(net: Any, gate: nn.Module, one: nn.Module, two: nn.Module, x: Tensor) -> Tensor:
+        best = gate(x).argmax(dim=1)
+        return torch.stack([one(x), two(x)], dim=1)[torch.arange(len(x)), best] * gate(x).softmax(1).amax(1)[:, None]
+
+    def routed(net: Any, gate: nn.Module, one: nn.Module, two: nn.Module, x: Tensor) -> Tensor:
+        chosen = gate(x).argmax(dim=1) == 0
+        z = x.new_zeros(len(x), CLASSES)
+        return z.masked_scatter(chosen[:, None], one(x[chosen])).masked_scatter(~chosen[:, None], two(x[~chosen]))
+
+    return {
+        "linear": lambda: lin(4, CLASSES),
+        "mlp": layers,
+        "one_layer": lambda: nn.Sequential(lin(4, width), act(), lin(width, CLASSES)),
+        "layer_norm": lambda: layers(lambda: nn.LayerNorm(width)),
+        "group_norm": lambda: layers(lambda: nn.GroupNorm(1, width)),
+        "batch_norm": lambda: layers(lambda: nn.BatchNorm1d(width, momentum=draw.choice([0.1, None]))),
+        "dropout": lambda: layers(lambda: nn.Dropout(0.3)),
+        "both": lambda: layers(lambda: nn.BatchNorm1d(width), lambda: nn.Dropout(0.3)),
+        "weight_norm": lambda: nn.Sequential(parametrizations.weight_norm(lin(4, width)), act(), lin(width, CLASSES)),
+        "spectral_norm": lambda: nn.Sequential(
+            parametrizations.spectral_norm(lin(4, width)), act(), lin(width, CLASSES)
+        ),
+        "frozen": lambda: nn.Sequential(lin(4, width).requires_grad_(False), act(), layers_of(width, act)),
+        "residual": lambda: Formula(
+            lambda net, a, b, c, x: c(a(x) + torch.tanh(b(a(x)))), lin(4, width), lin(width, width), lin(width, CLASSES)
+        ),
+        "tied": lambda: Formula(
+            lambda net, a, b, x: b(F.linear(torch.tanh(a(x)), a.weight.T)), nn.Linear(4, width), lin(4, CLASSES)
+        ),
+        "called_twice": lambda: Formula(
+            lambda net, a, b, c, x: c(torch.tanh(b(torch.tanh(b(a(x)))))),
+            lin(4, width), lin(width, width), lin(width, CLASSES),
+        ),
+        "bare": lambda: Formula(
+            lambda net, a, x: a(torch.tanh(x @ net.w.square() + net.b)),
+            lin(width, CLASSES), w=torch.randn(4, width), b=torch.zeros(width),
+        ),
+        "scaled": lambda: Formula(
+            lambda net, a, b, x: net.s * b(torch.relu(a(x)) * net.t), lin(4, width), lin(width, CLASSES),
+            s=torch.tensor(1.3), t=torch.ones(width),
+        ),
+        "mixture": lambda: Formula(experts, lin(4, 2), lin(4, CLASSES), lin(4, CLASSES)),
+        "routed": lambda: Formula(routed, lin(4, 2), lin(4, CLASSES), lin(4, CLASSES)),
+        "branching": lambda: Formula(
+            lambda net, a, b, x: b(torch.tanh(a(x)) if float(a.weight.detach().sum()) > 0 else torch.relu(a(x))),
+            lin(4, width), lin(width, CLASSES),
+        ),
+        "own_operation": lambda: Formula(
+            lambda net, a, b, x: b(Cube.apply(a(x))), lin(4, width), lin(width, CLASSES)
+        ),
+        "stop_gradient": lambda: Formula(
+            lambda net, a, b, x: b(torch.tanh(a(x)) + a(x).detach().square()), lin(4, width), lin(width, CLASSES)
+        ),
+        "bilinear": lambda: Formula(
+            lambda net, a, b, x: b(torch.tanh(a(x[:, :2].contiguous(), x[:, 2:].contiguous()))),
+            nn.Bilinear(2, 2, width), lin(width, CLASSES),
+        ),
+        "in_place": lambda: Formula(
+            lambda net, a, b, x: b(F.relu(1.5 * a(x), inplace=True)), lin(4, width), lin(width, CLASSES)
+        ),
+        "one_output": lambda: nn.Sequential(lin(4, width), act(), lin(width, 1)),
+    }  # fmt: skip
+
+
+def layers_of(width: int, act: type[nn.Module]) -> nn.Module:
+    return nn.Sequential(nn.Linear(width, width), act(), nn.Linear(width, CLASSES))
+
+
+def images(draw: random.Random) -> dict[str, Callable[[], nn.Module]]:
+    """Return networks of images of 6 × 6 pixels."""
+    width, act = draw.randint(2, 4), draw.choice(ACTIVATIONS)
+    pool = draw.choice([nn.MaxPool2d, nn.AvgPool2d])
+
+    def two(*between: Callable[[], nn.Module], groups: int = 1) -> nn.Module:
+        first = [nn.Conv2d(1, width, 3, padding=1), *(make() for make in between), act(), pool(2)]
+        second = [nn.Conv2d(width, width, 2, groups=groups), act()]
+        return nn.Sequential(*first, *second, nn.Flatten(), nn.Linear(4 * width, CLASSES))
+
+    return {
+        "convolutions": two,
+        "convolutions_batch_norm": lambda: two(lambda: nn.BatchNorm2d(width)),
+        "convolutions_group_norm": lambda: two(lambda: nn.GroupNorm(1, width)),
+        "convolutions_dropout": lambda: two(lambda: nn.Dropout2d(0.3)),
+        "depthwise": lambda: two(groups=width),
+        "transposed": lambda: nn.Sequential(
+            nn.Conv2d(1, 2, 3, stride=3), act(), nn.ConvTranspose2d(2, 2, 2), nn.Flatten(), nn.Linear(18, CLASSES)
+        ),
+        "adaptive_pool": lambda: nn.Sequential(
+            nn.Conv2d(1, width, 3), act(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(width, CLASSES)
+        ),
+    }
+
+
+def series(draw: random.Random) -> dict[str, Callable[[], nn.Module]]:
+    """Return networks of series of five pairs."""
+    width = 2 * draw.randint(1, 2)
+
+    def recurrent(kind: type[nn.RNNBase], **options: Any) -> nn.Module:
+        return Formula(
+            lambda net, a, b, x: b(a(x)[0][:, -1]),
+            kind(2, width, batch_first=True, **options),
+            nn.Linear(width, CLASSES),
+        )
+
+    def attention(dropout: float, norm_first: bool) -> nn.Module:
+        block = nn.TransformerEncoderLayer(width, 2, 4, dropout=dropout, batch_first=True, norm_first=norm_first)
+        return Formula(
+            lambda net, a, b, c, x: c(b(a(x) + net.places).mean(dim=1)),
+            nn.Linear(2, width), block, nn.Linear(width, CLASSES), places=0.1 * torch.randn(5, width),
+        )  # fmt: skip
+
+    return {
+        "rnn": lambda: recurrent(nn.RNN),
+        "gru": lambda: recurrent(nn.GRU),
+        "lstm": lambda: recurrent(nn.LSTM),
+        "gru_two_layers": lambda: recurrent(nn.GRU, num_layers=2),
+        "attention": lambda: attention(0.0, False),
+        "attention_norm_first": lambda: attention(0.0, True),
+        "attention_dropout": lambda: attention(0.2, False),
+        "heads": lambda: Formula(
+            lambda net, q, o, x: o(
+                F.scaled_dot_product_attention(*q(x).unflatten(-1, (3, 2, -1)).permute(2, 0, 3, 1, 4))
+                .transpose(1, 2).flatten(2).amax(dim=1)
+            ),
+            nn.Linear(2, 6 * width), nn.Linear(2 * width, CLASSES),
+        ),
+        "convolution_1d": lambda: Formula(
+            lambda net, a, b, x: b(torch.relu(a(x.mT)).flatten(1)), nn.Conv1d(2, width, 3), nn.Linear(3 * width, CLASSES)
+        ),
+        "linear_positions": lambda: nn.Sequential(
+            nn.Linear(2, width), nn.Tanh(), nn.Linear(width, 2), nn.Flatten(), nn.Linear(10, CLASSES)
+        ),
+    }  # fmt: skip
+
+
+def tokens(draw: random.Random) -> dict[str, Callable[[], nn.Module]]:
+    """Return networks of texts of five tokens."""
+    width = draw.randint(2, 4)
+    return {
+        "embedding": lambda: Formula(
+            lambda net, e, a, x: a(torch.tanh(e(x)).flatten(1)), nn.Embedding(7, width), nn.Linear(5 * width, CLASSES)
+        ),
+        "embedding_places": lambda: Formula(
+            lambda net, e, p, n, a, x: a(n(e(x) + p(torch.arange(5))).mean(dim=1)),
+            nn.Embedding(7, width), nn.Embedding(5, width), nn.LayerNorm(width), nn.Linear(width, CLASSES),
+        ),
+        "embedding_tied": lambda: Formula(
+            lambda net, e, a, x: F.linear(torch.tanh(a(e(x).mean(dim=1))), e.weight)[:, :CLASSES],
+            nn.Embedding(7, width), nn.Linear(width, width),
+        ),
+        "embedding_bag": lambda: Formula(
+            lambda net, e, a, x: a(torch.tanh(e(x))), nn.EmbeddingBag(7, width), nn.Linear(width, CLASSES)
+        ),
+    }  # fmt: skip
+
+
+INPUTS: dict[str, tuple[Callable[[random.Random], dict[str, Callable[[], nn.Module]]], Callable[..., Tensor]]] = {
+    "rows": (rows, lambda n, g: torch.randn(n, 4, generator=g, dtype=torch.float64)),
+    "images": (images, lambda n, g: torch.randn(n, 1, 6, 6, generator=g, dtype=torch.float64)),
+    "series": (series, lambda n, g: torch.randn(n, 5, 2, generator=g, dtype=torch.float64)),
+    "tokens": (tokens, lambda n, g: torch.randint(0, 7, (n, 5), generator=g)),
+}
+
+
+# ---- problems ------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Problem:
+    """A network, a loop and questions, drawn from a seed."""
+
+    seed: int
+    draw: random.Random = field(repr=False)
+    inputs: str = ""
+    network: str = ""
+    loss: str = ""
+    reduction: str = "mean"
+    optimizers: tuple[tuple[str, str], ...] = ()  # name and options
+    decay: float = 0.0
+    batch: int = POINTS
+    steps: int = 8
+    accumulated: int = 1
+    schedules: bool = False
+    dtype: torch.dtype = torch.float64
+    stored: str | None = None  # None (in memory), "disk" or "thinned"
+    of: str = "run"  # "run", "until" or "average"
+    question: str = ""
+    options: dict[str, Any] = field(default_factory=dict)
+
+    def record(self, folder: Path) -> epk.Trajectory:
+        """Train, and return what is asked about."""
+        X, y = self.data
+        torch.manual_seed(self.seed)
+        net = self.make()
+        trained = [p for p in net.parameters() if p.requires_grad]
+        halves = [trained] if len(self.optimizers) == 1 else [trained[:1], trained[1:]]
+        optimizers = []
+        for (name, options), part in zip(self.optimizers, halves, strict=True):
+            kind, rate, choices = OPTIMIZERS[name]
+            optimizers.append(kind(part, lr=0.5 * rate, weight_decay=self.decay, **choices[int(options)]))
+        kept = {"folder": folder / "run", "storage": epk.Storage(steps=3)} if self.stored else {}
+        if self.stored == "thinned":
+            kept["storage"] = epk.Storage(steps=3, keep_every=3)
+        options = {"loss": self.package_loss, **kept}
+        generator, left = torch.Generator().manual_seed(self.seed), []
+        with epk.Recorder(net, optimizers if len(optimizers) > 1 else optimizers[0], X, y, **options) as recorder:
+            for step in range(self.steps):
+                for optimizer in optimizers:
+                    optimizer.zero_grad()
+                    if self.schedules:
+                        for group in optimizer.param_groups:
+                            group["lr"] *= 0.9 if step % 3 else 1.1
+                for _ in range(self.accumulated):
+                    left = left or list(torch.randperm(POINTS, generator=generator).split(self.batch))
+                    rows = left.pop(0)  # the last batch of an epoch is smaller
+                    (self.loss_of(net(X[rows]), y[rows]) / self.accumulated).backward()
+                    recorder.batch(rows, weight=1 / self.accumulated)
+                for optimizer in optimizers:
+                    optimizer.step()
+        run = recorder.trajectory
+        if self.stored is not None:
+            loss = self.package_loss if self.loss == "huber" else None
+            run = epk.load_trajectory(folder / "run", self.make(), loss=loss)
+        if self.of == "until":
+            return run.until(max(1, self.steps - 2))
+        if self.of == "average":
+            return averaged_trajectory(run, torch.full((self.steps,), 0.3, dtype=torch.float64))
+        return run
+
+    def make(self) -> nn.Module:
+        """Make the network."""
+        torch.manual_seed(self.seed)
+        networks = INPUTS[self.inputs][0](random.Random(self.seed))
+        return networks[self.network]().to(self.dtype)
+
+    @property
+    def data(self) -> tuple[Tensor, Tensor]:
+        """Inputs and targets."""
+        generator = torch.Generator().manual_seed(self.seed)
+        X = INPUTS[self.inputs][1](POINTS, generator)
+        C = 1 if self.network == "one_output" else CLASSES
+        numbers = torch.randn(POINTS, C, generator=generator, dtype=torch.float64).to(self.dtype)
+        is_class = self.loss in ("cross_entropy", "smoothed", "weighted")
+        y = torch.randint(C, (POINTS,), generator=generator) if is_class else numbers
+        return X.to(self.dtype) if X.is_floating_point() else X, y
+
+    @property
+    def points(self) -> Tensor:
+        """The points that are asked about: others, and one of the data."""
+        X = INPUTS[self.inputs][1](ASKED - 1, torch.Generator().manual_seed(self.seed + 1))
+        return torch.cat([X.to(self.dtype) if X.is_floating_point() else X, self.data[0][:1]])
+
+    @property
+    def package_loss(self) -> Any:
+        """The loss in the package's words."""
+        match self.loss:
+            case "squares":
+                return epk.MeanSquaredError(self.reduction)
+            case "huber":
+                return nn.HuberLoss(reduction=self.reduction)
+            case "weighted":
+                return epk.CrossEntropy(self.reduction, class_weights=(0.5, 1.0, 2.0))
+        return epk.CrossEntropy(self.reduction, label_smoothing=0.1 if self.loss == "smoothed" else 0.0)
+
+    def loss_of(self, z: Tensor, y: Tensor) -> Tensor:
+        """Return the loss of a batch as torch has it."""
+        if self.loss == "squares":
+            return F.mse_loss(z, y, reduction=self.reduction)
+        if self.loss == "huber":
+            return F.huber_loss(z, y, reduction=self.reduction)
+        smoothing = 0.1 if self.loss == "smoothed" else 0.0
+        weight = torch.tensor([0.5, 1.0, 2.0], dtype=z.dtype) if self.loss == "weighted" else None
+        return F.cross_entropy(z, y, weight=weight, label_smoothing=smoothing, reduction=self.reduction)
+
+    def ask(self, run: epk.Trajectory, folder: Path) -> dict[str, Any]:
+        """Ask, and return what comes back by name."""
+        X, options = self.points, dict(self.options)
+        if options.pop("checkpoint", False):
+            shutil.rmtree(folder / "sums", ignore_errors=True)
+            options["checkpoint"] = folder / "sums"
+        match self.question:
+            case "attribute":
+                return _fields(epk.attribute(run, X, **options))
+            case "axes":
+                axes = {axis.__name__: axis for axis in (by_sample, by_step, by_layer, by_parameter, by_label)}
+                groupings = [[axes[name](run) for name in names] for names in options.pop("groupings")]
+                results = epk.attribute(run, X, by=groupings, **options)
+                return {f"{n}.{name}": value for n, r in enumerate(results) for name, value in _fields(r).items()}
+            case "gram":
+                return {"block": epk.gram_block(run, *self._copies(run), **options)}
+            case "symmetric":
+                a = self._copies(run)[0]
+                return {"block": epk.gram_block(run, a, a, **options)}
+            case "per_class" | "trace":
+                kernel = PathKernel(run, options.pop("head"), options.pop("rule"), path=options.pop("path"))
+                block = kernel.block_per_class if self.question == "per_class" else kernel.trace_block
+                return {"block": block(*self._copies(run), epk.ComputeOptions(**options))}
+            case "diagonal":
+                kernel = PathKernel(run, options.pop("head"), options.pop("rule"), path=options.pop("path"))
+                return {"blocks": kernel.diagonal_blocks(self._copies(run)[0], epk.ComputeOptions(**options))}
+            case "features":
+                features = epk.path_features(run, X, 64, num_probe=0, **options)
+                return {"features": torch.Tensor(features.as_subclass(torch.Tensor))}
+            case "reconstruct":
+                return _fields(epk.reconstruct(run, X, **options))
+            case "kernel":
+                flat = X.flatten(1)
+                kernel = epk.EPKKernel(run, **options)
+                a = epk.test_copy(flat).requires_grad_(flat.is_floating_point())
+                values = kernel(a, epk.train_copy(run.inputs[:4].flatten(1))).to_dense()
+                if not flat.is_floating_point():
+                    return {"values": values}
+                return {"values": values.detach(), "gradient": torch.autograd.grad(values.square().sum(), a)[0]}
+            case "between":
+                net, states = self.make(), []
+                for s in sorted({0, run.num_steps // 2, run.num_steps}):
+                    nn.utils.vector_to_parameters(run.states[s], net.parameters())
+                    states.append({name: value.clone() for name, value in net.state_dict().items()})
+                return _fields(epk.between(net, states, X, **options))
+        raise ValueError(self.question)
+
+    def _copies(self, run: epk.Trajectory) -> tuple[epk.Points, epk.Points]:
+        """Return two sets of points, of either copy or of both."""
+        draw = random.Random(self.seed + 2)
+        both = torch.cat([self.points, run.inputs[:4]])
+        kinds = [draw.choice([True, False, None]) for _ in range(2)]
+        masks = [torch.arange(len(both)) % 2 == 0 if kind is None else kind for kind in kinds]
+        return epk.Points(both, masks[0]), epk.Points(both[:5], masks[1] if kinds[1] is not None else masks[1][:5])
+
+
+def _fields(result: Any) -> dict[str, Any]:
+    """Return the numbers of a result, and whether it is certified."""
+    values = {name: value for name, value in vars(result).items() if isinstance(value, Tensor)}
+    return values | {"certified": getattr(result, "certified", None)}
+
+
+def draw_problem(seed: int) -> Problem:
+    """Draw a problem."""
+    draw = random.Random(seed)
+    problem = Problem(seed, draw, inputs=draw.choice(["rows", "rows", "rows", "images", "series", "series", "tokens"]))
+    problem.network = draw.choice(list(INPUTS[problem.inputs][0](random.Random(seed))))
+    is_one = problem.network == "one_output"
+    losses = ["squares", "huber"] if is_one else ["cross_entropy", "cross_entropy", "smoothed", "weighted", "squares"]
+    problem.loss, problem.reduction = draw.choice(losses), draw.choice(["mean", "mean", "sum"])
+    names = draw.choices(list(OPTIMIZERS), k=2 if draw.random() < 0.1 else 1)
+    if draw.random() < 0.5:
+        names = [draw.choice(["SGD", "Adam"])]
+    problem.optimizers = tuple((name, str(draw.randrange(len(OPTIMIZERS[name][2])))) for name in names)
+    problem.decay = draw.choice([0.0, 0.0, 0.05])
+    problem.batch, problem.steps = draw.choice([1, 3, 4, 7, POINTS]), draw.choice([1, 2, 5, 8, 8, 13, 21])
+    if "batch_norm" in problem.network or problem.network == "both":
+        problem.batch = draw.choice([4, 8, POINTS])  # statistics of a single row are none
+    problem.accumulated = draw.choice([1, 1, 1, 2])
+    problem.schedules = draw.random() < 0.2
+    problem.dtype = torch.float32 if draw.random() < 0.1 else torch.float64
+    problem.stored = draw.choice([None, None, None, "disk", "thinned"])
+    problem.question = draw.choice(list(OPTIONS))
+    of_average = problem.question in ("attribute", "axes", "reconstruct")
+    problem.of = draw.choice(["run", "run", "run", "until", "average" if of_average else "run"])
+    problem.options = OPTIONS[problem.question](problem, draw)
+    return problem
+
+
+# ---- questions -----------------------------------------------------------------------------------------------------
+
+
+def _rule(draw: random.Random, *, fixed: bool = False) -> Any:
+    rules = [epk.gauss_legendre(n) for n in (1, 2, 4)] + [epk.left_endpoint(), epk.left_riemann(3), epk.midpoint(2)]
+    adaptive = [epk.adaptive(1e-9, max_evaluations=64), epk.adaptive(1e-9, order=2), epk.adaptive(1e-6, order=7)]
+    return draw.choice(rules if fixed or draw.random() < 0.6 else adaptive)
+
+
+def _path(draw: random.Random, *, layerwise: bool = False) -> Any:
+    paths = [epk.straight(), epk.straight(), epk.chords(2), epk.chords(5)]
+    return draw.choice([*paths, epk.layerwise(), epk.layerwise(3)] if layerwise else paths)
+
+
+def _shared(draw: random.Random, *, checkpoint: bool = True) -> dict[str, Any]:
+    """Draw what all questions take."""
+    options: dict[str, Any] = {}
+    if draw.random() < 0.4:
+        options["memory_budget"] = draw.choice([1 << 20, 2 << 20, 8 << 20])
+    if checkpoint and draw.random() < 0.1:
+        options["checkpoint"] = True
+    return options
+
+
+def _head(problem: Problem, draw: random.Random) -> str | None:
+    return None if problem.network == "one_output" else draw.choice([None, "logits", "log_softmax"])
+
+
+def _of_attribution(problem: Problem, draw: random.Random) -> dict[str, Any]:
+    options = _shared(draw) | {"path": _path(draw, layerwise=True), "rule": draw.choice([epk.adaptive(), _rule(draw)])}
+    C = 1 if problem.network == "one_output" else CLASSES
+    match draw.choice(["outputs", "outputs", "classes", "function"]):
+        case "classes":
+            options["classes"] = torch.tensor([draw.randrange(C) for _ in range(ASKED)])
+        case "function":
+            choices: list[Any] = [lambda z: z.square(), lambda z: z.logsumexp(dim=1), lambda z: z[:, 0] * z[:, -1]]
+            labels = torch.tensor([draw.randrange(C) for _ in range(ASKED)])
+            choices += [epk.RowFunction(lambda z, y: F.cross_entropy(z, y, reduction="none"), labels)]
+            return options | {"function": draw.choice(choices)}
+    return options | {"head": _head(problem, draw)}
+
+
+def _of_axes(problem: Problem, draw: random.Random) -> dict[str, Any]:
+    kinds = ["by_sample", "by_step", "by_layer", "by_parameter"]
+    if problem.data[1].ndim == 1:
+        kinds.append("by_label")
+    groupings = [draw.sample(kinds, draw.randint(1, 2)) for _ in range(draw.randint(1, 2))]
+    return _of_attribution(problem, draw) | {"groupings": groupings}
+
+
+def _of_gram(problem: Problem, draw: random.Random) -> dict[str, Any]:
+    shared = _shared(draw, checkpoint=problem.question in ("gram", "symmetric"))
+    if problem.network in rows(draw) and draw.random() < 0.3:  # of others it takes minutes: all nodes are shared
+        problem.steps = min(problem.steps, 8)
+        return shared | {"head": _head(problem, draw), "rule": epk.adaptive(1e-9), "path": _path(draw)}
+    return shared | {"head": _head(problem, draw), "rule": _rule(draw, fixed=True), "path": _path(draw)}
+
+
+def _of_features(problem: Problem, draw: random.Random) -> dict[str, Any]:
+    nodes = draw.choice([None, 3, 20])
+    options = _shared(draw, checkpoint=False) | {"nodes": nodes, "head": _head(problem, draw)}
+    return options | {"is_train": draw.random() < 0.3, "path": epk.straight() if nodes is None else _path(draw)}
+
+
+def _of_reconstruction(problem: Problem, draw: random.Random) -> dict[str, Any]:
+    rule = draw.choice([epk.adaptive(), _rule(draw)])
+    return _shared(draw) | {"head": _head(problem, draw), "rule": rule, "path": _path(draw)}
+
+
+def _of_kernel(problem: Problem, draw: random.Random) -> dict[str, Any]:
+    problem.steps = min(problem.steps, 5)  # derivatives take long
+    outputs = draw.choice(["full", "independent", "trace", 0])
+    normalize = draw.choice([None, "cosine", "mean_diagonal"])
+    options = {"outputs": outputs, "normalize": normalize, "rule": _rule(draw, fixed=True), "path": _path(draw)}
+    return _shared(draw, checkpoint=False) | options | {"head": _head(problem, draw), "cache_bytes": 0}
+
+
+OPTIONS: dict[str, Callable[[Problem, random.Random], dict[str, Any]]] = {
+    "attribute": _of_attribution,
+    "axes": _of_axes,
+    "gram": _of_gram,
+    "symmetric": _of_gram,
+    "per_class": _of_gram,
+    "trace": _of_gram,
+    "diagonal": _of_gram,
+    "features": _of_features,
+    "reconstruct": _of_reconstruction,
+    "kernel": _of_kernel,
+    "between": lambda problem, draw: _shared(draw, checkpoint=False) | {"head": _head(problem, draw)},
+}
+
+
+# ---- outcomes ------------------------------------------------------------------------------------------------------
+
+
+def answers(problem: Problem) -> dict[int | None, dict[str, Any] | str]:
+    """Return the answers by the number of states together: numbers, or the words of an error of the package's own."""
+    found: dict[int | None, dict[str, Any] | str] = {}
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=MEMORY)))
+        stack.enter_context(warnings.catch_warnings())
+        warnings.simplefilter("ignore")
+        try:
+            run = problem.record(folder)
+        except Exception as error:
+            if not is_clear(error):
+                raise
+            return {count: f"{type(error).__name__}: {error}" for count in COUNTS}
+        for count in COUNTS:
+            with states_together(count):
+                try:
+                    found[count] = problem.ask(run, folder)
+                except Exception as error:
+                    if not is_clear(error):
+                        raise
+                    found[count] = f"{type(error).__name__}: {error}"
+    return found
+
+
+def outcome(problem: Problem) -> str:
+    """Return "right" or "refused", or what was wrong, with the number of states after a colon."""
+    try:
+        found = answers(problem)
+    except Exception as error:
+        return f"raw: {type(error).__name__}: {error}"
+    one = found[1]
+    for count in COUNTS[1:]:
+        difference = difference_of(one, found[count], TOLERANCE[problem.dtype])
+        if difference:
+            return f"wrong: with {count or 'all'} states together: {difference}"
+    return "refused" if isinstance(one, str) else "right"
+
+
+def difference_of(one: dict[str, Any] | str, other: dict[str, Any] | str, tolerance: float) -> str:
+    """Return in words what differs, or an empty text."""
+    if isinstance(one, str) or isinstance(other, str):
+        return "" if one == other else f"{_in_words(one)} and {_in_words(other)}"
+    for name, value in one.items():
+        if not isinstance(value, Tensor):
+            if value != other[name]:
+                return f"{name} is {value} and {other[name]}"
+            continue
+        a, b = value.detach(), other[name].detach()
+        if a.shape != b.shape or a.dtype != b.dtype:
+            return f"{name} has shape {tuple(a.shape)} and {tuple(b.shape)}, {a.dtype} and {b.dtype}"
+        if not a.is_floating_point() or not a.numel():
+            continue
+        if not torch.equal(a.isfinite(), b.isfinite()):
+            return f"{name} is finite in other places"
+        a, b = a.nan_to_num(0, 0, 0), b.nan_to_num(0, 0, 0)
+        error, largest = float((a - b).abs().max()), float(a.abs().max())
+        if error > tolerance * largest and error > tolerance * _unit(one):
+            return f"{name} is off by {error / max(largest, 1e-300):.2g} of its largest entry, {largest:.2g}"
+    return ""
+
+
+def _unit(numbers: dict[str, Any]) -> float:
+    """Return the largest entry of an answer: of terms that sum to outputs, one may be rounding alone."""
+    return max((float(v.abs().max()) for v in numbers.values() if isinstance(v, Tensor) and v.numel()), default=0.0)
+
+
+def _in_words(answer: dict[str, Any] | str) -> str:
+    return f"an error ({answer})" if isinstance(answer, str) else "numbers"
+
+
+def count_outcomes(count: int, first: int = 0) -> tuple[Counter[str], list[str]]:
+    """Count the outcomes of some problems, and describe those that are wrong.
+
+    Args:
+        count: Number of problems.
+        first: The first seed.
+    """
+    counts: Counter[str] = Counter()
+    wrong = []
+    for seed in range(first, first + count):
+        problem = draw_problem(seed)
+        found = outcome(problem)
+        counts[found.split(":")[0]] += 1
+        if ":" in found:
+            wrong.append(f"seed {seed}: {found}: {problem}")
+    return counts, wrong
