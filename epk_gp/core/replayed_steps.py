@@ -13,9 +13,9 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from epk_gp.core.gradients import PassData, TrainingReplay, batch_gradient, passes_of, stacked_gradients
+from epk_gp.core.gradients import PassData, TrainingReplay, passes_of, stacked_gradients
 from epk_gp.core.model import FunctionalModel
-from epk_gp.core.plans import MemoryPlan, TensorSpec
+from epk_gp.core.plans import MemoryPlan, TensorSpec, weight_rows
 from epk_gp.core.step import Step
 from epk_gp.core.torch_overrides import MappedRows, disable_fused_attention, filter_own_warnings
 from epk_gp.core.trajectory import (
@@ -76,25 +76,17 @@ class UnseenMove:
 
 
 def replayed_steps(
-    trajectory: Trajectory,
-    model: FunctionalModel,
-    reference: Tensor,
-    steps: slice = slice(None),
-    law: UpdateLaw | None = None,
-    plan: MemoryPlan | None = None,
+    run: "RunReplay", steps: slice = slice(None), law: UpdateLaw | None = None
 ) -> Iterator[ReplayedStep]:
     """Replay a run: yield each step with the update that the update rule predicts.
 
     Args:
-        trajectory: The run; of an average the run that it is made of.
-        model: Its network in the dtype of the computation.
-        reference: Tensor whose dtype and device the computation has.
+        run: Computes the gradients.
         steps: Which steps; they must begin with the first one where a step follows from earlier ones (`has_memory`).
         law: The steps as functions, for `by_options`.
-        plan: Chooses how many steps are computed together; None for one at a time.
     """
-    trajectory = trajectory.trained
-    memory, run = None if law is None else law.initial(), RunReplay(trajectory, model, reference, plan)
+    trajectory, model, reference = run.trajectory, run.model, run.reference
+    memory = None if law is None else law.initial()
     # trained: in the precision of the training
     momentum = momentum_trained = initial_momentum(trajectory, flat_weights(trajectory, 0, reference))
     for step in trajectory.steps[steps]:
@@ -123,18 +115,27 @@ class RunReplay:
     """Recomputes the gradients of a run's steps; to be used by one thread.
 
     Args:
-        trajectory: The run.
+        trajectory: The run; of an average the run that it is made of.
         model: Its network in the dtype of the computation.
         reference: Tensor whose dtype and device the computation has.
         memory: Chooses how many neighbouring steps are computed together, of a computation that goes through all of
             them; None for one at a time.
+        within: The steps that it goes through.
     """
 
     def __init__(
-        self, trajectory: Trajectory, model: FunctionalModel, reference: Tensor, memory: MemoryPlan | None = None
+        self,
+        trajectory: Trajectory,
+        model: FunctionalModel,
+        reference: Tensor,
+        memory: MemoryPlan | None = None,
+        *,
+        within: slice = slice(None),
     ) -> None:
-        self.trajectory, self.model, self.reference, self.memory = trajectory, model, reference, memory
+        self.trajectory, self.model, self.reference, self.memory = trajectory.trained, model, reference, memory
+        self.within = range(trajectory.num_steps)[within]
         self._together, self._held = MappedRows(), dict[int, Tensor]()  # gradients of the neighbours of a step
+        self._accepted = dict[int, Tensor]()  # those that make the recorded step, as many as memory holds
 
     def data(self, step: Step) -> list[PassData]:
         """Return the forward passes of a step with their data."""
@@ -159,39 +160,54 @@ class RunReplay:
         For torch's rules for batches do not hold for every function: they forget the padding index of an embedding.
         """
         run, sizes = self.trajectory, self.model.sizes
-        if self.memory is not None and not step.passes:
+        if (g := self._accepted.get(step.index)) is not None:
+            return g, 0.0, *predict_step(update, sizes, w, g, momentum)
+        if self._at_once > 1 and not step.passes and self._together.works is not False:
             if step.index not in self._held:
-                self._held = self._neighbours(step, self.memory)
+                self._held = self._neighbours(step)
             g = self._held[step.index]
             d, after = predict_step(update, sizes, w, g, momentum)
             missed = flat_weights(run, step.index + 1, w) - w - run.with_move(step, w, d)
             if largest_entry(missed) <= replay_rounding(w, d, max(run.dtype, w.dtype, key=_eps)):
+                if self.memory and len(self._accepted) < weight_rows(self.memory.budget // 2, w.element_size(), len(w)):
+                    self._accepted[step.index] = g
                 return g, 0.0, d, after
         g, error = self.gradient(step)
         return g, error, *predict_step(update, sizes, w, g, momentum)
 
-    def _neighbours(self, step: Step, memory: MemoryPlan) -> dict[int, Tensor]:
+    @cached_property
+    def _at_once(self) -> int:
+        """Number of neighbouring steps whose gradients are taken together; 1 where that gains nothing."""
+        run, memory = self.trajectory, self.memory
+        # torch computes convolutions with weights of their own by copies, rows of a graph share their pass, and states
+        # that are computed one after another are not read twice
+        is_alone = self.model.signature.graph is not None or hasattr(run.states, "at")
+        if memory is None or is_alone or memory.plan.calls_convolutions:
+            return 1
+        return memory.stacked_weights(max([1, *(_num_rows(run, step) for step in run.steps)]))
+
+    def _neighbours(self, step: Step) -> dict[int, Tensor]:
         """Return the gradients of a step and its neighbours, whose states and batches lie side by side in one pass."""
-        steps, num_rows = self.trajectory.steps, _num_rows(self.trajectory, step)
-        # torch computes convolutions with weights of their own by copies; rows of a graph share their pass
-        is_alone = memory.plan.calls_convolutions or self.model.signature.graph is not None
-        count = 1 if is_alone else memory.stacked_weights(max(1, num_rows))
-        first = step.index // count * count  # aligned: whatever the first step that is asked for, bytes are the same
-        alike = [s for s in steps[first : first + count] if not s.passes and _num_rows(self.trajectory, s) == num_rows]
-        batches = [batch_of(self.trajectory, s, self.reference) for s in alike]
-        states = [flat_state(self.trajectory, s.index, self.reference) for s in alike]
+        run, first = self.trajectory, step.index // self._at_once * self._at_once  # aligned, for equal bytes
+        near = (own for own in run.steps[first : first + self._at_once] if own.index in self.within and not own.passes)
+        alike = [own for own in near if _num_rows(run, own) == _num_rows(run, step)]
+        batches = [batch_of(run, own, self.reference) for own in alike]
+        states = [flat_state(run, own.index, self.reference) for own in alike]
 
         def single(k: int) -> list[Tensor]:
-            return [batch_gradient(self.model, states[k], *batches[k][:2], self.trajectory.loss, batches[k][2])]
+            return [self.gradient_at(alike[k], states[k])[0]]
 
         def together() -> list[Tensor]:
             X, y, c = map(torch.stack, zip(*batches, strict=True))
             with filter_own_warnings("error", Warning):  # torch warns of its slow loops
-                return [stacked_gradients(self.model, torch.stack(states), X, y, self.trajectory.loss, c)]
+                return [stacked_gradients(self.model, torch.stack(states), X, y, run.loss, c)]
 
         with disable_fused_attention():
             (gradients,) = self._together(len(alike), together, single, compares=True)
-        return dict(zip([s.index for s in alike], gradients, strict=True))
+        others = {
+            index: g for index, g in self._held.items() if first <= index < first + self._at_once
+        }  # of batches of another size
+        return others | dict(zip([own.index for own in alike], gradients, strict=True))
 
     def gradient_at(
         self, step: Step, state: Float[Tensor, " PQ"], *, exact: bool = True, reverse: bool = False

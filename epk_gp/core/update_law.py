@@ -290,7 +290,8 @@ class StepLaw:
             columns, scale = (torch.cat(values) for values in zip(*pieces, strict=True))
             for name in names:  # rates are a common factor: that of the smallest scale, which rounding moves least
                 whole = coefficients.get(name, self.recorded[name])
-                recorded = whole[columns]
+                if not bool((recorded := whole[columns]).any()):
+                    continue
                 r = torch.where(recorded == 0, torch.inf, scale).argmin()
                 value = torch.where(recorded == 0, 0.0, recorded[r] / scale[r] * scale)
                 coefficients[name] = whole.index_copy(0, columns, value)

@@ -14,7 +14,7 @@ from torch import Tensor
 from epk_gp.autodiff.dense import PlannedModel
 from epk_gp.core.gradients import CANCELLATION_FACTOR
 from epk_gp.core.model import FunctionalModel
-from epk_gp.core.plans import MemoryPlan, rows_of_weights
+from epk_gp.core.plans import rows_of_weights
 from epk_gp.core.replayed_steps import ReplayedStep, RunReplay, replay_rounding, replayed_steps
 from epk_gp.core.show import Entry, certificate_entry, number, warn_uncertified
 from epk_gp.core.states import JUMP_SHARE, law_of_step, recomputation_of
@@ -247,43 +247,31 @@ class StepResiduals:
     state have residuals, the jumps; those between are its steps on the gradients of this very computation.
 
     Args:
-        trajectory: The recorded run.
-        model: Its network in the dtype of the computation.
-        X: Has the dtype and device of the computation.
+        run: Computes the gradients of the recorded run.
         max_rows: Residuals of all weights that are held in memory; more lie in a temporary file.
         keeps: Residuals are wanted.
         keeps_all: Every step has one that is more than float64's rounding.
-        plan: Chooses how many steps are computed together; None for one at a time.
 
     Attributes:
         mismatches: The comparison.
         seconds: How long the replay took: about as long as the training, in the dtype of the computation.
     """
 
-    def __init__(
-        self,
-        trajectory: Trajectory,
-        model: FunctionalModel,
-        X: Tensor,
-        max_rows: int,
-        *,
-        keeps: bool,
-        keeps_all: bool,
-        plan: MemoryPlan | None = None,
-    ) -> None:
+    def __init__(self, run: RunReplay, max_rows: int, *, keeps: bool, keeps_all: bool) -> None:
+        trajectory, model = run.trajectory, run.model
         begun, like = time.monotonic(), torch.zeros(0, dtype=model.spec.dtype, device=model.spec.device)
         self.mismatches, self._sizes = StepMismatches(), model.sizes
         self._rows, self._amplified = dict[int, Tensor](), dict[int, dict[int, Tensor]]()
         rows: Tensor | None = None
         recomputation, dtype = recomputation_of(trajectory), coarsest_dtype(trajectory, model.spec.dtype)
         most, count = trajectory.num_steps if keeps_all or not recomputation else len(recomputation.kept.numbers), 0
-        for replayed in replayed_steps(trajectory, model, X, plan=plan):
+        for replayed in replayed_steps(run):
             index = replayed.step.index
             is_amplified = self.mismatches.add(trajectory, model, replayed)
             law = law_of_step(trajectory, index, model.spec)
             is_kept = keeps_all if law is None else law.is_kept(index + 1)
             if keeps and (is_amplified or is_kept):
-                residual = (flat_weights(trajectory.trained, index + 1, X) - replayed.w).sub_(replayed.d)
+                residual = (flat_weights(trajectory, index + 1, run.reference) - replayed.w).sub_(replayed.d)
                 if not is_kept:  # of the parameters whose rounding is amplified
                     plain = replay_rounding(replayed.w, replayed.d, dtype)
                     parts = enumerate(residual.to(like).split(self._sizes))
@@ -312,17 +300,17 @@ def run_findings(trajectory: Trajectory) -> tuple[str, ...]:
     return () if trajectory.identity_finding is None else (trajectory.identity_finding,)
 
 
-def step_mismatches(trajectory: Trajectory, law: UpdateLaw, plan: MemoryPlan) -> StepMismatches:
+def step_mismatches(trajectory: Trajectory, law: UpdateLaw, run: RunReplay) -> StepMismatches:
     """Compare all recorded steps with those that gradients, the recorded options and clipping give.
 
     Args:
         trajectory: The run.
         law: Its steps as functions, in the dtype and on the device of the computation.
-        plan: Chooses how many steps are computed together.
+        run: Computes the gradients.
     """
-    model, mismatches = trajectory.model_for(law.reference), StepMismatches(is_exact=True)
+    model, mismatches = run.model, StepMismatches(is_exact=True)
     by_mask, all_moved = torch.zeros(2, sum(law.sizes), dtype=torch.bool, device=law.reference.device), False
-    for replayed in replayed_steps(trajectory, model, law.reference, law=law, plan=plan):
+    for replayed in replayed_steps(run, law=law):
         mismatches.add(trajectory, model, replayed)
         own = law.step(replayed.step.index)
         scale = own.recorded["grad_scale"]

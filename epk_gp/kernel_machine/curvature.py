@@ -32,7 +32,12 @@ from epk_gp.core.plans import MemoryPlan, TensorSpec
 from epk_gp.core.replayed_steps import RunReplay, UnseenMove
 from epk_gp.core.states import JUMP_SHARE, recomputation_of
 from epk_gp.core.step import Step
-from epk_gp.core.torch_overrides import MappedRows, WrittenOutNormalisation, watching_normalisations
+from epk_gp.core.torch_overrides import (
+    MappedRows,
+    WrittenOutNormalisation,
+    disable_fused_attention,
+    watching_normalisations,
+)
 from epk_gp.core.trajectory import Trajectory, flat_state
 
 _KINDS = ("running_mean", "running_var")
@@ -157,7 +162,7 @@ class LossCurvature:
             moving statistics before it.
         """
         state = flat_state(self.run.trajectory, step.index, self.run.reference)
-        of_weights, products = torch.zeros_like(of_gradient), list[tuple[Tensor, Tensor]]()
+        of_weights, products = torch.zeros(()), list[tuple[Tensor, Tensor]]()
         passes = self.run.data(step)
         moves, at_start = self.run.unseen_moves(step, passes), list[Tensor]()
         graph = self.net.model.signature.graph
@@ -172,19 +177,22 @@ class LossCurvature:
                     self._graph, step, state, data, is_last=number + 1 == len(passes), moves=carried is not None
                 )
                 made = make_graph()
-                values = of_gradient.new_empty(len(of_gradient), len(data.X))
                 # adjoints that go back together fit into memory
-                count = self.memory.curvature_adjoints(len(data.X) if graph is None else graph.num_nodes)
-                for rows in (slice(first, first + count) for first in range(0, len(values), count)):
-                    given = list(self.net.model.unflatten(of_gradient[rows]).values())
-                    given += [] if carried is None else [carried[rows]]
-                    keeps_graph = rows.stop < len(values) or self._rows.works is None
-                    own, weights, statistics = self._pull(made, given, None if keeps_graph else make_graph)
-                    values[rows] = own * data.c.to(own)
-                    of_weights[rows] += weights
-                    if of_statistics is not None and statistics.numel():
-                        of_statistics[rows] += statistics
-                products.append((data.samples, values))
+                R, count = (
+                    len(of_gradient),
+                    self.memory.curvature_adjoints(len(data.X) if graph is None else graph.num_nodes),
+                )
+                found = list[tuple[Tensor, ...]]()
+                for first in range(0, R, count):
+                    given = list(self.net.model.unflatten(of_gradient[first : first + count]).values())
+                    given += [] if carried is None else [carried[first : first + count]]
+                    keeps_graph = first + count < R or self._rows.works is None
+                    found.append(self._pull(made, given, None if keeps_graph else make_graph))
+                own, weights, *statistics = found[0] if len(found) == 1 else map(torch.cat, zip(*found, strict=True))
+                products.append((data.samples, own * data.c.to(own)))
+                of_weights = of_weights.add_(weights) if of_weights.ndim else weights
+                if of_statistics is not None and statistics:
+                    of_statistics += statistics[0]
         of_statistics = self._before_move(moves[0], of_statistics)
         return products, of_weights, None if of_statistics is None else sum(at_start, of_statistics)
 
@@ -270,10 +278,13 @@ class LossCurvature:
         self.explains_statistics = self.explains_statistics and explains
         return seen.after(model, shares, before)
 
-    def _pull(
-        self, graph: _Graph, given: list[Tensor], make_graph: Callable[[], _Graph] | None
-    ) -> tuple[Float[Tensor, "r B"], Float[Tensor, "r P"], Float[Tensor, "r Q"]]:
-        """Go back through a graph with some adjoints of its results; it is freed if one can make it again."""
+    def _pull(self, graph: _Graph, given: list[Tensor], make_graph: Callable[[], _Graph] | None) -> tuple[Tensor, ...]:
+        """Go back through a graph with some adjoints of its results; it is freed if one can make it again.
+
+        Returns:
+            The adjoints of the weights of the rows' losses, (r, B), of the weights, (r, P), and of the moving
+            statistics, (r, Q), if there are any.
+        """
         count, frees = len(given[0]), make_graph is not None
         was_freed = frees and self._rows.works  # should the adjoints fail to go back together
 
@@ -285,7 +296,7 @@ class LossCurvature:
         found = self._rows(count, partial(_back, *graph, given, is_mapped=True, frees=frees), single)
         own, *others = [value.reshape(count, -1) if value.numel() else value.new_zeros(count, 0) for value in found]
         P = len(self.run.passes.model.names)
-        return own, torch.cat(others[:P], dim=1), torch.cat([own[:, :0], *others[P:]], dim=1)
+        return own, *(torch.cat(values, dim=1) for values in (others[:P], others[P:]) if values)
 
 
 def _back(
@@ -335,7 +346,8 @@ def curvature_error(trajectory: Trajectory, net: PlannedModel, memory: MemoryPla
     steps = [run.trajectory.steps[states[place]] for place in dict.fromkeys((len(states) // 2, -1, 0)) if states]
     for pair, tolerance in _PAIRS:
         try:
-            errors = [_step_error(run, curvature, step, pair, moved) for step in steps]
+            with disable_fused_attention():
+                errors = [_step_error(run, curvature, step, pair, moved) for step in steps]
         except (RuntimeError, TypeError, ValueError):  # the network cannot compute in float64
             return 0.0
         if settled := [error for error in errors if error is not None]:

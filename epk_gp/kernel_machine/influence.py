@@ -18,6 +18,7 @@ from epk_gp.core import checks
 from epk_gp.core.graphs import rows_of, tensors_of
 from epk_gp.core.inputs import Inputs
 from epk_gp.core.losses import Head, apply_head, loss_terms, resolve_head
+from epk_gp.core.replayed_steps import RunReplay
 from epk_gp.core.show import Entry, Summary, Tabular, certificate_entry, count, kind_of, number
 from epk_gp.core.torch_overrides import disable_fused_attention, warn_unless_plain
 from epk_gp.core.trajectory import Trajectory, flat_state, flat_weights, network_outputs, parse_inputs, warn_unless_live
@@ -259,8 +260,9 @@ def influence(
     law, found = UpdateLaw(trajectory, flat_weights(trajectory, 0, X)), list[Influence]()
     retrain.require_replays(law)
     # a retrained run agrees with the network that trained it: whether that is the recorded one, the recorded run says
-    plan = plan_for(trajectory, trajectory.model_for(X)).memory_plan(parsed.memory_budget)
-    findings = step_mismatches(trajectory, law, plan).retraining_findings
+    net = plan_for(trajectory, trajectory.model_for(X))
+    replay = RunReplay(trajectory, net.model, X, net.memory_plan(parsed.memory_budget))
+    findings = step_mismatches(trajectory, law, replay).retraining_findings
     for index, weights in enumerate(smoothing.weights(trajectory.num_points)):
         weights = weights.to(trajectory.device)
         run, (_, difference) = retrain.retrained_run(retrain.StackedTraining(trajectory), weights, parsed.memory_budget)
@@ -349,7 +351,7 @@ def _differentiate(
         with disable_fused_attention():
             blocks = [sums for _, sums in run(work, options, "influence")]
         values, norms = (torch.cat([sums.added[name] for sums in blocks]) for name in ("values", "norms"))
-        mismatches = step_mismatches(trajectory, work.law, work.memory)
+        mismatches = step_mismatches(trajectory, work.law, work.replay)
         values = values.reshape(*shown.shape, *values.shape[1:])
         split = CombinedAxes(trajectory, axes).unflatten
         is_unexplained = any(bool(sums.largest["unexplained"]) for sums in blocks)

@@ -316,7 +316,12 @@ class InfluenceWork(RunWork):
     @cached_property
     def trace(self) -> MemoryTrace:
         """What the optimizer kept before each step."""
-        return MemoryTrace(self.law, self._replay(), self.memory_budget)
+        return MemoryTrace(self.law, self.replay, self.memory_budget)
+
+    @cached_property
+    def replay(self) -> RunReplay:
+        """Computes the gradients of all steps, for what the optimizer kept and for the comparison of the steps."""
+        return self._replay()
 
     def compute(self, place: Place, saved: Sums) -> Iterator[Sums]:
         """Go through the run with the rows of a block, and yield its sums after each step: `values` and `norms`.
@@ -394,7 +399,7 @@ class InfluenceWork(RunWork):
         return adjoints | {"weights": torch.zeros_like(of_weights), "average": of_weights}
 
     def _replay(self) -> RunReplay:
-        return RunReplay(self.trajectory.recorded.trained, self.recorded_net.model, self.X, self.memory)
+        return RunReplay(self.trajectory.recorded, self.recorded_net.model, self.X, self.memory)
 
     def _back(
         self, index: int, adjoints: Adjoints, curvature: LossCurvature, trace: MemoryTrace

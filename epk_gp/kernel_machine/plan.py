@@ -16,7 +16,7 @@ from epk_gp.autodiff.verification import with_plan
 from epk_gp.core.checks import ComputeSettings, parse_options, validate_positive
 from epk_gp.core.inputs import Inputs, Points
 from epk_gp.core.losses import Head
-from epk_gp.core.replayed_steps import replayed_steps
+from epk_gp.core.replayed_steps import RunReplay, replayed_steps
 from epk_gp.core.states import recomputation_of
 from epk_gp.core.trajectory import Trajectory
 from epk_gp.gram.path_kernel import PathKernel
@@ -132,7 +132,7 @@ def plan_attribution(
 def seconds_of_step(trajectory: Trajectory, X: Tensor, seconds: float) -> float:
     """Return the seconds of a step that is compared with the recorded one, of the first ones, in the precision of X."""
     begin, count = time.perf_counter(), 0
-    for _ in replayed_steps(trajectory, trajectory.model_for(X), X):
+    for _ in replayed_steps(RunReplay(trajectory, trajectory.model_for(X), X)):
         count += 1
         if time.perf_counter() - begin > seconds:
             break

@@ -15,7 +15,7 @@ from epk_gp.core.checks import ComputeOptions, ComputeSettings, door, parse_opti
 from epk_gp.core.inputs import Inputs
 from epk_gp.core.losses import Head
 from epk_gp.core.plans import MAX_STEP_BATCH, integration_points, panel_points
-from epk_gp.core.replayed_steps import replayed_steps
+from epk_gp.core.replayed_steps import RunReplay, replayed_steps
 from epk_gp.core.show import Displayed, Entry, Summary, count, kind_of
 from epk_gp.core.states import PredictedPath, described_states
 from epk_gp.core.trajectory import Trajectory, flat_state, flat_weights, has_coarse_steps, has_memory, parse_inputs
@@ -73,8 +73,9 @@ class ReconstructionWork(PathWork):
         ratios = sums.largest.setdefault("mismatch_ratios", torch.zeros(trajectory.num_steps, dtype=torch.float64))
         largest = sums.largest.setdefault("mismatch", torch.zeros(1, dtype=torch.float64))
         yield sums
-        own, plan = slice(begin, self.ranges[number].stop), net.memory_plan(self.memory_budget)
-        for replayed in replayed_steps(trajectory, net.model, self.X, own, plan=plan):
+        plan, steps = net.memory_plan(self.memory_budget), self.ranges[number]
+        run = RunReplay(trajectory, net.model, self.X, plan, within=steps)
+        for replayed in replayed_steps(run, slice(begin, steps.stop)):
             mismatches, index = certificate.StepMismatches(), replayed.step.index
             is_amplified, w, d = mismatches.add(trajectory, net.model, replayed), replayed.w, replayed.d
             ratios[index] = mismatches.ratio

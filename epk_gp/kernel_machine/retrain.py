@@ -75,7 +75,7 @@ class StackedTraining:
     def __init__(self, trajectory: Trajectory) -> None:
         self.trajectory, X = trajectory, trajectory.inputs
         self.net = trajectory.model_for(X)
-        self.run = RunReplay(trajectory.trained, self.net, X)
+        self.run = RunReplay(trajectory, self.net, X)
         self.law = UpdateLaw(trajectory, flat_weights(trajectory, 0, X))
         # torch computes convolutions with weights of their own by copies
         self._rows = MappedRows(works=False if any(p.ndim > 2 for p in self.net.module.parameters()) else None)
@@ -448,8 +448,9 @@ def retrain(trajectory: Trajectory, weights: Float[Tensor, "*m M"], **options: U
         for _, sums in run(work, parsed, "retraining"):
             ends.append(sums.added.pop("states"))
             found.merge(sums)
+    replay = RunReplay(trajectory, net.model, trajectory.inputs, plan)
     states, (difference, ratio) = torch.cat(ends), found.largest["difference"].tolist()
-    findings = [*run_findings(trajectory), *step_mismatches(trajectory, law, plan).retraining_findings]
+    findings = [*run_findings(trajectory), *step_mismatches(trajectory, law, replay).retraining_findings]
     if not ratio <= REPLAY_TOLERANCE[states.dtype]:
         findings.append(
             f"with all weights 1 it ends {ratio:.2g} of the way that the weights went from the recorded network "

@@ -16,6 +16,7 @@ from epk_gp.autodiff.jacobians import WeightLocation, layer_jacobians, statistic
 from epk_gp.autodiff.products import by_parameter
 from epk_gp.autodiff.representations import ContractionCost, NodeWeights
 from epk_gp.core.plans import MemoryPlan, rows_per_pass, weight_rows
+from epk_gp.core.replayed_steps import RunReplay
 from epk_gp.core.states import recomputation_of
 from epk_gp.core.step import NOT_OF_DATA, fingerprint
 from epk_gp.core.trajectory import Trajectory, flat_state, has_coarse_steps
@@ -506,9 +507,9 @@ class AttributionWork(PathWork):
         """What is left of the steps when they are compared with the recorded ones; the run is replayed."""
         whole, keeps_all = self.whole, leaves_residuals(self.whole)
         most = weight_rows(self.memory_budget, whole.net.itemsize, whole.net.model.num_weights)
-        net, run = whole.recorded_net, whole.recorded
-        plan, keeps = net.memory_plan(self.memory_budget), self.keeps_residuals
-        return StepResiduals(run, net.model, whole.X, most, keeps=keeps, keeps_all=keeps_all, plan=plan)
+        net = whole.recorded_net
+        run = RunReplay(whole.recorded, net.model, whole.X, net.memory_plan(self.memory_budget))
+        return StepResiduals(run, most, keeps=self.keeps_residuals, keeps_all=keeps_all)
 
     @property
     def num_rows(self) -> int:

@@ -16,7 +16,7 @@ from epk_gp.core.inputs import signature_from_json
 from epk_gp.core.losses import CrossEntropy, Loss, MeanSquaredError, NegativeLogLikelihood, UnstatedLoss
 from epk_gp.core.model import FunctionalModel, fingerprint_outputs, functionalize, with_kept_activations
 from epk_gp.core.plans import TensorSpec
-from epk_gp.core.replayed_steps import replayed_steps
+from epk_gp.core.replayed_steps import RunReplay, replayed_steps
 from epk_gp.core.states import recomputation_of
 from epk_gp.core.step import fingerprint_data
 from epk_gp.core.trajectory import Trajectory, flat_state
@@ -147,7 +147,7 @@ def validate_loss_function(trajectory: Trajectory) -> None:
             raise ValueError(f"loss must be the recorded one: its steps do not lead to state {state}.")
         return
     start, end = trajectory.states[0], trajectory.states[1]
-    predicted = next(replayed_steps(trajectory, trajectory.model, start, slice(1))).d
+    predicted = next(replayed_steps(RunReplay(trajectory, trajectory.model, start), slice(1))).d
     if not (end - start - predicted).abs().max() <= step_tolerance(start, predicted):
         raise ValueError(f"loss must be the recorded one: step 0 is not a step on the given {trajectory.loss.name!r}.")
 

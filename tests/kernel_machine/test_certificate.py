@@ -14,7 +14,7 @@ from weighted_loops import cross_entropy, record
 
 import epk_gp as epk
 from epk_gp.core.model import functionalize
-from epk_gp.core.replayed_steps import replayed_steps
+from epk_gp.core.replayed_steps import RunReplay, replayed_steps
 from epk_gp.kernel_machine import certificate
 from epk_gp.kernel_machine.certificate import StepMismatches, larger
 from loops import data, mlp
@@ -269,7 +269,7 @@ def twice(net, X, y):
 
 def mismatches_of(run):
     model, mismatches = run.model_for(run.inputs), StepMismatches()
-    for replayed in replayed_steps(run, model, run.inputs):
+    for replayed in replayed_steps(RunReplay(run, model, run.inputs)):
         mismatches.add(run, model, replayed)
     return mismatches
 

@@ -8,7 +8,7 @@ from optimizer_cases import OF_TORCH
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils.parametrizations import spectral_norm
-from weighted_loops import CLASSES, INPUTS, POINTS, WeightedLoop, mlp
+from weighted_loops import CLASSES, INPUTS, POINTS, Apply, WeightedLoop, mlp
 
 import epk_gp as epk
 from epk_gp.core.plans import MemoryPlan
@@ -53,6 +53,38 @@ def test_influence_on_averaged_weights_is_the_derivative_of_their_outputs():
     up, down = epk.retrain(average, weights).outputs(X)
     found, expected = epk.influence(average, X).values[:, :, 3], (up - down) / 2e-4
     assert (found - expected).abs().max() <= 1e-6 * expected.abs().max()
+
+
+@pytest.mark.parametrize("optimizer", [momentum, adamw])
+def test_influence_evaluates_the_network_once_a_step(optimizer):
+    calls = list[int]()
+    counted = lambda: mlp(Apply(lambda h: calls.append(1) or h))  # noqa: E731
+    counts = list[int]()
+    for steps in (8, 8, 20):  # the first one plans the network
+        run = WeightedLoop(optimizer, counted, steps=steps).record()
+        calls.clear()
+        epk.influence(run, X)
+        counts.append(len(calls))
+    assert counts[2] - counts[1] == 12
+
+
+def test_a_step_of_an_optimizer_with_several_groups_is_differentiated_as_that_of_one():
+    """Whatever is computed of several steps or weights together."""
+
+    def groups(p: list[nn.Parameter]) -> torch.optim.Optimizer:
+        own = [{"params": p[:1]}, {"params": p[1:2], "betas": (0.8, 0.9)}, {"params": p[2:], "lr": 0.01}]
+        return torch.optim.AdamW(own, lr=0.02, eps=1e-3, amsgrad=True)
+
+    loop = WeightedLoop(groups, steps=20)
+    found, expected = epk.influence(loop.record(), X).values[:, :, 3], loop.slopes(3)
+    assert (found - expected).abs().max() <= 1e-6 * expected.abs().max()
+
+
+@pytest.mark.slow
+def test_what_the_optimizer_kept_is_the_same_in_a_budget_that_does_not_hold_all_of_it():
+    run = WeightedLoop(adamw, steps=100).record()
+    small, large = (epk.influence(run, X, memory_budget=budget).values for budget in (1 << 20, 1 << 30))
+    assert close(small, large)
 
 
 def test_what_is_held_as_recorded_is_said_aloud():
