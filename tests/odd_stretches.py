@@ -185,9 +185,8 @@ def series(draw: random.Random) -> dict[str, Callable[[], nn.Module]]:
     width = 2 * draw.randint(1, 2)
 
     def recurrent(kind: type[nn.RNNBase], **options: Any) -> nn.Module:
-        return Formula(
-            lambda net, a, b, x: b(a(x)[0][:, -1]), kind(2, width, batch_first=True, **options), nn.Linear(width, CLASSES)
-        )
+        cells = kind(2, width, batch_first=True, **options)
+        return Formula(lambda net, a, b, x: b(a(x)[0][:, -1]), cells, nn.Linear(width, CLASSES))
 
     def attention(dropout: float, norm_first: bool) -> nn.Module:
         block = nn.TransformerEncoderLayer(width, 2, 4, dropout=dropout, batch_first=True, norm_first=norm_first)
@@ -212,7 +211,8 @@ def series(draw: random.Random) -> dict[str, Callable[[], nn.Module]]:
             nn.Linear(2, 6 * width), nn.Linear(2 * width, CLASSES),
         ),
         "convolution_1d": lambda: Formula(
-            lambda net, a, b, x: b(torch.relu(a(x.mT)).flatten(1)), nn.Conv1d(2, width, 3), nn.Linear(3 * width, CLASSES)
+            lambda net, a, b, x: b(torch.relu(a(x.mT)).flatten(1)),
+            nn.Conv1d(2, width, 3), nn.Linear(3 * width, CLASSES),
         ),
         "linear_positions": lambda: nn.Sequential(
             nn.Linear(2, width), nn.Tanh(), nn.Linear(width, 2), nn.Flatten(), nn.Linear(10, CLASSES)
