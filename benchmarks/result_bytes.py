@@ -50,7 +50,6 @@ from epk_gp.core.states import averaged_trajectory, averaging_coefficients
 from epk_gp.datasets import three_gaussians
 from epk_gp.gp.regression import leave_one_out as process_without_one
 from epk_gp.gp.stacking import conformal_sets
-from epk_gp.kernel_machine.attribute import attribute_by, attribute_many
 from epk_gp.kernel_machine.axes import Axis, by_label, by_layer, by_sample, by_step
 from epk_gp.kernel_machine.baselines import single_machine, tangent_trajectory
 
@@ -367,10 +366,12 @@ RESULTS: Cases = {
     "attribute, layerwise": lambda: on(epk.attribute, "plain", path=epk.layerwise()),
     "attribute, layerwise, AdamW": lambda: on(epk.attribute, "AdamW, dropout", path=epk.layerwise(every=2)),
     "attribute, layerwise, conv net": lambda: on(epk.attribute, "conv net", path=epk.layerwise()),
-    "attribute by step": lambda: on(attribute_by, "plain", axes("plain", by_step)),
-    "attribute by label and layer": lambda: on(attribute_by, "weight decay", axes("weight decay", by_label, by_layer)),
-    "attribute by sample and step": lambda: on(attribute_by, "BatchNorm", axes("BatchNorm", by_sample, by_step)),
-    "attribute, two questions": lambda: on(attribute_many, "Adam", [axes("Adam", by_label), axes("Adam", by_step)]),
+    "attribute by step": lambda: on(epk.attribute, "plain", by=axes("plain", by_step)),
+    "attribute by label and layer": lambda: on(
+        epk.attribute, "weight decay", by=axes("weight decay", by_label, by_layer)
+    ),
+    "attribute by sample and step": lambda: on(epk.attribute, "BatchNorm", by=axes("BatchNorm", by_sample, by_step)),
+    "attribute, two questions": lambda: on(epk.attribute, "Adam", by=[axes("Adam", by_label), axes("Adam", by_step)]),
     **each("reconstruct", lambda name: on(epk.reconstruct, name), RUNS),
     "reconstruct, fixed rule": lambda: on(epk.reconstruct, "plain", rule=epk.left_riemann(4)),
     "reconstruct, chords": lambda: on(epk.reconstruct, "plain", path=epk.chords(every=2)),

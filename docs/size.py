@@ -25,7 +25,7 @@ CAPABILITIES = {
     ),
     "losses and targets": ("core/losses.py",),
     "runs, steps, checks of arguments": ("core/*.py",),
-    "replay of training passes": ("core/gradients.py",),
+    "replay of training passes": ("core/gradients.py", "core/replayed_steps.py"),
     "optimizers and update rules": ("optimizers/*.py", "core/update_law.py"),
     "averaged weights, states that are computed again": ("core/states.py", "core/replay.py"),
     "plans and options of a computation": ("core/plans.py",),

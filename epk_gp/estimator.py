@@ -101,7 +101,7 @@ class RecordedEstimator(BaseEstimator):  # type: ignore[misc]  # scikit-learn sh
             X: n rows.
             classes: One output for each row, by its name, such as `predict(X)` of a classifier; or by its number, where
                 names are text or there are none. All outputs by default.
-            settings: Further arguments of `epk_gp.attribute`.
+            settings: Further arguments of `epk_gp.attribute`, except `by`.
 
         Raises:
             TypeError, ValueError: As `epk_gp.attribute`; or rows or classes are unlike those of `fit`.
@@ -111,7 +111,7 @@ class RecordedEstimator(BaseEstimator):  # type: ignore[misc]  # scikit-learn sh
             by_number = np.asarray(classes).dtype.kind in "iu" and np.asarray(names).dtype.kind not in "biuf"
             own = class_labels(self.trajectory_, classes, len(points), "classes", classes=None if by_number else names)
             settings["classes"], chosen = own, own.tolist() if names is None else [names[c] for c in own.tolist()]
-        result = attribute(self.trajectory_, points, **settings)
+        result = attribute(self.trajectory_, points, by=None, **settings)
         return result.labelled(point=row_labels(X), output=names, chosen=chosen, sample=self.index_)
 
     def report(self, file: str | Path, X: ArrayLike, y: ArrayLike | None = None, **settings: Any) -> Path:

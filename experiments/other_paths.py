@@ -16,7 +16,6 @@ from epk_gp.core.trajectory import flat_state, network_outputs
 from epk_gp.datasets import digits
 from epk_gp.kernel_machine import adjoint
 from epk_gp.kernel_machine.adjoint import StretchAverage, average_over
-from epk_gp.kernel_machine.attribute import attribute_by
 from epk_gp.kernel_machine.axes import by_sample
 from epk_gp.kernel_machine.terms import IntegratedLine, Predictions
 from epk_gp.plots.style import GREY, PALETTE, new_figure, styled
@@ -89,8 +88,8 @@ def run(config: Config) -> Result:
         for name, (path, rule) in asked.items():
             average = average_module_by_module if name == _MODULES else average_over
             with uncertified_results(), patch.object(adjoint, "average_over", average):
-                parts = attribute_by(
-                    trajectory, X, [by_sample(trajectory)], head="logits", rule=rule, path=path, classes=predicted
+                parts = epk.attribute(
+                    trajectory, X, by=[by_sample(trajectory)], head="logits", rule=rule, path=path, classes=predicted
                 )
             own = parts.values[:, 0].double()
             straight, row = own if straight is None else straight, rows[name]

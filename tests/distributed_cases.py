@@ -14,7 +14,6 @@ from thread_tools import content
 from torch import Tensor, nn
 
 import epk_gp as epk
-from epk_gp.kernel_machine.attribute import attribute_many
 from epk_gp.kernel_machine.axes import by_label, by_layer, by_sample, by_step
 from epk_gp.work.run import Piece, Sums, run
 from helpers import gram_block_per_class, gram_diagonal_blocks
@@ -102,7 +101,7 @@ def _posterior(run: Any, **options: Any) -> Any:
 
 def _many(run: Any, **options: Any) -> Any:
     groupings = [(by_sample(run), by_layer(run)), (by_label(run),), (by_step(run),)]
-    return attribute_many(run, inputs(48), groupings, rule=RULE, memory_budget=SMALL, **options)
+    return epk.attribute(run, inputs(48), by=groupings, rule=RULE, memory_budget=SMALL, **options)
 
 
 def _trace(run: Any, **options: Any) -> Tensor:

@@ -14,7 +14,6 @@ from torch import Tensor
 
 import epk_gp as epk
 from epk_gp.analysis.counterfactual import leave_one_out
-from epk_gp.kernel_machine.attribute import attribute_by, attribute_many
 from epk_gp.kernel_machine.axes import by_sample, by_step
 from epk_gp.kernel_machine.baselines import single_machine
 from helpers import gram_block_per_class as per_class
@@ -79,7 +78,7 @@ def logit_gp(run: epk.Trajectory, X: Any, **options: Any) -> Any:
 
 
 def by_steps(run: epk.Trajectory, X: Any, **options: Any) -> Any:
-    return attribute_by(run, X, [by_step(run)], **options)
+    return epk.attribute(run, X, by=[by_step(run)], **options)
 
 
 def report(run: epk.Trajectory, X: Any, **options: Any) -> dict[str, Any]:
@@ -105,7 +104,7 @@ def half_retrained(run: epk.Trajectory) -> Any:
 
 
 def samples_and_steps(run: epk.Trajectory, X: Any, **options: Any) -> Any:
-    return attribute_many(run, X, [[by_sample(run)], [by_step(run)]], **options)
+    return epk.attribute(run, X, by=[[by_sample(run)], [by_step(run)]], **options)
 
 
 DOORS = {
@@ -119,8 +118,8 @@ DOORS = {
         Door("kernels.epk.EPKKernel", epk_kernel, RULE | {"memory_budget"}, points=False),
         Door("kernel_machine.reconstruct.reconstruct", epk.reconstruct, values=lambda result: result.outputs),
         Door("kernel_machine.attribute.attribute", epk.attribute, values=lambda parts: parts.samples),
-        Door("kernel_machine.attribute.attribute_by", by_steps, values=lambda parts: parts.values),
-        Door("kernel_machine.attribute.attribute_many", samples_and_steps, values=lambda splits: splits[0].values),
+        Door("attribute by steps", by_steps, values=lambda parts: parts.values),
+        Door("attribute by samples, and by steps", samples_and_steps, values=lambda splits: splits[0].values),
         Door("report.write.write_report", report, RULE, report_sums),
         Door("kernel_machine.influence.influence", epk.influence, HEAD | COMPUTED, lambda effect: effect.values),
         Door("kernel_machine.retrain.Retraining", lambda run, X, **o: half_retrained(run).outputs(X, **o), HEAD),

@@ -27,7 +27,6 @@ import epk_gp as epk
 from epk_gp.core.plans import MemoryPlan
 from epk_gp.core.states import averaged_trajectory
 from epk_gp.gram.path_kernel import PathKernel
-from epk_gp.kernel_machine.attribute import attribute_many
 from epk_gp.kernel_machine.axes import by_label, by_layer, by_parameter, by_sample, by_step
 
 ASKED = 3  # points
@@ -38,10 +37,7 @@ TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-4}  # of the largest entry
 @contextmanager
 def states_together(count: int | None) -> Iterator[None]:
     """Evaluate so many states of a run together, of networks of which several can be; None for all of them."""
-    if not hasattr(MemoryPlan, "states_together"):  # TODO of the branch
-        yield
-        return
-    with patch.object(MemoryPlan, "states_together", lambda self, *sizes, **named: count or 1 << 30):
+    with patch.object(MemoryPlan, "fitting_lines", lambda self, *sizes, **named: count or 1 << 30):
         yield
 
 
@@ -167,7 +163,7 @@ class Problem:
             case "axes":
                 axes = {axis.__name__: axis for axis in (by_sample, by_step, by_layer, by_parameter, by_label)}
                 groupings = [[axes[name](run) for name in names] for names in options.pop("groupings")]
-                results = attribute_many(run, X, groupings, **options)
+                results = epk.attribute(run, X, by=groupings, **options)
                 return {f"{n}.{name}": value for n, r in enumerate(results) for name, value in _fields(r).items()}
             case "gram":
                 return {"block": epk.gram_block(run, *self._copies(run), **options)}

@@ -10,7 +10,6 @@ import torch
 from odd_frames import CHANGES, draw_case, models, outcome
 
 import epk_gp as epk
-from epk_gp.kernel_machine.attribute import attribute_by
 from epk_gp.kernel_machine.axes import by_label, by_layer, by_sample, by_step
 from gp_cases import gaussian_run, gaussians
 
@@ -67,14 +66,14 @@ def test_names_of_all_outputs_are_no_names_of_the_points_outputs(run):
 
 def test_an_attribution_along_axes_has_a_level_for_each(run, X):
     axes = [by_step(run, [1]), by_layer(run), by_label(run)]
-    parts = attribute_by(run, X, axes)
+    parts = epk.attribute(run, X, by=axes)
     frame = parts.to_frame(output=OUTPUTS)
     assert frame.columns.names == ["term", "step", "parameter", "sample"]
     np.testing.assert_allclose(frame.sum(axis=1), parts.network.flatten(), rtol=1e-12)
     layer = axes[1].names[1]
     assert frame[("values", "1..3", layer, 2)].loc[(1, "bee")] == float(parts.values[1, 1, 1, 1, 2])
     assert frame[("decay", "0..0", layer, "")].loc[(0, "ant")] == float(parts.decay[0, 0, 0, 1, 0])
-    assert attribute_by(run, X, []).to_frame().columns.tolist()[:2] == ["initial", "values"]
+    assert epk.attribute(run, X, by=[]).to_frame().columns.tolist()[:2] == ["initial", "values"]
 
 
 def test_numbers_that_a_function_gave_are_no_outputs(run, X):

@@ -69,10 +69,10 @@ def test_names_are_there_before_they_are_imported():
 
 
 def test_a_name_that_never_was_is_an_attribute_error():
-    with pytest.raises(AttributeError, match="module 'epk_gp' has no attribute 'attribute_bye'"):
-        _ = epk_gp.attribute_bye
-    with pytest.raises(ImportError, match="cannot import name 'attribute_bye'"):
-        from epk_gp import attribute_bye  # noqa: F401, PLC0415
+    with pytest.raises(AttributeError, match="module 'epk_gp' has no attribute 'attributed'"):
+        _ = epk_gp.attributed
+    with pytest.raises(ImportError, match="cannot import name 'attributed'"):
+        from epk_gp import attributed  # noqa: F401, PLC0415
 
 
 def test_the_version_is_written_in_one_place_and_cited():

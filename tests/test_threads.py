@@ -19,9 +19,15 @@ from thread_tools import THREADS, at_once, switching_often
 from torch import Tensor, nn
 
 from epk_gp.autodiff import verification
-from epk_gp.autodiff.verification import filter_own_warnings, passes_check, plan_for
+from epk_gp.autodiff.verification import passes_check, plan_for
 from epk_gp.core.show import CertificateWarning
-from epk_gp.core.torch_overrides import FlopCount, disable_fused_attention, forward_mode, quiet_checkpoints
+from epk_gp.core.torch_overrides import (
+    FlopCount,
+    disable_fused_attention,
+    filter_own_warnings,
+    forward_mode,
+    quiet_checkpoints,
+)
 from epk_gp.estimator import draw_from
 from epk_gp.kernels.blocks import BlockCache
 from helpers import make_case

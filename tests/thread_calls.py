@@ -21,7 +21,6 @@ from epk_gp.analysis.maps import principal_plane, uncertainty_on_plane
 from epk_gp.analysis.measures import calibration, gram_spectrum, ood_metrics
 from epk_gp.datasets import three_gaussians
 from epk_gp.gp.regression import leave_one_out
-from epk_gp.kernel_machine.attribute import attribute_by, attribute_many
 from epk_gp.kernel_machine.axes import by_label, by_layer, by_parameter, by_sample
 from epk_gp.kernel_machine.baselines import tangent_trajectory
 from epk_gp.storage.verify import check_run
@@ -167,7 +166,7 @@ def _per_class(shared: Shared) -> object:
 
 def _breakdown(shared: Shared) -> object:
     run, X = shared.run, shared.test
-    samples, ranges = attribute_many(run, X, [[by_sample(run)], [step_ranges(run)]], rule=RULE)
+    samples, ranges = epk.attribute(run, X, by=[[by_sample(run)], [step_ranges(run)]], rule=RULE)
     return samples, ranges, prediction_breakdown(samples, ranges, torch.zeros(len(X), dtype=torch.int64))
 
 
@@ -190,7 +189,7 @@ def _statistics(shared: Shared) -> object:
 
 
 def _attributed_by(axis: Callable[[epk.Trajectory], Any]) -> Callable[[Shared], object]:
-    return lambda s: attribute_by(s.run, s.test, [axis(s.run)], rule=RULE)
+    return lambda s: epk.attribute(s.run, s.test, by=[axis(s.run)], rule=RULE)
 
 
 def _asked(door: Door) -> Callable[[Shared], object]:
@@ -224,10 +223,10 @@ CALLS: dict[str, Callable[[Shared], object]] = {
     "write_report": _report,
     "self_influence": lambda s: epk.self_influence(s.run),
     "retrain, its runs": lambda s: epk.retrain(s.run, torch.full((2, s.run.num_points), 0.5).double()).states,
-    "attribute_by label": _attributed_by(by_label),
-    "attribute_by parameter": _attributed_by(by_parameter),
-    "attribute_by layer": _attributed_by(by_layer),
-    "attribute_many, breakdown": _breakdown,
+    "attribute by label": _attributed_by(by_label),
+    "attribute by parameter": _attributed_by(by_parameter),
+    "attribute by layer": _attributed_by(by_layer),
+    "attribute in two ways, breakdown": _breakdown,
     "tangent_trajectory": lambda s: epk.gram_block(tangent_trajectory(s.run), *s.points, rule=epk.left_endpoint()),
     **{f"EPKKernel {name}": _kernel(name) for name in KERNELS},
     "EPKKernel, gradient": _gradient(lambda s, x: s.kernels["trace"](x, epk.train_copy(s.run.inputs)).to_dense()),

@@ -48,7 +48,7 @@ class SampleScorer:
         X = parse_inputs(run, X).to(run.device, run.inputs.dtype)
         if self.scores == "influence":
             return -influence(run, X, **asked).values[:, 0]
-        return -attribute(run, X, **asked).samples[:, 0]
+        return -attribute(run, X, by=None, **asked).samples[:, 0]
 
     def self_scores(self, rows: Int64[Tensor, " m"]) -> Float[Tensor, " m"]:
         """Score samples for their own losses."""

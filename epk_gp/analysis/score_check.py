@@ -23,12 +23,12 @@ from epk_gp.core.checks import ComputeSettings, door, parse_options, validate_co
 from epk_gp.core.inputs import Inputs
 from epk_gp.core.losses import ClassLoss, Head, ignored_class
 from epk_gp.core.show import NAME_LENGTH, Displayed, Entry, Summary, Table, count, shortened
-from epk_gp.core.trajectory import Trajectory, network_outputs
-from epk_gp.kernel_machine.attribute import attribute, attribution_kernel, parse_request
+from epk_gp.core.trajectory import Trajectory
+from epk_gp.kernel_machine.attribute import attribute, parse_request
 from epk_gp.kernel_machine.influence import influence
 from epk_gp.kernel_machine.plan import seconds_of_step
 from epk_gp.kernel_machine.retrain import Retraining, retrain
-from epk_gp.quadrature.rules import adaptive
+from epk_gp.quadrature.rules import adaptive, straight
 
 _TOP, _LISTED = 10, 5  # samples of a query that are removed together; samples that a finding names
 _NEAR, _COARSE, _MISSED = 0.9, 0.03, 0.01  # cosine and error for which a scale and rounding are named; share of change
@@ -176,9 +176,8 @@ def check_scores(
     parse_options("check_scores", ("accumulate", "checkpoint"), **options)
     for name, value in (("retrainings", retrainings), ("left_out", left_out), ("removals", removals), ("seed", seed)):
         validate_count(value, name, minimum=0)
-    kernel = attribution_kernel(trajectory, head, adaptive(), None, function)
+    kernel, rows, _ = parse_request(trajectory, X, None, (head, adaptive(), straight()), (classes, function))
     validate_count(trajectory.num_points, "trajectory.num_points", minimum=2)
-    kernel, rows, _ = parse_request(kernel, X, (), (classes, function))
     run, n, M, rng = kernel.trajectory, len(rows), trajectory.num_points, np.random.default_rng(seed)
 
     def explained(z: Tensor) -> Tensor:
@@ -188,7 +187,7 @@ def check_scores(
     raw = {str(name): _parsed(name, s, (n, run.num_outputs if classes is None else 1, M)) for name, s in given.items()}
     if not raw or len(raw) < len(given):
         raise ValueError(f"scores must hold those of one system at least, under names that differ: got {list(given)}.")
-    start, end = (explained(network_outputs(run, rows, state=state, head=kernel.head)) for state in (0, -1))
+    start, end = map(explained, kernel.end_outputs(rows))
     judged = {name: values.nan_to_num(0.0, 0.0, 0.0) for name, values in raw.items()}
     tops = torch.cat([s[:removals].topk(min(_TOP, M // 2), dim=1).indices for s in judged.values()])
     singles = torch.from_numpy(rng.permutation(M)[:left_out, None])

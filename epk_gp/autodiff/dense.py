@@ -7,7 +7,7 @@ for each output, which works wherever training does.
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node
 from torch.func import jvp, vjp, vmap
 
-from epk_gp.autodiff.interception import InterpolatedWeights
+from epk_gp.autodiff.moved_weights import MovedWeights
 from epk_gp.autodiff.representations import DenseJacobian
 from epk_gp.core.losses import Head, Loss, apply_head, loss_derivatives
 from epk_gp.core.model import FunctionalModel
@@ -260,21 +260,28 @@ def group_rows(t: Float[Tensor, " E"]) -> tuple[Float[Tensor, " G"], list[Int64[
 
 @dataclass(frozen=True, eq=False)
 class WeightSegment:
-    """f along w + t d, t in [0, 1].
+    """f along w + t d, t in [0, 1], on one line or on several.
+
+    With N inputs, pair g N + n is input n on line g.
 
     Attributes:
         net: The network.
-        w: Flat weights at t = 0, and moving statistics behind them where the network has any, (P + Q,).
-        d: Flat direction, (P + Q,).
+        w: Flat weights at t = 0, and moving statistics behind them where the network has any; or those of G lines.
+        d: Flat direction, likewise.
         head: "logits" or "log_softmax".
         memory_budget: Bytes that an evaluation may use.
     """
 
     net: PlannedModel
-    w: Float[Tensor, " PQ"]
-    d: Float[Tensor, " PQ"]
+    w: Float[Tensor, "*G PQ"]
+    d: Float[Tensor, "*G PQ"]
     head: Head
     memory_budget: int
+
+    @property
+    def num_lines(self) -> int:
+        """Number G of lines."""
+        return 1 if self.w.ndim == 1 else len(self.w)
 
     @property
     def memory(self) -> MemoryPlan:
@@ -283,46 +290,85 @@ class WeightSegment:
 
     def interpolated(
         self, t: Float[Tensor, " E"], params: dict[str, Tensor] | None = None
-    ) -> tuple[dict[str, Tensor], InterpolatedWeights]:
+    ) -> tuple[dict[str, Tensor], MovedWeights]:
         """Return the parameters to call the network with, and the mode that moves row e to t_e.
+
+        On several lines, each has an equal group of the rows.
 
         Args:
             t: (E,) positions on the segment.
             params: The parameters at w, if they are there already.
         """
-        params = self.net.model.unflatten(self.w) if params is None else params
-        return params, InterpolatedWeights(params, self.net.model.unflatten(self.d), t)
+        unflatten, is_one = self.net.model.unflatten, self.w.ndim == 1
+        params = unflatten(self.w if is_one else self.w[0]) if params is None else params
+        start = None if is_one else unflatten(self.w.detach().requires_grad_(torch.is_grad_enabled()))
+        return params, MovedWeights(params, len(t), start, unflatten(self.d), t)
+
+    def passes(self, line: Int64[Tensor, " E"], size: int) -> Iterator[tuple["WeightSegment", Tensor, Tensor]]:
+        """Divide rows into passes of equal groups, each of a line; rows of a line that has fewer come again.
+
+        Args:
+            line: The line of each row.
+            size: Rows of a pass, at most.
+
+        Yields:
+            The lines of a pass, its rows, and the places of those that come for the first time.
+        """
+        if self.num_lines == 1:
+            for rows in torch.arange(len(line), device=line.device).split(size):
+                yield self, rows, rows - rows[:1]
+            return
+        counts, order, first = line.bincount(minlength=self.num_lines), line.argsort(stable=True), 0
+        begins, by_count = counts.cumsum(0) - counts, counts.argsort(descending=True, stable=True)
+        sizes = [size for size in counts[by_count].tolist() if size]
+        while first < len(sizes):
+            most, last = sizes[first], first + 1
+            while last < len(sizes) and 2 * sizes[last] >= most and (last + 1 - first) * most <= size:
+                last += 1
+            own, first = by_count[first:last].sort().values, last
+            part = self if len(own) == self.num_lines else replace(self, w=self.w[own], d=self.d[own])
+            part = part if len(own) > 1 else replace(self, w=self.w[own[0]], d=self.d[own[0]])
+            for places in torch.arange(most, device=line.device).split(size):
+                is_own = places < counts[own][:, None]
+                rows = order[begins[own][:, None] + torch.minimum(places, counts[own][:, None] - 1)]
+                yield part, rows.flatten(), is_own.flatten().nonzero().squeeze(1)
 
     def outputs(self, params: Mapping[str, Tensor], X: Shaped[Tensor, "E ..."]) -> Float[Tensor, "E C"]:
         """Evaluate f with given parameters."""
         return apply_head(self.net.model(params, X), self.head)
 
 
-def values(segment: WeightSegment, X: Shaped[Tensor, "E ..."], t: Float[Tensor, " E"]) -> Float[Tensor, "E C"]:
-    """Evaluate f for row e at w + t_e d."""
-    return _in_blocks(segment, X, t, differentiate=False)[0]
+def values(
+    segment: WeightSegment, X: Shaped[Tensor, "N ..."], t: Float[Tensor, " E"], pair: Int64[Tensor, " E"] | None = None
+) -> Float[Tensor, "E C"]:
+    """Evaluate f at w + t_e d for each pair of a line and an input; by default for each input."""
+    return _in_passes(segment, X, t, pair, differentiate=False)[0]
 
 
 def directional_derivatives(
-    segment: WeightSegment, X: Shaped[Tensor, "E ..."], t: Float[Tensor, " E"]
+    segment: WeightSegment, X: Shaped[Tensor, "N ..."], t: Float[Tensor, " E"], pair: Int64[Tensor, " E"] | None = None
 ) -> tuple[Float[Tensor, "E C"], Float[Tensor, "E C"]]:
-    """Evaluate f and df/dt = J d, the gradient's inner product with the step, for row e at w + t_e d."""
-    return _in_blocks(segment, X, t, differentiate=True)
+    """Evaluate f and df/dt = J d, the gradient's inner product with the step, of pairs as `values` takes them."""
+    return _in_passes(segment, X, t, pair, differentiate=True)
 
 
-def _in_blocks(segment: WeightSegment, X: Tensor, t: Tensor, *, differentiate: bool) -> tuple[Tensor, Tensor]:
-    rows, blocks = segment.memory.directional_rows(), list[tuple[Tensor, Tensor]]()
+def _in_passes(
+    segment: WeightSegment, X: Tensor, t: Tensor, pair: Tensor | None, *, differentiate: bool
+) -> tuple[Tensor, Tensor]:
+    pair, found = torch.arange(len(t), device=t.device) if pair is None else pair, list[tuple[Tensor, ...]]()
     with torch.no_grad(), disable_fused_attention():
-        for x, u in zip(X.split(rows), t.split(rows), strict=True):
-            blocks.append(_block(segment, x, u, differentiate))
-    return torch.cat([f for f, _ in blocks]), torch.cat([slope for _, slope in blocks])
+        for part, rows, own in segment.passes(pair // len(X), segment.memory.directional_rows()):
+            f, slope = _block(part, X[pair[rows] % len(X)], t[rows], differentiate)
+            found.append((rows[own], f[own], slope[own]))
+    rows, f, slope = (torch.cat(values) for values in zip(*found, strict=True))
+    return torch.empty_like(f).index_copy_(0, rows, f), torch.empty_like(slope).index_copy_(0, rows, slope)
 
 
 def _block(segment: WeightSegment, X: Tensor, t: Tensor, differentiate: bool) -> tuple[Tensor, Tensor]:
     """Evaluate f and its slopes; f stands in for these where they are not asked for."""
     plan = segment.net.plan
     is_fast = plan.supports_jvp or not differentiate
-    passes_at_points = plan.calls_fused_functions and len(t.unique()) <= _FEW_POINTS
+    passes_at_points = segment.num_lines == 1 and plan.calls_fused_functions and len(t.unique()) <= _FEW_POINTS
     if is_fast and plan.supports_interpolation and not passes_at_points:
         with _moving(t, differentiate) as u:
             params, moved = segment.interpolated(u)

@@ -1,9 +1,10 @@
 """What is known of torch's functions: where they have kinks, which are smooth, and which are linear."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.nn import functional as F
 
 from epk_gp.autodiff.interception import LINEAR_MAPS, SUMS, functions_named
@@ -102,3 +103,28 @@ IN_PLACE: dict[str, Callable[..., Any]] = {
     "__imul__": torch.mul, "mul_": torch.mul, "multiply_": torch.mul, "__itruediv__": torch.div, "div_": torch.div,
     "divide_": torch.div, "softmax_": torch.softmax, "pow_": torch.pow, "__ipow__": torch.pow,
 }  # fmt: skip
+
+
+def windows_of(x: Tensor, options: Mapping[str, Any], kernel: torch.Size) -> Tensor:
+    """Return what a convolution sees at each position: (E, channels, *kernel, *positions)."""
+    stride, dilation = (_per_dimension(options.get(key, 1), len(kernel)) for key in ("stride", "dilation"))
+    x = F.pad(x, _padding(options.get("padding", 0), kernel, dilation))
+    for dim, (size, step, spread) in enumerate(zip(kernel, stride, dilation, strict=True), start=2):
+        x = x.unfold(dim, spread * (size - 1) + 1, step)[..., ::spread]
+    dims = len(kernel)
+    return x.permute(0, 1, *range(2 + dims, 2 + 2 * dims), *range(2, 2 + dims))
+
+
+def _per_dimension(value: Any, dims: int) -> tuple[int, ...]:
+    values = tuple(value) if isinstance(value, list | tuple) else (value,)
+    return values * dims if len(values) == 1 else values
+
+
+def _padding(padding: Any, kernel: torch.Size, dilation: tuple[int, ...]) -> list[int]:
+    """Return the zeros before and after each dimension, last dimension first."""
+    if padding == "same":
+        totals = [spread * (size - 1) for size, spread in zip(kernel, dilation, strict=True)]
+        sides = [(total // 2, total - total // 2) for total in totals]
+    else:
+        sides = [(width, width) for width in _per_dimension(0 if padding == "valid" else padding, len(kernel))]
+    return [width for side in reversed(sides) for width in side]

@@ -16,7 +16,7 @@ function is never missed.
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import filterfalse
-from typing import Any, final
+from typing import Any
 
 import torch
 import torch.autograd.forward_ad as fwAD
@@ -315,7 +315,7 @@ class FunctionCall:
         return self.function(*args, **kwargs)
 
 
-def _called_with_both(call: FunctionCall, along: Mapping[str, Tensor], *, joins: bool) -> list[Tensor]:
+def called_with_both(call: FunctionCall, along: Mapping[str, Tensor], *, joins: bool) -> list[Tensor]:
     """Make a call that is linear in its input, which may carry a tangent, with the weights w and with the direction d.
 
     Args:
@@ -423,131 +423,6 @@ class ParameterInterception(TorchFunctionMode):
         x, *held = call.args[:5]
         of_rows = (None if value is None else self.of_rows(value, len(x)) for value in held)
         return call.function(x, *of_rows, *call.args[5:])
-
-
-@final
-class InterpolatedWeights(ParameterInterception):
-    """Evaluate row e at weights w + t_e d: each jointly linear function is called once with w and once with d.
-
-    Args:
-        params: w by name.
-        direction: d by name.
-        t: (E,) positions on the segment, one per row; may carry a tangent or require a gradient.
-        watch: As for `ParameterInterception`.
-        statistics: Statistics of every row by name, (E, ...), which replace those at w + t_e d.
-    """
-
-    def __init__(
-        self,
-        params: Mapping[str, Tensor],
-        direction: Mapping[str, Tensor],
-        t: Tensor,
-        watch: Watch | None = None,
-        statistics: Mapping[str, Tensor] | None = None,
-    ) -> None:
-        super().__init__({name: params[name] for name in direction}, watch)
-        self.t = t
-        self.direction = {id(params[name]): value for name, value in direction.items()}
-        self.statistics = {id(params[name]): value for name, value in (statistics or {}).items()}
-
-    def of_rows(self, value: Tensor, num_rows: int) -> Tensor:
-        """Return w_e + t_e d for every row."""
-        step = self.direction.get(id(value))
-        if step is None or id(value) in self.statistics:
-            return self.statistics.get(id(value), value)
-        return add_multiple(value, self.t.view(-1, *[1] * value.ndim), step)
-
-    def intercept(self, call: FunctionCall) -> Any:
-        """Make the call, and add t times the call along the direction."""
-        if call.statistics:
-            require_rows(call.input, call.input, len(self.t), call.params[0])
-            return self.normalise(call)
-        if not call.in_slots or (call.function is F.embedding and not has_rows(call.input)):
-            return self._followed(call)
-        held = {name: value for name, value in call.held.items() if value is not None}
-        steps = ((name, value, self.direction.get(id(value))) for name, value in held.items())
-        along = {name: torch.zeros_like(value) if step is None else step for name, value, step in steps}
-        if call.function is LINEAR or call.function in CONVOLUTIONS:
-            groups = call.args[6] if len(call.args) > 6 else call.kwargs.get("groups")
-            joins = call.function in CONVOLUTIONS and groups in (None, 1)
-            result, change = _called_with_both(call, along, joins=joins)
-        else:
-            result, change = call.run(), call.run(along)
-        require_rows(call.input, result, len(self.t), call.params[0])
-        return self._moved(result, change)
-
-    def _moved(self, value: Tensor, along: Tensor) -> Tensor:
-        return add_multiple(value, self.t.view(-1, *[1] * (value.ndim - 1)), along)
-
-    def _followed(self, call: FunctionCall) -> Any:
-        """Make a call that is linear in its parameters wherever they are.
-
-        If no argument has rows, neither has the result: it moves as a parameter does, along a direction of its own.
-        """
-        result = call.run()
-        results, tensors = list(tensors_in((result,))), list(tensors_in((call.args, call.kwargs)))
-        if not results:
-            return result
-        along = along_direction(call, self.direction)
-        has_batch = any(has_rows(value) for value in tensors)
-        if along is NotImplemented or (has_batch and any(not y.ndim or len(y) != len(self.t) for y in results)):
-            raise UnsupportedParameterUseError(
-                f"the weights {sorted(call.params)} must be used by functions that are linear in them."
-            )
-        steps = list(tensors_in((along,)))
-        if has_batch:
-            moved = [self._moved(*pair) for pair in zip(results, steps, strict=True)]
-            return moved[0] if isinstance(result, Tensor) else type(result)(moved)
-        for value, step in zip(results, steps, strict=True):
-            self.followed.append(value)
-            self.direction[id(value)], self.name_of[id(value)] = step, call.params[0]
-        return result
-
-
-@final
-class StackedWeights(ParameterInterception):
-    """Evaluate each of G equal parts of the rows at weights of its own.
-
-    Args:
-        params: Parameters by name; their values are not used.
-        stacked: By name, with a first dimension of G.
-        watch: As for `ParameterInterception`.
-    """
-
-    def __init__(self, params: Mapping[str, Tensor], stacked: Mapping[str, Tensor], watch: Watch | None = None) -> None:
-        super().__init__({name: params[name] for name in stacked}, watch)
-        self.stacked = {id(params[name]): value for name, value in stacked.items()}
-        self.num_parts = len(next(iter(stacked.values())))
-
-    def of_rows(self, value: Tensor, num_rows: int) -> Tensor:
-        """Return a parameter at every row: that of the part of the rows that it lies in."""
-        own = self.stacked.get(id(value))
-        return value if own is None else own.repeat_interleave(num_rows // self.num_parts, dim=0)
-
-    def intercept(self, call: FunctionCall) -> Any:
-        """Make the call part by part; linear layers in one product."""
-        if not call.slots:
-            result = call.run()  # a shape or a dtype; everything else is not supported
-            if not has_tensors(result):
-                return result
-        x = call.input
-        rows = len(x) if isinstance(x, Tensor) and x.ndim else 0
-        if not rows or rows % self.num_parts:  # whether these are all of the rows is known to the layer recorder
-            raise UnsupportedParameterUseError(f"the layer of {call.params[0]} must see all rows: it saw {rows}.")
-        if call.statistics:
-            return self.normalise(call)
-        own = {name: self.stacked[id(value)] for name, value in call.held.items() if id(value) in self.stacked}
-        if not call.in_slots:
-            raise UnsupportedParameterUseError(
-                f"the weights {sorted(call.params)} must be used by functions that are linear in them."
-            )
-        parts = x.unflatten(0, (self.num_parts, -1))
-        if call.function is LINEAR and (call.held["bias"] is None or "bias" in own) and "weight" in own:
-            inputs, W = parts.flatten(1, -2), own["weight"].mT
-            result = torch.baddbmm(own["bias"][:, None], inputs, W) if "bias" in own else inputs @ W
-            return result.view(*parts.shape[:-1], -1).flatten(0, 1)
-        values = ({"input": x, **{name: value[g] for name, value in own.items()}} for g, x in enumerate(parts))
-        return torch.cat([call.run(of_part) for of_part in values])
 
 
 def has_tensors(result: Any) -> bool:

@@ -43,6 +43,7 @@ from epk_gp.autodiff.dense import (
     propagate_cotangents,
     pulled_back,
 )
+from epk_gp.autodiff.functions import windows_of
 from epk_gp.autodiff.interception import (
     CHANNELS_LAST,
     CONVOLUTIONS,
@@ -50,13 +51,12 @@ from epk_gp.autodiff.interception import (
     LINEAR,
     NORMALISATIONS,
     FunctionCall,
-    InterpolatedWeights,
     ParameterInterception,
-    StackedWeights,
     UnsupportedParameterUseError,
     has_tensors,
     require_rows,
 )
+from epk_gp.autodiff.moved_weights import MovedWeights
 from epk_gp.autodiff.representations import (
     ContractionCost,
     DenseJacobian,
@@ -67,7 +67,6 @@ from epk_gp.autodiff.representations import (
     append_bias_column,
     concat_rows,
     sum_outer_products,
-    windows_of,
 )
 from epk_gp.autodiff.secants import SecantDerivatives, end_of
 from epk_gp.autodiff.uses import LayerCall, ParameterUse, ParameterUses, UseBuilder
@@ -79,26 +78,30 @@ from epk_gp.core.torch_overrides import disable_fused_attention
 
 @dataclass(frozen=True, eq=False)
 class WeightLocation:
-    """Weights at which Jacobians are taken: `w`, or `w + t_e d` for row e, or `stacked[g]` for the g-th equal part.
+    """Weights at which Jacobians are taken: `w`, or `w + t_e d` for row e.
 
     All of them hold the moving statistics behind the weights, where the network has any. Jacobians are those in the
     weights alone.
 
     Attributes:
-        w: Flat weights, (P,), or flat weights and moving statistics, (P + Q,).
+        w: Flat weights, (P,), or flat weights and moving statistics, (P + Q,); or G rows of them, one for each of G
+            equal groups of the rows.
         d: Flat direction, as `w`, or None.
         t: (E,) with `d`.
-        stacked: G rows like `w`, or None.
         secant_head: As of `secant_jacobians`: each row stands for both w and w + d.
         held: As of `secant_jacobians`.
     """
 
-    w: Float[Tensor, " PQ"]
-    d: Float[Tensor, " PQ"] | None = None
+    w: Float[Tensor, "*G PQ"]
+    d: Float[Tensor, "*G PQ"] | None = None
     t: Float[Tensor, " E"] | None = None
-    stacked: Float[Tensor, "G PQ"] | None = None
     secant_head: Head | None = None
     held: HeldProducts | None = None
+
+    @property
+    def first(self) -> Float[Tensor, " PQ"]:
+        """The weights, or those of the first group."""
+        return self.w if self.w.ndim == 1 else self.w[0]
 
 
 def layer_jacobians(
@@ -192,14 +195,14 @@ def _evaluate(
     """
     model, watch = net.model, None if recorder is None else recorder.watch
     mode: ParameterInterception
-    if at.stacked is not None:
-        mode = StackedWeights(params, model.unflatten(at.stacked.detach().requires_grad_()), watch)
-    elif at.secant_head is not None and at.d is not None:
+    if at.secant_head is not None and at.d is not None:
         mode = SecantDerivatives(params, model.unflatten(at.d), len(X), watch, statistics, at.held)
         with mode:
             return apply_head(model(params, X), at.secant_head), mode
-    elif at.t is not None and at.d is not None:
-        mode = InterpolatedWeights(params, model.unflatten(at.d), at.t, watch, statistics)
+    elif at.t is not None or at.w.ndim > 1:
+        start = model.unflatten(at.w.detach().requires_grad_()) if at.w.ndim > 1 else None
+        direction = None if at.d is None else model.unflatten(at.d)
+        mode = MovedWeights(params, len(X), start, direction, at.t, watch, statistics)
     else:
         observed = set[str]() if recorder is None else recorder.observed
         mode = ParameterInterception({name: params[name] for name in observed}, watch)
@@ -267,8 +270,7 @@ def layer_jacobians_at_weights(
             yield layer_jacobians_blocked(net, WeightLocation(batch[0]), X, head, cost)
             continue
         rows = X.repeat(len(batch), *[1] * (X.ndim - 1))
-        at = WeightLocation(batch[0], stacked=torch.stack(batch))
-        jacobians = layer_jacobians(net, at, rows, all_outputs(head), cost)
+        jacobians = layer_jacobians(net, WeightLocation(torch.stack(batch)), rows, all_outputs(head), cost)
         for start in range(0, len(rows), len(X)):
             yield [jacobian.rows(slice(start, start + len(X))) for jacobian in jacobians]
 
@@ -290,7 +292,7 @@ def statistics_jacobian(
         at = replace(at, d=torch.zeros_like(at.w), t=at.w.new_zeros(len(X)))
     with torch.enable_grad(), disable_fused_attention():
         rows, own = _statistics_of_rows(model, at)
-        z, _ = _evaluate(net, model.unflatten(at.w.detach()), at, X, statistics=own)
+        z, _ = _evaluate(net, model.unflatten(at.first.detach()), at, X, statistics=own)
         values = cotangents.of_logits(z.detach())
         if not z.requires_grad:  # no statistic is used
             return values.new_zeros(len(values), *rows.shape)
@@ -300,8 +302,9 @@ def statistics_jacobian(
 def _statistics_of_rows(model: FunctionalModel, at: WeightLocation) -> tuple[Float[Tensor, "E Q"], dict[str, Tensor]]:
     """Return the moving statistics of every row, to be differentiated, and the same by name."""
     w, d = (torch.zeros_like(at.w) if value is None else value.detach() for value in (at.w, at.d))
-    t = w.new_zeros(1) if at.t is None else at.t
-    rows = (w[model.num_weights :] + t[:, None] * d[model.num_weights :]).requires_grad_()
+    t, P = w.new_zeros(1) if at.t is None else at.t, model.num_weights
+    w, d = (v[P:] if v.ndim == 1 else v[:, P:].repeat_interleave(len(t) // len(v), dim=0) for v in (w, d))
+    rows = (w + t[:, None] * d).requires_grad_()
     pieces = rows.split([shape.numel() for shape in model.statistic_shapes], dim=1)
     named = zip(model.statistics, pieces, model.statistic_shapes, strict=True)
     return rows, {name: piece.reshape(len(t), *shape) for name, piece, shape in named}
@@ -320,7 +323,7 @@ class _RecordedPass:
         self.bias_of, self.num_rows = net.plan.bias_of, len(X)
         self.observed = {*self.bias_of, *(bias for bias in self.bias_of.values() if bias is not None)}
         self.calls = list[LayerCall | ParameterUse]()
-        self.params, self.statistics, own = net.leaves(at.w), None, None
+        self.params, self.statistics, own = net.leaves(at.first), None, None
         self.of_statistics = list[Tensor]()  # gradients, some cotangents at a time
         if at.secant_head is not None:
             self.statistics, own = _statistics_of_rows(net.model, replace(at, t=at.w.new_zeros(len(X))))
@@ -428,7 +431,7 @@ class _RecordedPass:
         calls, outputs, values, known = self.calls, self.z, self.values, list[Tensor]()
         head, has_secants = self.cotangents.head, self.at.secant_head is not None
         last = calls[-1] if calls and isinstance(calls[-1], LayerCall) else None
-        is_one_point = self.at.t is None and self.at.stacked is None and not has_secants
+        is_one_point = self.at.t is None and self.at.w.ndim == 1 and not has_secants
         ends_in_linear = last is not None and last.call.function is LINEAR and last.edge.node is self.z.grad_fn
         if last and head and ends_in_linear and not last.input_is_constant and is_one_point and not self.create_graph:
             W = self.params[last.names[0]].detach()

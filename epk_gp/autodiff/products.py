@@ -13,10 +13,11 @@ from jaxtyping import Float
 from torch import Tensor
 
 from epk_gp.autodiff.dense import PlannedModel
-from epk_gp.autodiff.representations import DenseJacobian, LayerJacobian, OuterProductJacobian
+from epk_gp.autodiff.representations import DenseJacobian, LayerJacobian, NodeWeights, OuterProductJacobian
 from epk_gp.autodiff.uses import EmbeddingJacobian
 
 _ALL = slice(None)
+_AVERAGED = 1 << 19  # numbers that are averaged at a time: 4 MiB in float64, which stay in the cache
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,12 +54,56 @@ class ParameterGradients:
         by_row: Tensor = self.jacobian.to_dense().unflatten(2, (-1, self.width + self.has_bias))[:, :, rows]
         return by_row[..., -1] if self.is_bias else by_row[..., : self.width].flatten(2)
 
+    def write_average(self, nodes: NodeWeights, out: Float[Tensor, "N K size"], *, adds: bool) -> None:
+        """Write the average over nodes of each of N points, in one product for points that have about as many nodes.
+
+        Args:
+            nodes: Whose evaluations the E points are.
+            out: Is overwritten.
+            adds: Add to it what nodes have that are not the first.
+        """
+        if type(self.jacobian) is not OuterProductJacobian:
+            values = nodes.add(None, self.written(), 1).transpose(0, 1)
+            out.add_(values) if adds else out.copy_(values)
+            return
+        grads, inputs = self.jacobian.output_grads.permute(1, 0, 3, 2), self.jacobian.inputs  # E K n_out L, E L n_in
+        has_all = sum(len(points) for points, *_ in nodes.by_point) == len(out)
+        if not (adds or has_all):
+            out.zero_()
+        for points, rows, weights in nodes.by_point:
+            is_whole, size = len(points) == len(out), max(1, _AVERAGED // out[0].numel())
+            for part in (slice(first, first + size) for first in range(0, len(points), size)):
+                own = rows[part]
+                weighted = (grads[own] * weights[part][..., None, None, None]).permute(0, 2, 3, 1, 4).flatten(3)
+                if self.is_bias:
+                    values = weighted.sum(dim=3)
+                else:
+                    values = (weighted.flatten(1, 2) @ inputs[own].flatten(1, 2)).view(len(own), out.shape[1], -1)
+                if is_whole:
+                    out[part].add_(values) if adds else out[part].copy_(values)
+                elif adds or not has_all:
+                    out.index_add_(0, points[part], values)
+                else:
+                    out.index_copy_(0, points[part], values)
+
     def products(self, H: Float[Tensor, "R size"], rows: slice = _ALL) -> Float[Tensor, "R E"]:
         """Multiply adjoints of some rows of the parameter with the gradients of one output at each point."""
         if isinstance(self.jacobian, EmbeddingJacobian):
             return self.jacobian.products(H, rows)
         products: Tensor = self.written(rows)[0].to(H) @ H.T  # in this order, as there are fewer rows than adjoints
         return products.T
+
+    def products_of_steps(self, H: Float[Tensor, "T R size"]) -> Float[Tensor, "T B R"]:
+        """Multiply adjoints of T steps with the gradients of one output at B points of each step."""
+        own, (T, R, _) = self.jacobian, H.shape
+        products: Tensor
+        if type(own) is not OuterProductJacobian or own.inputs.shape[1] > 1 or self.is_bias or self.width <= R:
+            products = self.written()[0].unflatten(0, (T, -1)) @ H.mT
+            return products
+        inputs, delta = (x.flatten(0, -2).unflatten(0, (T, -1)) for x in (own.inputs, own.output_grads[0]))
+        of_outputs = (H.reshape(T, -1, self.width) @ inputs.mT).unflatten(1, (R, -1))  # T R n_out B
+        products = (of_outputs * delta.mT[:, None]).sum(dim=2).mT
+        return products
 
 
 def by_parameter(
@@ -86,15 +131,6 @@ def by_parameter(
         for name, part in zip(names, parts, strict=True):
             found[name] = ParameterGradients(DenseJacobian(part), _width(shapes[name]))
     return [found[name] for name in model.names]
-
-
-def write_columns(
-    net: PlannedModel, jacobians: Sequence[LayerJacobian], out: Float[Tensor, "K E P"], *, all_dense: bool = False
-) -> None:
-    """Write layer Jacobians into flat weights. Arguments: as `by_parameter`."""
-    parameters = by_parameter(net, jacobians, all_dense=all_dense)
-    for gradients, columns in zip(parameters, out.split(list(net.model.sizes), dim=2), strict=True):
-        columns.copy_(gradients.written())
 
 
 def _width(shape: torch.Size) -> int:

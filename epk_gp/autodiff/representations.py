@@ -5,14 +5,14 @@ representation can be multiplied with another of its kind, averaged over nodes, 
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Protocol, TypeVar, final, runtime_checkable
+from functools import cached_property
+from typing import ClassVar, Protocol, TypeVar, final, runtime_checkable
 
 import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
-from torch.nn import functional as F
 
 from epk_gp.autodiff.sketches import FeatureSum
 from epk_gp.core.losses import Head
@@ -157,6 +157,18 @@ class NodeWeights:
         if total is not None:
             return total
         return values.new_zeros(*values.shape[:dim], self.num_points, *values.shape[dim + 1 :])
+
+    @cached_property
+    def by_point(self) -> list[tuple[Int64[Tensor, " n"], Int64[Tensor, "n Q"], Float[Tensor, "n Q"]]]:
+        """Points that have about as many rows, these rows, and their weights: 0 of a point that has fewer."""
+        points, weights, found = self.row_points(), torch.as_tensor(self.weights), []
+        counts, order = points.bincount(minlength=self.num_points), points.argsort(stable=True)
+        size = counts.double().log2().ceil().long()  # at most twice as many rows as the point with fewest
+        for own in ((size == k).nonzero().squeeze(1) for k in size[counts > 0].unique().tolist()):
+            place = torch.arange(int(counts[own].max()), device=order.device)
+            rows = order[(counts.cumsum(0) - counts)[own][:, None] + torch.minimum(place, counts[own][:, None] - 1)]
+            found.append((own, rows, weights[rows] * (place < counts[own][:, None])))
+        return found
 
     def row_points(self) -> Int64[Tensor, " E"]:
         """Return whose each row is, where rows have weights of their own."""
@@ -557,28 +569,3 @@ def concat_scaled(parts: Sequence[Tensor], weights: Sequence[float], dim: int) -
     for target, part, weight in zip(out.split(width, dim=dim), parts, weights, strict=True):
         torch.mul(part, weight, out=target)
     return out
-
-
-def windows_of(x: Tensor, options: Mapping[str, Any], kernel: torch.Size) -> Tensor:
-    """Return what a convolution sees at each position: (E, channels, *kernel, *positions)."""
-    stride, dilation = (_per_dimension(options.get(key, 1), len(kernel)) for key in ("stride", "dilation"))
-    x = F.pad(x, _padding(options.get("padding", 0), kernel, dilation))
-    for dim, (size, step, spread) in enumerate(zip(kernel, stride, dilation, strict=True), start=2):
-        x = x.unfold(dim, spread * (size - 1) + 1, step)[..., ::spread]
-    dims = len(kernel)
-    return x.permute(0, 1, *range(2 + dims, 2 + 2 * dims), *range(2, 2 + dims))
-
-
-def _per_dimension(value: Any, dims: int) -> tuple[int, ...]:
-    values = tuple(value) if isinstance(value, list | tuple) else (value,)
-    return values * dims if len(values) == 1 else values
-
-
-def _padding(padding: Any, kernel: torch.Size, dilation: tuple[int, ...]) -> list[int]:
-    """Return the zeros before and after each dimension, last dimension first."""
-    if padding == "same":
-        totals = [spread * (size - 1) for size, spread in zip(kernel, dilation, strict=True)]
-        sides = [(total // 2, total - total // 2) for total in totals]
-    else:
-        sides = [(width, width) for width in _per_dimension(0 if padding == "valid" else padding, len(kernel))]
-    return [width for side in reversed(sides) for width in side]

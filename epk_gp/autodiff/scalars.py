@@ -23,7 +23,7 @@ from epk_gp.core.inputs import Signature, parse_signature, side_by_side
 from epk_gp.core.model import FunctionalModel
 from epk_gp.core.plans import PASS_BYTES, TensorSpec
 from epk_gp.core.torch_overrides import disable_fused_attention
-from epk_gp.core.trajectory import Trajectory, flat_state, network_outputs
+from epk_gp.core.trajectory import Trajectory, flat_state, outputs_at
 
 _NUM_COMPARED = 64  # rows of which a function's numbers are compared with those of the row alone
 # Digits of the numbers by which a checkpoint knows the function again: rounding on another machine moves the others.
@@ -146,7 +146,7 @@ def ask(
     run = replace(trajectory, model=model, inputs=rows, num_outputs=K, live=None, asked_of=trajectory)
     digest = hashlib.blake2b(f"{trajectory.digest} asked for {K}".encode(), digest_size=16)
     for state in (0, -1):
-        values = network_outputs(run, rows, state=state)
+        values = outputs_at(run, rows, state, "logits")
         _require_finite(values, "trained" if state else "initial")
         digest.update(" ".join(f"{value:.{_DIGITS[values.dtype]}g}" for value in values.flatten().tolist()).encode())
     return replace(run, digest=digest.hexdigest()), rows

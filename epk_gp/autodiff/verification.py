@@ -5,14 +5,12 @@ linear, convolution or normalisation call, and only if the Jacobian so obtained 
 everything else is differentiated densely. Every other capability (`DifferentiationPlan`) is tried in the same way.
 """
 
-import threading
-import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Literal, cast
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.autograd.forward_ad as fwAD
@@ -32,41 +30,8 @@ from epk_gp.autodiff.jacobians import WeightLocation, layer_jacobians
 from epk_gp.autodiff.representations import ContractionCost
 from epk_gp.core.model import FunctionalModel
 from epk_gp.core.plans import VMAP_ELEMENTS, DifferentiationPlan, TensorSpec
-from epk_gp.core.torch_overrides import disable_fused_attention, forward_mode, outside_autocast
+from epk_gp.core.torch_overrides import disable_fused_attention, filter_own_warnings, forward_mode, outside_autocast
 from epk_gp.core.trajectory import Trajectory, flat_state
-
-
-@contextmanager
-def filter_own_warnings(action: Literal["error", "ignore"], kind: type[Warning]) -> Iterator[None]:
-    """Turn this thread's warnings into errors, or ignore them, and leave those of other threads alone.
-
-    `warnings.catch_warnings` replaces the process's list of filters: another thread would get errors in the middle of
-    its work, and two threads that leave in the order in which they came would keep the filters of one for good. Here
-    one more filter stands in that list for a while, which matches nothing in other threads, nor later, should another
-    thread's `catch_warnings` have copied it.
-
-    Args:
-        action: "error" or "ignore".
-        kind: Category of the warnings, with all its subclasses.
-    """
-    thread, is_active = threading.get_ident(), True
-
-    class OwnCategory(type):
-        """Kind of a warning category to which this thread's warnings belong, as long as it is active."""
-
-        def __subclasscheck__(cls, category: Any) -> bool:
-            return is_active and threading.get_ident() == thread and issubclass(category, kind)
-
-    category = cast(Any, OwnCategory("OwnWarning", (Warning,), {}))
-    warnings.simplefilter(action, category)
-    try:
-        yield
-    finally:
-        is_active = False
-        for entry in [entry for entry in warnings.filters if entry[2] is category]:
-            with suppress(ValueError):  # another thread has replaced the list
-                cast(Any, warnings.filters).remove(entry)
-
 
 _NUM_PROBE_ROWS = 6
 
@@ -74,6 +39,7 @@ _NUM_PROBE_ROWS = 6
 # much each: together less than a small memory budget. A network of a million weights in float64 has four rows.
 _TRUTH_BYTES, _FEWEST_ROWS = 1 << 26, 2
 Pair = tuple[Tensor, Tensor]  # what was computed, and what is expected
+T = TypeVar("T")
 
 
 def probe_rows(X: Shaped[Tensor, "M ..."]) -> Shaped[Tensor, "E ..."]:
@@ -171,12 +137,12 @@ def build_plan(
     plan = _verified(plan, "supports_interpolation", lambda plan: _interpolated_outputs(trial, plan))
     if not plan.supports_interpolation or plan.dense_params:
         plan = replace(plan, supports_stacking=False)
-    plan = _verified(plan, "supports_stacking", lambda _: _stacked_outputs(trial))
     with forward_mode(), filter_own_warnings("ignore", DeprecationWarning):
         fwAD.make_dual(torch.zeros(1), torch.zeros(1))  # torch 2.13 calls a deprecated function of its own first
     plan = _verified(plan, "supports_jvp", lambda plan: _slopes(trial, replace(plan, supports_interpolation=False)))
     if plan.supports_interpolation:
         plan = _verified(plan, "supports_jvp", lambda plan: _slopes(trial, plan))
+    plan = _verified(plan, "supports_stacking", lambda plan: _on_lines(trial, plan))
     if plan.shares_pass and plan.supports_jvp:
         plan = _verified(plan, "supports_vmap", lambda plan: _mapped_passes(trial, plan))
     # all parameters are mapped over where derivatives along a segment can be had in no other way
@@ -275,13 +241,27 @@ def _interpolated_outputs(trial: _Trial, plan: DifferentiationPlan) -> Pair:
     return torch.cat(together), torch.cat([*rows, *rows[:-1]])
 
 
-def _stacked_outputs(trial: _Trial) -> Pair:
-    model, X, w = trial.model, trial.X, trial.w
-    stacked = torch.stack([w, 1.1 * w, 0.9 * w + trial.d])
-    params = model.unflatten(w)
-    with interception.StackedWeights(params, model.unflatten(stacked)):
-        together = model(params, X.repeat(len(stacked), *[1] * (X.ndim - 1)))
-    return together, torch.cat([model(model.unflatten(row), X) for row in stacked])
+def _on_lines(trial: _Trial, plan: DifferentiationPlan) -> Iterator[Pair]:
+    """Compare outputs, slopes and Jacobians of rows on several lines with those on each of them."""
+    X, w, d = trial.X, trial.w, trial.d
+    line = replace(trial.segment(plan), w=torch.stack([w, 0.9 * w + d]), d=torch.stack([d, 2 * d]))
+    pair = torch.arange(2 * len(X), device=X.device)
+    t = (0.9 + 0.31 * pair.to(w)) % 1
+    alone = [replace(line, w=w, d=d) for w, d in zip(line.w, line.d, strict=True)]
+    if plan.supports_jvp:
+        by_line = [directional_derivatives(own, X, u) for own, u in zip(alone, t.split(len(X)), strict=True)]
+        together = directional_derivatives(line, X, t, pair)
+        yield from zip(together, (torch.cat(values) for values in zip(*by_line, strict=True)), strict=True)
+    rows, cotangents = X.repeat(2, *[1] * (X.ndim - 1)), trial.cotangents.repeat(1, 2, 1)
+    for places in (None, t):
+        parts = [None] * 2 if places is None else t.split(len(X))
+        ats = [WeightLocation(own.w, None if u is None else own.d, u) for own, u in zip(alone, parts, strict=True)]
+        at = WeightLocation(line.w, None if places is None else line.d, places)
+        fixed = [Cotangents(lambda _: trial.cotangents), Cotangents(lambda _: cotangents)]
+        expected = [layer_jacobians(line.net, own, X, fixed[0], ContractionCost(1, 1)) for own in ats]
+        found = layer_jacobians(line.net, at, rows, fixed[1], ContractionCost(1, 1))
+        for layer, own in enumerate(found):
+            yield own.to_dense(), torch.cat([one[layer].to_dense() for one in expected], dim=1)
 
 
 def _slopes(trial: _Trial, plan: DifferentiationPlan) -> Pair:
@@ -385,89 +365,38 @@ def plan_for(trajectory: Trajectory, model: FunctionalModel) -> PlannedModel:
         return PlannedModel(model, cache.plans[key])
 
 
-@contextmanager
-def planned(trajectory: Trajectory, X: Shaped[Tensor, "n ..."]) -> Iterator[PlannedModel]:
-    """Give a run's network with its plan to what is computed in `while True:`, and left by `return`.
+def with_plan(compute: Callable[..., T], X: Shaped[Tensor, "n ..."], *runs: Trajectory) -> T:
+    """Return compute(net, ...), which gets the network of each run with its plan.
 
-        while True:
-            with planned(trajectory, X) as net:
-                return ...
-
-    If the inputs use a parameter as the plan did not foresee, the body ends there and is carried out once more, with
-    the dense plan: it must leave nothing behind when it raises. A network may send each row to another expert: a layer
-    then sees some of the rows, which the rows that the plan was made on need not show. The model's cache keeps that
-    finding for every later computation.
+    If the inputs use a parameter as a plan did not foresee, the first network whose plan is not dense gets the dense
+    one, and `compute` is called again: it must leave nothing behind when it raises. A network may send each row to
+    another expert: a layer then sees some of the rows, which the rows that the plan was made on need not show. The
+    model's cache keeps that finding for every later computation.
 
     Args:
-        trajectory: The run.
+        compute: What is computed with the networks.
         X: Inputs, of the computation's dtype and on its device.
+        runs: The runs, which may share a network.
+
+    Raises:
+        UnsupportedParameterUseError: The dense plans do not foresee it either.
+        ValueError: The network makes Python numbers of its tensors.
     """
-    model = trajectory.model_for(X)
     with outside_autocast():
-        net = plan_for(trajectory, model)
-        try:
-            yield net
-        except interception.UnsupportedParameterUseError:
-            if net.plan is model.cache.plans.get((model.spec, True)):
-                raise
-            model.cache.needs_dense_plan = True
-        except RuntimeError as error:
-            if "calling .item()" not in str(error):
-                raise
-            raise ValueError(
-                "the network must compute with tensors: forward() makes a Python number of a weight or an activation "
-                "(.item(), float(), or an `if` on a tensor), through which nothing is differentiated. Compute with the "
-                "tensor itself, or make the number of a buffer."
-            ) from error
-
-
-# Relative difference of values computed alone and together with others, that is rounding.
-_ROUNDING = {torch.float64: 1e-9, torch.float32: 1e-3}
-
-
-@dataclass
-class MappedRows:
-    """Computes rows at once where torch maps the computation, and that gives what one row alone gives.
-
-    Attributes:
-        works: Whether it does; None as long as that is not known.
-        least: Of each value the least size that its difference is compared with; 0 by default.
-    """
-
-    works: bool | None = None
-    least: Sequence[float] = ()
-
-    def __call__(
-        self,
-        count: int,
-        mapped: Callable[[], Sequence[Tensor]],
-        single: Callable[[int], Sequence[Tensor]],
-        *,
-        compares: bool = False,
-    ) -> Sequence[Tensor]:
-        """Return the values of some rows: at once, or one after another.
-
-        Args:
-            count: Number of rows.
-            mapped: Computes all of them at once.
-            single: Computes one.
-            compares: Whether the first row is compared in every call, not in the first one alone.
-        """
-        if self.works is not False and count > 1:
+        while True:
+            nets = [plan_for(run, run.model_for(X)) for run in runs]
             try:
-                found = mapped()
-            except (RuntimeError, TypeError, ValueError):
-                self.works = False
-            else:
-                if self.works is None or compares:
-                    least = self.least or [0.0] * len(found)
-                    pairs = zip(found, single(0), least, strict=True)
-                    self.works = all(_differ_by_rounding(a[0], b, size) for a, b, size in pairs)
-                if self.works:
-                    return found
-        return [torch.stack(values) for values in zip(*map(single, range(count)), strict=True)]
-
-
-def _differ_by_rounding(a: Tensor, b: Tensor, least: float) -> bool:
-    rounding = _ROUNDING.get(b.dtype, 1e-2)
-    return not b.numel() or float((a - b).abs().max()) <= rounding * max(least, float(b.abs().max()))
+                return compute(*nets)
+            except interception.UnsupportedParameterUseError:
+                layered = [net for net in nets if net.plan is not net.model.cache.plans.get((net.model.spec, True))]
+                if not layered:
+                    raise
+                layered[0].model.cache.needs_dense_plan = True
+            except RuntimeError as error:
+                if "calling .item()" not in str(error):
+                    raise
+                raise ValueError(
+                    "the network must compute with tensors: forward() makes a Python number of a weight or an "
+                    "activation (.item(), float(), or an `if` on a tensor), through which nothing is differentiated. "
+                    "Compute with the tensor itself, or make the number of a buffer."
+                ) from error

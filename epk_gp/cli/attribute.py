@@ -14,8 +14,8 @@ from epk_gp.cli.gram import show_plan
 from epk_gp.cli.networks import open_run
 from epk_gp.cli.workers import computing
 from epk_gp.core.show import CertificateWarning
-from epk_gp.gram.path_kernel import PathKernel
-from epk_gp.kernel_machine.attribute import Attribution, attribute_many, default_path, terms_by_sample
+from epk_gp.kernel_machine.attribute import Attribution, terms_by_sample
+from epk_gp.kernel_machine.attribute import attribute as attribution_of
 from epk_gp.kernel_machine.axes import by_sample
 from epk_gp.kernel_machine.influence import Smoothing
 from epk_gp.kernel_machine.influence import influence as influence_of
@@ -63,17 +63,16 @@ def attribute(
     resolved = explained.get("head")
     typer.echo(f"explaining {chosen}")
     groupings = [[by_sample(trajectory)], [step_ranges(trajectory)]]
+    asked: dict[str, Any] = {"by": groupings, "rule": quadrature, "path": along, **explained}
     if estimate is not None:
-        along, budget = along or default_path(trajectory, X), int(memory * 2**30)
-        kernel = PathKernel(trajectory, explained.pop("head", None), quadrature, path=along)
-        plan = plan_attribution(kernel, X, groupings, **explained, seconds=estimate, memory_budget=budget)
+        plan = plan_attribution(trajectory, X, **asked, seconds=estimate, memory_budget=int(memory * 2**30))
         show_plan(plan, workers)
         return
     folder = opt.make_folder(out)
     partial = folder / opt.PARTIAL
     with computing(memory, workers, scheduler, quiet, partial) as settings, warnings.catch_warnings():
         warnings.simplefilter("ignore", CertificateWarning)  # said at the end, or expected of a fixed rule
-        parts, by_range = attribute_many(trajectory, X, groupings, rule=quadrature, path=along, **explained, **settings)
+        parts, by_range = attribution_of(trajectory, X, **asked, **settings)
     breakdown, terms = prediction_breakdown(parts, by_range, predicted), Attribution(**terms_by_sample(parts))._terms
     arrays = {"initial": parts.initial, "network": parts.network, "total": parts.total, **terms}
     arrays |= {"steps": by_range.values, "predicted": predicted, "inputs": X}

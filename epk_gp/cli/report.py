@@ -10,13 +10,13 @@ import typer
 
 from epk_gp.analysis.labels import label_errors as errors_of_labels
 from epk_gp.analysis.maps import UncertaintyMap, principal_plane, uncertainty_on_plane
-from epk_gp.autodiff.verification import filter_own_warnings
 from epk_gp.cli import options as opt
 from epk_gp.cli.data import cast_points, draw_rows, read_labelled, read_points
 from epk_gp.cli.networks import open_run
 from epk_gp.cli.uncertainty import read_validation
 from epk_gp.cli.workers import computing
 from epk_gp.core.show import CertificateWarning
+from epk_gp.core.torch_overrides import filter_own_warnings
 from epk_gp.core.trajectory import Trajectory
 from epk_gp.gp.data import training_labels
 from epk_gp.gp.models import LogitGP

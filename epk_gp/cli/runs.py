@@ -5,13 +5,13 @@ from typing import Annotated, Any, Literal
 import torch
 import typer
 
-from epk_gp.autodiff.verification import filter_own_warnings
 from epk_gp.cli import options as opt
 from epk_gp.cli.data import read_points
 from epk_gp.cli.networks import open_run, read_manifest
 from epk_gp.cli.workers import computing
 from epk_gp.core.losses import Head, resolve_head
 from epk_gp.core.show import CertificateWarning
+from epk_gp.core.torch_overrides import filter_own_warnings
 from epk_gp.core.trajectory import Trajectory
 from epk_gp.kernel_machine.reconstruct import Reconstruction, reconstruct
 from epk_gp.provenance import Stopwatch, write_json

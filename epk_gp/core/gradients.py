@@ -11,11 +11,10 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import Any
 
 import torch
-from jaxtyping import Bool, Float, Int64, Shaped
+from jaxtyping import Float, Int64, Shaped
 from torch import Tensor, nn
 
 from epk_gp.core.graphs import rows_of, select_rows
@@ -33,6 +32,7 @@ from epk_gp.core.losses import (
 from epk_gp.core.model import (
     FunctionalModel,
     copied_module,
+    flattened,
     leaves_of,
     random_state_kept,
     set_settings,
@@ -41,18 +41,16 @@ from epk_gp.core.model import (
 )
 from epk_gp.core.plans import TensorSpec
 from epk_gp.core.step import ForwardPass, SeenRows, Step
-from epk_gp.core.torch_overrides import KeptActivations, disable_fused_attention, quiet_checkpoints, with_tensors
-from epk_gp.core.trajectory import (
-    Trajectory,
-    aligned,
-    batch_of,
-    flat_state,
-    flat_weights,
-    initial_momentum,
-    step_coefficients,
+from epk_gp.core.torch_overrides import (
+    KeptActivations,
+    disable_fused_attention,
+    quiet_checkpoints,
+    with_tensors,
 )
-from epk_gp.core.update_law import UpdateLaw
-from epk_gp.optimizers.update_rules import predict_step, relative_rounding
+from epk_gp.core.trajectory import (
+    aligned,
+)
+from epk_gp.optimizers.update_rules import relative_rounding
 
 # How many times larger than the rounding of a gradient its difference from another computation of it may be, where
 # sums cancel. Measured in float32 on converged regressions whose gradients were accumulated over 2 to 200 batches
@@ -101,6 +99,11 @@ def passes_of(step: Step, X: Shaped[Tensor, "M ..."], targets: Shaped[Tensor, "M
     weights = sample_weights(loss, y) if step.sample_weights is None else step.sample_weights
     c = weights.to(device=y.device, dtype=torch.float64)
     forwards = step.passes or (ForwardPass(len(samples)),)
+    if len(forwards) == 1:
+        forward = forwards[0]
+        return [
+            PassData(forward, samples, _seen_inputs(X, samples, forward.inputs), _seen_labels(y, forward.targets), c)
+        ]
     counts = [forward.num_rows for forward in forwards]
     parts = zip(forwards, samples.split(counts), y.split(counts), c.split(counts), strict=True)
     return [
@@ -126,6 +129,16 @@ def _seen_labels(y: Tensor, seen: SeenRows | None) -> Shaped[Tensor, "n ..."]:
     return seen.values.to(y) if seen.values.shape[1] != y.shape[1] else y
 
 
+def blocks_of(model: FunctionalModel, data: PassData, most: int) -> Iterator[PassData]:
+    """Divide a pass whose rows do not depend on each other into passes of `most` rows; give any other as it is."""
+    if len(data.X) <= most or not data.forward.is_plain or model.signature.graph is not None:
+        yield data
+        return
+    for rows in (slice(first, first + most) for first in range(0, len(data.X), most)):
+        parts = [value[rows] for value in (data.samples, data.X, data.y, data.c)]
+        yield PassData(replace(data.forward, num_rows=len(parts[0])), *parts)
+
+
 class TrainingReplay:
     """Replays the forward passes of one run; to be used by one thread.
 
@@ -144,19 +157,22 @@ class TrainingReplay:
     def gradient(self, state: Float[Tensor, " PQ"], data: PassData, *, exact: bool = False) -> ReplayedPass:
         """Replay a forward and backward pass at the state before the step; exact: without automatic mixed precision."""
         model, module = self.model, self._module(data, exact=exact)
-        leaves = leaves_of(module, model, self.state(state, data, exact=exact))
+        leaves, values = leaves_of(module, model, self.state(state, data, exact=exact)), list[Tensor]()
+        rows = max(1, BATCH_GRADIENT_ELEMENTS // max(1, data.X[:1].numel()))
         try:
             with torch.enable_grad(), disable_fused_attention(), self.conditions(module, data, exact=exact):
-                values = self.losses_of(self.call(module, data, exact=exact), data)
-                after = model.flatten_statistics(dict(module.named_buffers()))  # a pass may put others in their place
-                (data.c.to(values) @ values).backward()
-            gradients = [torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in leaves]
-            gradient = torch.cat([(g.to_dense() if g.is_sparse else g).reshape(-1) for g in gradients])
+                for part in blocks_of(model, data, rows):
+                    losses = self.losses_of(self.call(module, part, exact=exact), part)
+                    after = model.flatten_statistics(dict(module.named_buffers()))  # a pass may replace them
+                    (part.c.to(losses) @ losses).backward()
+                    values.append(losses.detach())
+            gradients = [torch.zeros_like(leaf) if (g := leaf.grad) is None else g for leaf in leaves]
+            gradient = flattened([g.to_dense() if g.is_sparse else g for g in gradients]).to(state)
         finally:
             for leaf in leaves:
                 leaf.requires_grad_(False)
                 leaf.grad = None
-        return ReplayedPass(gradient.to(state), values.detach(), after)
+        return ReplayedPass(gradient, values[0] if len(values) == 1 else torch.cat(values), after)
 
     def step_gradient(
         self,
@@ -175,6 +191,18 @@ class TrainingReplay:
             after, dtype = end if after is None else after, self.model.spec.dtype
             error = max(error, statistics_error(replayed.statistics, after, dtype, unexplained))
         return total, error
+
+    def leaves_and_losses(
+        self, state: Float[Tensor, " PQ"], data: PassData
+    ) -> tuple[list[Tensor], Float[Tensor, " n"]]:
+        """Replay a forward pass in the network itself, and return its weights, which require gradients, and losses.
+
+        The caller has left fused attention.
+        """
+        module = self._module(data)
+        leaves = leaves_of(module, self.model, self.state(state, data))
+        with self.conditions(module, data, exact=True):
+            return leaves, self.losses_of(self.call(module, data, exact=True), data)
 
     def losses(
         self, params: Mapping[str, Tensor], data: PassData, *, by_target: bool = False
@@ -298,6 +326,10 @@ class TrainingReplay:
         """Give a network the modes, settings, random numbers and precision of a pass."""
         self._set_modes(module, data.forward)
         autocast = None if exact else data.forward.autocast
+        if autocast is None and data.forward.is_deterministic:
+            with quiet_checkpoints():
+                yield
+            return
         mixed = nullcontext() if autocast is None else torch.autocast(self.spec.device.type, dtype=autocast)
         with self.random_numbers(data), quiet_checkpoints(), mixed:
             yield
@@ -308,7 +340,8 @@ class TrainingReplay:
             set_settings(module, self._places, settings)
             self._has_other_settings = True
         if forward.modes is None:
-            module.eval()
+            if any(part.training for part in module.modules()):
+                module.eval()
             return
         for part, mode in zip(module.modules(), forward.modes.tolist(), strict=True):
             part.training = mode
@@ -370,152 +403,24 @@ def some_rows(data: PassData, rows: Int64[Tensor, " b"]) -> PassData:
     return PassData(forward, data.samples[rows], data.X[rows], data.y[rows], data.c[rows])
 
 
-@dataclass(frozen=True, eq=False)
-class ReplayedStep:
-    """A step that was computed once more, from the training gradients.
-
-    Attributes:
-        step: Its learning rate, batch and forward passes.
-        w: The weights w_s before it.
-        d: The update w_{s+1} - w_s that the update rule predicts from exact gradients, with the move after the step.
-        momentum: The momentum buffer before it.
-        gradient: The exact gradient of its loss, not clipped.
-        as_trained: The update that it predicts from gradients in the precision of the training; `d` itself without
-            automatic mixed precision.
-        statistics_error: Largest difference of moving statistics after a pass from the recorded ones, in units of what
-            rounding explains; 0 without them.
-        by_options: The update that the optimizer's recorded options, and what it keeps, give on the gradients of
-            `as_trained`; None where it was not asked for.
-    """
-
-    step: Step
-    w: Float[Tensor, " P"]
-    d: Float[Tensor, " P"]
-    momentum: Float[Tensor, " P"]
-    gradient: Float[Tensor, " P"]
-    as_trained: Float[Tensor, " P"]
-    statistics_error: float = 0.0
-    by_options: Float[Tensor, " P"] | None = None
-
-
-@dataclass(frozen=True, eq=False)
-class UnseenMove:
-    """A move of moving statistics between recorded passes: by passes without a loss, a reset, or to another process.
-
-    Attributes:
-        moved: Which statistics moved, by whole tensors.
-        values: All of them after the move.
-        is_reset: Whether those that moved are as in a new network, so that they do not depend on the weights.
-        returns: Whether all are those at the start of the step again, with which each process begins.
-    """
-
-    moved: Bool[Tensor, " Q"]
-    values: Float[Tensor, " Q"]
-    is_reset: bool
-    returns: bool
-
-
-def replayed_steps(
-    trajectory: Trajectory,
-    model: FunctionalModel,
-    reference: Tensor,
-    steps: slice = slice(None),
-    law: UpdateLaw | None = None,
-) -> Iterator[ReplayedStep]:
-    """Replay a run: yield each step with the update that the update rule predicts.
-
-    Args:
-        trajectory: The run; of an average the run that it is made of.
-        model: Its network in the dtype of the computation.
-        reference: Tensor whose dtype and device the computation has.
-        steps: Which steps; they must begin with the first one where a step follows from earlier ones (`has_memory`).
-        law: The steps as functions, for `by_options`.
-    """
-    trajectory = trajectory.trained
-    memory, run = None if law is None else law.initial(), RunReplay(trajectory, model, reference)
-    # trained: in the precision of the training
-    momentum = momentum_trained = initial_momentum(trajectory, flat_weights(trajectory, 0, reference))
-    for step in trajectory.steps[steps]:
-        w, before, before_trained = flat_weights(trajectory, step.index, reference), momentum, momentum_trained
-        update = step_coefficients(trajectory, step.index, reference)
-        g, error = run.gradient(step)
-        d, momentum = predict_step(update, model.sizes, w, g, before)
-        as_trained, g_trained, momentum_trained, by_options = d, g, momentum, None
-        # in another dtype rounding differs, and a preconditioner can amplify it
-        is_other_dtype = trajectory.dtype != model.spec.dtype
-        if step.passes and (is_other_dtype or any(forward.autocast is not None for forward in step.passes)):
-            g_trained, error = run.gradient(step, exact=False)
-            as_trained, momentum_trained = predict_step(update, model.sizes, w, g_trained, before_trained)
-        if law is not None and memory is not None:
-            memory = replace(memory, momentum=before_trained)
-            law.see_clip(step.index, g_trained)
-            by_options, memory = law.step(step.index).replayed(update, memory, w, g_trained)
-        d, as_trained = (trajectory.with_move(step, w, own) for own in (d, as_trained))
-        yield ReplayedStep(step, w, d, before, g, as_trained, error, by_options)
-
-
-class RunReplay:
-    """Recomputes the gradients of a run's steps; to be used by one thread.
-
-    Args:
-        trajectory: The run.
-        model: Its network in the dtype of the computation.
-        reference: Tensor whose dtype and device the computation has.
-    """
-
-    def __init__(self, trajectory: Trajectory, model: FunctionalModel, reference: Tensor) -> None:
-        self.trajectory, self.model, self.reference = trajectory, model, reference
-
-    def data(self, step: Step) -> list[PassData]:
-        """Return the forward passes of a step with their data."""
-        return passes_of(step, self.trajectory.inputs, self.trajectory.targets, self.trajectory.loss)
-
-    @cached_property
-    def passes(self) -> TrainingReplay:
-        """Replays the forward passes, in the run's own dtype where random numbers are drawn."""
-        model = self.trajectory.model.variant(TensorSpec(self.trajectory.dtype, self.model.spec.device))
-        return TrainingReplay(model, self.trajectory.loss, self.model.spec)
-
-    def gradient(self, step: Step, *, exact: bool = True) -> tuple[Float[Tensor, " P"], float]:
-        """Return the gradient of a step's loss, and the error of its statistics in units of their rounding."""
-        return self.gradient_at(step, flat_state(self.trajectory, step.index, self.reference), exact=exact)
-
-    def gradient_at(
-        self, step: Step, state: Float[Tensor, " PQ"], *, exact: bool = True, reverse: bool = False
-    ) -> tuple[Float[Tensor, " P"], float]:
-        """Return the gradient of a step's loss at some state, and the error of its statistics.
-
-        The rows of a step without recorded passes may be summed in reverse order.
-        """
-        if not step.passes:
-            X, y, c = (v.flip(0) if reverse else v for v in batch_of(self.trajectory, step, state))
-            with disable_fused_attention():
-                return batch_gradient(self.model, state, X, y, self.trajectory.loss, c), 0.0
-        run, end = self.trajectory, state.new_empty(0)
-        end = end if run.statistics is None else run.statistics[step.index + 1]
-        return self.passes.step_gradient(state, self.data(step), end, run.unexplained, exact=exact)
-
-    def unseen_moves(self, step: Step, passes: Sequence[PassData]) -> list[UnseenMove | None]:
-        """Return what moved the statistics before each pass of a step and after the last; None where nothing did."""
-        recorded = self.trajectory.statistics
-        if recorded is None:
-            return [None] * (len(passes) + 1)
-        start, end = recorded[step.index], recorded[step.index + 1]
-        forwards = [data.forward for data in passes]
-        starts = [start if forward.statistics is None else forward.statistics for forward in forwards]
-        ends = [end if forward.statistics_after is None else forward.statistics_after for forward in forwards]
-        return [self._unseen_move(a, b, start) for a, b in zip([start, *ends], [*starts, end], strict=True)]
-
-    def _unseen_move(self, end: Tensor, start: Tensor, first: Tensor) -> UnseenMove | None:
-        """Compare the statistics that one pass left with those that the next one found."""
-        sizes = [shape.numel() for shape in self.model.statistic_shapes]
-        moved, is_reset = torch.zeros_like(start, dtype=torch.bool), True
-        parts = zip(self.model.statistics, *(values.split(sizes) for values in (end, start, moved)), strict=True)
-        for name, before, after, is_moved in parts:
-            if not torch.equal(before, after.to(before)):
-                is_moved.fill_(True)
-                is_reset &= bool((after == (1.0 if name.endswith("running_var") else 0.0)).all())
-        return UnseenMove(moved, start, is_reset, torch.equal(start, first)) if bool(moved.any()) else None
+def joined_passes(passes: Sequence[PassData], num_rows: int) -> PassData:
+    """Return passes that compute each row by itself as one, of so many rows each: some come again with weight 0."""
+    parts, seen = list[PassData](), dict[str, Any]()
+    for data in passes:
+        rows = torch.arange(num_rows, device=data.X.device)
+        own = data if len(data.X) == num_rows else some_rows(data, rows.clamp(max=len(data.X) - 1))
+        parts.append(replace(own, c=own.c * (rows < len(data.X)).to(own.c)))
+    for name in ("targets", "cotangents"):
+        held = [
+            (k * num_rows, value) for k, own in enumerate(parts) if (value := getattr(own.forward, name)) is not None
+        ]
+        index = [first + value.index for first, value in held]
+        seen[name] = SeenRows(torch.cat(index), torch.cat([value.values for _, value in held])) if held else None
+    forward = replace(
+        parts[0].forward, num_rows=num_rows * len(parts), inputs=None, statistics=None, weights=None, **seen
+    )
+    samples, X, y, c = (torch.cat([getattr(own, name) for own in parts]) for name in ("samples", "X", "y", "c"))
+    return PassData(forward, samples, X, y, c)
 
 
 def statistics_error(
@@ -565,3 +470,23 @@ def batch_gradient(
             gradients = torch.autograd.grad(value, leaves, allow_unused=True, materialize_grads=True)
             total += torch.cat([g.detach().reshape(-1) for g in gradients])
     return total
+
+
+def stacked_gradients(
+    model: FunctionalModel,
+    states: Float[Tensor, "K PQ"],
+    X: Shaped[Tensor, "K B ..."],
+    y: Shaped[Tensor, "K B ..."],
+    loss: Loss,
+    c: Float[Tensor, "K B"],
+) -> Float[Tensor, "K P"]:
+    """Return what `batch_gradient` gives at several states, each with a batch of its own, by one pass."""
+    leaves = states.detach()[:, : model.num_weights].requires_grad_()
+
+    def losses(params: dict[str, Tensor], rows: Tensor, targets: Tensor) -> Tensor:
+        return loss_terms(model.signature, loss, model.returned(params, rows), targets)
+
+    with torch.enable_grad():
+        named = model.unflatten(torch.cat([leaves, states[:, model.num_weights :]], dim=1))
+        values = torch.vmap(losses)(named, X, y)
+        return torch.autograd.grad((c.to(values) * values).sum(), leaves)[0]

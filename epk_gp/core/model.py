@@ -116,6 +116,13 @@ class FunctionalModel:
         """Number of weights of each parameter."""
         return tuple(shape.numel() for shape in self.shapes)
 
+    @cached_property
+    def _layouts(self) -> list[tuple[tuple[str, ...], list[torch.Size], list[int], list[int]]]:
+        """Names, shapes, sizes, and places of last dimensions of 2: of the weights, and of weights and statistics."""
+        shapes, several = [*self.shapes, *self.statistic_shapes], (self.names, self.names + self.statistics)
+        pairs, sizes = [k for k, shape in enumerate(shapes) if shape[-1:] == (2,)], [shape.numel() for shape in shapes]
+        return [(own, shapes[: (n := len(own))], sizes[:n], [k for k in pairs if k < n]) for own in several]
+
     def __call__(self, params: Mapping[str, Tensor], X: Shaped[Tensor, "n ..."]) -> Float[Tensor, "n C"]:
         """Evaluate the network.
 
@@ -177,14 +184,15 @@ class FunctionalModel:
 
     def unflatten(self, flat: Float[Tensor, "*G n"]) -> dict[str, Tensor]:
         """View flat vectors of P weights, or of P weights and Q moving statistics, as named tensors."""
-        has_statistics = flat.shape[-1] > self.num_weights
-        names, shapes = self.names + self.statistics * has_statistics, self.shapes + self.statistic_shapes
-        pieces = flat.split([shape.numel() for shape in shapes[: len(names)]], dim=-1)
-        views = [piece.view(flat.shape[:-1] + shape) for piece, shape in zip(pieces, shapes, strict=False)]
-        is_mapped = torch._C._functorch.maybe_current_level() is not None  # where strides of batches are not seen
-        for k, v in enumerate(views):  # of pairs at odd places in memory torch makes no complex numbers
-            if v.shape[-1:] == (2,) and (is_mapped or any(n % 2 for n in (v.storage_offset(), *v.stride()[:-1]))):
-                views[k] = v.clone(memory_format=torch.contiguous_format)
+        names, shapes, sizes, pairs = self._layouts[flat.shape[-1] > self.num_weights]
+        leading = flat.shape[:-1]
+        pieces = zip(flat.split_with_sizes(sizes, -1), shapes, strict=True)
+        views = [piece.view(leading + shape if leading else shape) for piece, shape in pieces]
+        if pairs:  # of pairs at odd places in memory torch makes no complex numbers
+            is_mapped = torch._C._functorch.maybe_current_level() is not None  # where strides of batches are not seen
+            for k in pairs:
+                if is_mapped or any(n % 2 for n in (views[k].storage_offset(), *views[k].stride()[:-1])):
+                    views[k] = views[k].clone(memory_format=torch.contiguous_format)
         return dict(zip(names, views, strict=True))
 
     def flatten_statistics(self, buffers: Mapping[str, Tensor]) -> Float[Tensor, " Q"]:
@@ -461,9 +469,9 @@ def set_settings(module: nn.Module, places: Sequence[tuple[int, str]], values: F
 def write_state(module: nn.Module, model: FunctionalModel, state: Float[Tensor, " PQ"]) -> dict[str, Tensor]:
     """Write weights, or weights and statistics, into a network, and return all of its tensors by name."""
     tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+    own = [tensors[name] for name in model._layouts[len(state) > model.num_weights][0]]
     with torch.no_grad():
-        for name, value in model.unflatten(state).items():
-            tensors[name].copy_(value)
+        torch._foreach_copy_(own, torch._C._nn.unflatten_dense_tensors(state, own))
     return tensors
 
 

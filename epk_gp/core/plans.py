@@ -121,6 +121,9 @@ MAX_STEP_BATCH = 16
 # Fewer and more weight states evaluated together than that gain nothing.
 MIN_STACKED, MAX_STACKED = 8, 256
 
+# Lines that are evaluated together, at most, and multiplications beside which the calls of a pass are small.
+MAX_LINES, _OPERATIONS_TOGETHER = 256, 10**8
+
 # Numbers that are asked for whose adjoints go through a run together in any case, mapped to temporary files where they
 # have no room in memory: each block of them repeats the passes of the training. A choice.
 MAPPED_ADJOINTS = 32
@@ -173,6 +176,32 @@ class MemoryPlan:
         in_cache = rows_per_pass(self.plan, self.itemsize, self.plan.num_outputs) // num_points
         fitting = min(in_cache, self.budget // 8 // per_state, MAX_STACKED)
         return fitting if fitting >= MIN_STACKED else 1
+
+    def lines_together(self, num_rows: int, num_outputs: int, num_vectors: int) -> int:
+        """Count the lines between states that are evaluated together; 1 where the network does not allow more.
+
+        Arguments: as `fitting_lines`.
+        """
+        can_join = self.plan.supports_stacking and self.plan.supports_jvp
+        return self.fitting_lines(num_rows, num_outputs, num_vectors) if can_join else 1
+
+    def fitting_lines(self, num_rows: int, num_outputs: int, num_vectors: int) -> int:
+        """Count the lines that gain by being evaluated together.
+
+        What is computed of one more line is added to the same calls. So lines are joined up to the arithmetic that
+        makes calls small beside it, and to what stays in the cache: a forward and backward pass, and vectors of P
+        numbers. An eighth of the budget holds both, 4 times over.
+
+        Args:
+            num_rows: Rows evaluated on each line.
+            num_outputs: Outputs whose gradients are taken.
+            num_vectors: Vectors of P numbers of each line.
+        """
+        pass_bytes = num_rows * self._activation_bytes * (num_outputs + 2)
+        vector_bytes = self.itemsize * self.num_weights * (num_vectors + 2)
+        operations = 2 * num_rows * self.num_weights * (num_outputs + 2)
+        fitting = min(PASS_BYTES, self.budget // 32) // max(pass_bytes, vector_bytes)
+        return max(1, min(fitting, -(-_OPERATIONS_TOGETHER // operations), MAX_LINES))
 
     def steps_per_batch(self, feature_bytes: int) -> int:
         """Count the steps or nodes whose layer Jacobians fit into an eighth of the budget.

@@ -31,10 +31,11 @@ from jaxtyping import Float
 from torch import Tensor, nn, optim
 from torch.optim import Optimizer
 
-from epk_gp.core.gradients import PassData, RunReplay, TrainingReplay, seen_targets
+from epk_gp.core.gradients import PassData, TrainingReplay, seen_targets
 from epk_gp.core.losses import ClassLoss, loop_losses, loss_input
 from epk_gp.core.model import leaves_of, write_state
 from epk_gp.core.plans import TensorSpec
+from epk_gp.core.replayed_steps import RunReplay
 from epk_gp.core.step import Step, tensor_bytes
 from epk_gp.core.torch_overrides import disable_fused_attention, kernels_of_the_loop
 from epk_gp.core.trajectory import Trajectory, aligned, initial_momentum
@@ -377,7 +378,7 @@ def rule_steps(run: Trajectory, kept: Any, updates: Any, spec: TensorSpec) -> St
         update = updates[index]
         if law is not None:
             own = law.step(index)
-            scales, memory, _ = own.scales(memory, w, g)
+            scales, memory = own.scales(memory, own.decayed(w, g))
             update = restore_update(replace(update, places=updates.places(index)), own.parts, scales, own.sizes)
         d, momentum = predict_step(update, model.sizes, w, g, memory.momentum)
         return moved(run.steps[index], w + d, earlier), replace(memory, momentum=momentum), update

@@ -108,8 +108,8 @@ def averaged_trajectory(
 
         wbar_0 = w_0,   wbar_{s+1} = (1 - a_s) wbar_s + a_s w_{s+1}
 
-    `reconstruct`, `attribute` and `attribute_by` explain the averaged network with it, exactly: every training gradient
-    is that of the recorded run, taken at w_s, and every test point is integrated along the average.
+    `reconstruct` and `attribute` explain the averaged network with it, exactly: every training gradient is that of the
+    recorded run, taken at w_s, and every test point is integrated along the average.
 
     Args:
         trajectory: Training run with S steps.

@@ -454,14 +454,6 @@ def parse_inputs(trajectory: Trajectory, X: Inputs, name: str = "X") -> Shaped[T
     return packed
 
 
-def leaves_unexplained(trajectory: Trajectory) -> bool:
-    """Return whether steps may differ from the update rule's on exact gradients by more than their dtype's rounding.
-
-    They may where steps are coarse, and where one ends at a kept state after states that were computed again.
-    """
-    return hasattr(trajectory.trained.states, "at") or has_coarse_steps(trajectory)
-
-
 def has_coarse_steps(trajectory: Trajectory) -> bool:
     """Return whether steps may be others because the run accepts it, or computed gradients in less precision."""
     passes = (forward for step in trajectory.steps for forward in step.passes)
@@ -570,6 +562,11 @@ def network_outputs(
         TypeError, ValueError, IndexError: The network cannot take the inputs, or there is no such head or state.
     """
     X, head = parse_inputs(trajectory, X), resolve_head(head, trajectory.loss, trajectory.num_outputs)
+    return outputs_at(trajectory, X, state, head)
+
+
+def outputs_at(trajectory: Trajectory, X: Shaped[Tensor, "n ..."], state: int, head: Head) -> Float[Tensor, "n C"]:
+    """Evaluate the network of a state at parsed inputs, as `network_outputs`."""
     model = trajectory.model_for(X)
     params = {k: v.to(dtype=model.spec.dtype, device=model.spec.device) for k, v in trajectory.weights(state).items()}
     if state in (-1, trajectory.num_steps):

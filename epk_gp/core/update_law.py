@@ -44,6 +44,8 @@ from epk_gp.optimizers.update_rules import (
     shown_clip,
 )
 
+_HELD_NUMBERS = 1 << 20  # of the coefficients of steps that were asked for, by field
+
 
 def scaled_fields(groups: Sequence[OptimizerGroup], names: Sequence[str]) -> tuple[frozenset[str], ...]:
     """Return which coefficients of each parameter a preconditioner scales that can be computed again.
@@ -212,12 +214,8 @@ class StepLaw:
             Its direction momentum_lr * m' + lr * h; what the optimizer keeps afterwards; and the coefficients by field:
             the recorded ones, (P,), or (..., P) where preconditioners scale them.
         """
-        if self.has_more:
-            raise ValueError(
-                "steps on other gradients must have one momentum buffer and no matrices around the division: those of "
-                "this run's optimizer have more (Adan, AdEMAMix, Lookahead, SOAP). Use attribute."
-            )
-        scales, after, h = self.scales(memory, w, g)
+        self.require_one_buffer()
+        scales, after = self.scales(memory, h := self.decayed(w, g))
         coefficients = dict(self.recorded)
         for part, scale in zip(self.parts, scales, strict=True):
             ratio = scale / (scale[:1] if is_stacked else scale.detach())
@@ -228,22 +226,34 @@ class StepLaw:
         m = coefficients["beta"] * memory.momentum + coefficients["one_minus_dampening"] * h
         return coefficients["momentum_lr"] * m + coefficients["lr"] * h, replace(after, momentum=m), coefficients
 
-    def scales(
-        self, memory: OptimizerMemory, w: Float[Tensor, "... P"], g: Float[Tensor, "... P"]
-    ) -> tuple[list[Tensor], OptimizerMemory, Tensor]:
-        """Return the scale of each part, what the optimizer keeps afterwards but for its momentum, and h.
+    def require_one_buffer(self) -> None:
+        """Raise if the step on other gradients is not known.
+
+        Raises:
+            ValueError: There is a second buffer, or there are inner matrices.
+        """
+        if self.has_more:
+            raise ValueError(
+                "steps on other gradients must have one momentum buffer and no matrices around the division: those of "
+                "this run's optimizer have more (Adan, AdEMAMix, Lookahead, SOAP). Use attribute."
+            )
+
+    def decayed(self, w: Float[Tensor, "... P"], g: Float[Tensor, "... P"]) -> Float[Tensor, "... P"]:
+        """Return h of the weights and the gradient."""
+        return self.recorded["grad_scale"] * g + self.recorded["weight_decay"] * w
+
+    def scales(self, memory: OptimizerMemory, h: Float[Tensor, "... P"]) -> tuple[list[Tensor], OptimizerMemory]:
+        """Return the scale of each part, and what the optimizer keeps after the step but for its momentum.
 
         Args:
-            memory: As in `advance`, like the others.
-            w: The weights.
-            g: The gradient.
+            memory: What it keeps before it.
+            h: The gradient with its factor and weight decay.
         """
-        h = self.recorded["grad_scale"] * g + self.recorded["weight_decay"] * w
         counts = memory.counts + self.moves.to(memory.counts)
         scales, kept = [], []
         for part, before in zip(self.parts, memory.kept, strict=True):
-            n = counts[part.parameters].clamp(min=1)
-            count = (n[0] if bool((n == n[0]).all()) else n.repeat_interleave(part.sizes)).to(h)
+            n = counts[..., part.parameters].clamp(min=1)
+            count = (n[..., :1] if bool((n == n[..., :1]).all()) else n.repeat_interleave(part.sizes, -1)).to(h)
             scale, after = part.preconditioner.scale(before, h[..., part.columns], part.options, count)
             if self.is_moved is not None:  # the optimizer passed over the weights that did not move
                 moved = self.is_moved[part.columns]
@@ -251,11 +261,11 @@ class StepLaw:
                 after = tuple(torch.where(moved, new, old) for new, old in zip(after, before, strict=True))
             scales.append(scale)
             kept.append(after)
-        return scales, OptimizerMemory(memory.momentum, tuple(kept), counts), h
+        return scales, OptimizerMemory(memory.momentum, tuple(kept), counts)
 
     def replayed(
         self, update: UpdateCoefficients, memory: OptimizerMemory, w: Float[Tensor, " P"], g: Float[Tensor, " P"]
-    ) -> tuple[Float[Tensor, " P"], OptimizerMemory]:
+    ) -> tuple[Float[Tensor, " P"] | None, OptimizerMemory]:
         """Make the step by what is recorded of the optimizer, not by the coefficients that it had.
 
         Args:
@@ -265,33 +275,37 @@ class StepLaw:
             g: The gradient of the batch's loss.
 
         Returns:
-            The change of the weights, NaN where a parameter moves that is in no recorded group; and what the optimizer
-            keeps afterwards.
+            The change of the weights, NaN where a parameter moves that is in no recorded group, and None where it has
+            the recorded coefficients; and what the optimizer keeps afterwards.
         """
-        scales, after, _ = self.scales(memory, w, g)
-        coefficients, members = dict[str, Any](self.recorded), dict[Any, list[tuple[Tensor, Tensor]]]()
+        scales, after = self.scales(memory, self.decayed(w, g))
+        coefficients, members = dict[str, Any](), dict[Any, list[tuple[Tensor, Tensor]]]()
         for part, scale in zip(self.parts, scales, strict=True):
-            numbers = after.counts[part.parameters].repeat_interleave(part.sizes)
-            for count in numbers.unique():
-                at = (numbers == count).nonzero()[:, 0]
-                key = id(part.options), float(count), part.fields
-                members.setdefault(key, []).append((at + part.columns.start, scale[at]))
+            numbers, columns = after.counts[part.parameters], torch.arange(part.columns.start, part.columns.stop)
+            columns, counts = columns.to(scale.device), {*numbers.tolist()}
+            for count in counts:
+                at = ... if len(counts) == 1 else (numbers == count).repeat_interleave(part.sizes)
+                members.setdefault((id(part.options), count, part.fields), []).append((columns[at], scale[at]))
         for (*_, names), pieces in members.items():
             columns, scale = (torch.cat(values) for values in zip(*pieces, strict=True))
             for name in names:  # rates are a common factor: that of the smallest scale, which rounding moves least
-                recorded = coefficients[name][columns]
+                whole = coefficients.get(name, self.recorded[name])
+                recorded = whole[columns]
                 r = torch.where(recorded == 0, torch.inf, scale).argmin()
                 value = torch.where(recorded == 0, 0.0, recorded[r] / scale[r] * scale)
-                coefficients[name] = coefficients[name].index_copy(0, columns, value)
+                coefficients[name] = whole.index_copy(0, columns, value)
         is_unknown = self.moves & ~self.is_known
         if bool(is_unknown.any()):
             sizes = torch.tensor(self.sizes, device=g.device)
-            coefficients["lr"] = torch.where(is_unknown.repeat_interleave(sizes), torch.nan, coefficients["lr"])
-        sign = coefficients["grad_scale"].sign()  # 0 where the loop sets gradients to 0
-        coefficients["grad_scale"] = sign if self.clip is None else sign * self.clip.factors(sign.abs() * g)
+            rates = coefficients.get("lr", self.recorded["lr"])
+            coefficients["lr"] = torch.where(is_unknown.repeat_interleave(sizes), torch.nan, rates)
+        sign = (scale := self.recorded["grad_scale"]).sign()  # 0 where the loop sets gradients to 0
+        if self.clip is not None or not torch.equal(sign, scale):
+            coefficients["grad_scale"] = sign if self.clip is None else sign * self.clip.factors(sign.abs() * g)
+        if not coefficients:
+            return None, after
         made = replace(update, **coefficients, places={})
-        d, _ = predict_step(made, self.sizes, w, g, memory.momentum)
-        return d, after
+        return predict_step(made, self.sizes, w, g, memory.momentum)[0], after
 
 
 STILL = {"lr": 0.0, "momentum_lr": 0.0, "beta": 1.0, "one_minus_dampening": 0.0}  # of weights that are passed over
@@ -322,6 +336,8 @@ class UpdateLaw:
     def __init__(self, trajectory: Trajectory, reference: Tensor) -> None:
         run, model, rule = trajectory.trained, trajectory.model, trajectory.update_rule
         self.trajectory, self.reference, self.sizes, self.clip = run, reference, model.sizes, run.clip
+        self._all_move = torch.ones(len(model.sizes), dtype=torch.bool, device=reference.device)
+        self._laws = dict[int, StepLaw]()  # which are asked for several times
         if run.momentum is not None:
             raise ValueError(
                 "the run must begin with a new optimizer, so that its steps follow from the recorded gradients: its "
@@ -394,12 +410,19 @@ class UpdateLaw:
 
     def step(self, index: int) -> StepLaw:
         """Return a step as a function."""
+        if (law := self._laws.get(index)) is None or law.clip is not self.clip:
+            law = self._step(index)
+            if len(self._laws) * sum(self.sizes) > _HELD_NUMBERS:
+                self._laws.clear()
+            self._laws[index] = law
+        return law
+
+    def _step(self, index: int) -> StepLaw:
         parts, is_known = self._at[bisect_right(self._starts, index) - 1]
         update = step_coefficients(self.trajectory, index, self.reference)
         recorded = {name: broadcast_to_params(getattr(update, name), self.sizes, self.reference) for name in FIELDS}
-        is_still = still_weights(recorded)
-        moves, is_moved = torch.ones(len(self.sizes), dtype=torch.bool, device=is_still.device), None
-        if bool(is_still.any()):
+        moves, is_moved = self._all_move, None
+        if bool((recorded["beta"] == STILL["beta"]).any()) and bool((is_still := still_weights(recorded)).any()):
             moves, is_moved = torch.stack([~still.all() for still in is_still.split(list(self.sizes))]), ~is_still
         more = bool(update.second or update.inner_left or update.inner_right)
         return StepLaw(parts, self.sizes, recorded, moves, is_moved, is_known, self.clip, more)

@@ -201,9 +201,9 @@ class _Side:
         """Compute the Jacobians of every layer at weight states, `at_once` of them together: rows state by state."""
         parts = []
         for some in (weights[first : first + at_once] for first in range(0, len(weights), at_once)):
-            stacked = torch.stack(some) if len(some) > 1 else None
+            w = torch.stack(some) if len(some) > 1 else some[0]
             X = self.X if len(some) == 1 else self.X.repeat(len(some), *[1] * (self.X.ndim - 1))
-            parts.append(derivative.jacobians(WeightLocation(some[0], stacked=stacked), X, self.cotangents))
+            parts.append(derivative.jacobians(WeightLocation(w), X, self.cotangents))
         return concat_rows(parts)
 
     def factors(self, jacobian: LayerJacobian, num_steps: int) -> _Factors:

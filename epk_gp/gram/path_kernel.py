@@ -8,12 +8,12 @@ from jaxtyping import Float, Shaped
 from torch import Tensor
 
 from epk_gp.autodiff.dense import PlannedModel
-from epk_gp.autodiff.verification import planned
+from epk_gp.autodiff.verification import with_plan
 from epk_gp.core.checks import ComputeOptions, ComputeSettings, door, parse_options
-from epk_gp.core.inputs import Inputs, Points, validate_same_layout
+from epk_gp.core.inputs import Points, validate_same_layout
 from epk_gp.core.losses import Head, resolve_head
 from epk_gp.core.model import FunctionalModel
-from epk_gp.core.trajectory import Trajectory, parse_inputs, validate_trajectory, warn_unless_live
+from epk_gp.core.trajectory import Trajectory, outputs_at, parse_inputs, validate_trajectory, warn_unless_live
 from epk_gp.gram.pairs import SetPairs, pairs_block, pairs_input_gradients
 from epk_gp.gram.planned_kernel import PlannedKernel, warn_of_integrals
 from epk_gp.gram.tiles import DiagonalWork, GramWork, assemble
@@ -93,23 +93,27 @@ class PathKernel:
     def _assembled(self, a: Points, b: Points, options: ComputeOptions, **pairs: bool) -> Tensor:
         """Compute a class-major block of the pairs of outputs that `with_net` names."""
         self.validate_points(a, b, options)
-        while True:
-            with planned(self.trajectory, a.X) as net:
-                return assemble(GramWork(self.with_net(net, options, **pairs), a, b, plan=net.plan))
+
+        def compute(net: PlannedModel) -> Tensor:
+            return assemble(GramWork(self.with_net(net, options, **pairs), a, b, plan=net.plan))
+
+        return with_plan(compute, a.X, self.trajectory)
 
     def diagonal_blocks(self, a: Points, options: ComputeOptions = ComputeOptions()) -> Float[Tensor, "N C C"]:
         """Compute each point's C x C kernel with itself, block[n, :, n, :], at a cost linear in N."""
         options.require_unset("diagonal_blocks", "accumulate")
         self.validate_points(a, a, options)
-        while True:
-            with planned(self.trajectory, a.X) as net:
-                work, integrations = DiagonalWork(self.with_net(net, options), a, a, plan=net.plan), Sums()
-                result = work.planned.reference.new_zeros(len(a), *[self.trajectory.num_outputs] * 2)
-                for piece, sums in run(work, options, "kernel diagonal"):
-                    result[work.rows[piece.place[:2]]] += sums.added.pop("total")
-                    integrations.merge(sums)
-                warn_of_integrals(integrations)
-                return result
+
+        def compute(net: PlannedModel) -> Tensor:
+            work, integrations = DiagonalWork(self.with_net(net, options), a, a, plan=net.plan), Sums()
+            result = work.planned.reference.new_zeros(len(a), *[self.trajectory.num_outputs] * 2)
+            for piece, sums in run(work, options, "kernel diagonal"):
+                result[work.rows[piece.place[:2]]] += sums.added.pop("total")
+                integrations.merge(sums)
+            warn_of_integrals(integrations)
+            return result
+
+        return with_plan(compute, a.X, self.trajectory)
 
     def pairs_input_gradients(
         self,
@@ -134,10 +138,12 @@ class PathKernel:
             The derivatives in the shapes of the sets, None for a side that is not wanted.
         """
         self._validate_pairs("pairs_input_gradients", pairs, options)
-        while True:
-            with planned(self.trajectory, pairs.left.X) as net:
-                kernel = self.with_net(net, options, is_per_class=pairs.kind != "full")
-                return pairs_input_gradients(kernel, pairs, weights, wanted)
+
+        def compute(net: PlannedModel) -> tuple[Tensor | None, Tensor | None]:
+            kernel = self.with_net(net, options, is_per_class=pairs.kind != "full")
+            return pairs_input_gradients(kernel, pairs, weights, wanted)
+
+        return with_plan(compute, pairs.left.X, self.trajectory)
 
     def pairs_block(self, pairs: SetPairs, options: ComputeOptions = ComputeOptions()) -> Float[Tensor, "P K n L m"]:
         """Compute the kernel between the points of P pairs of sets.
@@ -153,9 +159,12 @@ class PathKernel:
             K(a_pn, b_pm)[k, l], K = L = C, or 1 where a pair has one output or the trace.
         """
         self._validate_pairs("pairs_block", pairs, options)
-        while True:
-            with planned(self.trajectory, pairs.left.X) as net, torch.no_grad():
-                return pairs_block(self.with_net(net, options, is_per_class=pairs.kind != "full"), pairs)
+
+        @torch.no_grad()
+        def compute(net: PlannedModel) -> Tensor:
+            return pairs_block(self.with_net(net, options, is_per_class=pairs.kind != "full"), pairs)
+
+        return with_plan(compute, pairs.left.X, self.trajectory)
 
     def with_net(
         self, net: PlannedModel, options: ComputeOptions, *, is_per_class: bool = False, is_traced: bool = False
@@ -171,13 +180,9 @@ class PathKernel:
         run, etas = self.trajectory, _parse_step_weights(self.trajectory, self.step_weights)
         return PlannedKernel(run, net, self.head, self.rule, etas, self.path, options, is_per_class, is_traced)
 
-    def parse_inputs(self, X: Inputs, name: str = "X") -> Shaped[Tensor, "n ..."]:
-        """Return inputs as one tensor.
-
-        Raises:
-            TypeError, ValueError: The network cannot be evaluated at them.
-        """
-        return parse_inputs(self.trajectory, X, name)
+    def end_outputs(self, X: Shaped[Tensor, "n ..."]) -> tuple[Float[Tensor, "n C"], Float[Tensor, "n C"]]:
+        """Return the outputs of the initial and of the trained network for parsed inputs, under the head."""
+        return outputs_at(self.trajectory, X, 0, self.head), outputs_at(self.trajectory, X, -1, self.head)
 
     def validate_points(self, a: Points, b: Points, options: ComputeOptions) -> None:
         """Raise if the kernel cannot be evaluated between two sets of points.
@@ -190,7 +195,7 @@ class PathKernel:
         require_gradients_of_rows(self.trajectory.model)
         for name, points in (("a", a), ("b", b)):
             validate_points(self.trajectory, points, name)
-            self.parse_inputs(points.X, f"{name}.X")
+            parse_inputs(self.trajectory, points.X, f"{name}.X")
         if a.X.dtype != b.X.dtype or a.X.device != b.X.device:
             raise ValueError(
                 "both sets of points must share dtype and device: "

@@ -16,7 +16,7 @@ from epk_gp.autodiff.dense import PlannedModel, combined_outputs
 from epk_gp.autodiff.jacobians import WeightLocation, layer_jacobians
 from epk_gp.autodiff.representations import ContractionCost, LayerJacobian
 from epk_gp.autodiff.sketches import FeatureSum, draw_signs, hadamard_matrix, hadamard_order, seeded_generator
-from epk_gp.autodiff.verification import planned
+from epk_gp.autodiff.verification import with_plan
 from epk_gp.core.checks import ComputeOptions, door, validate_count
 from epk_gp.core.inputs import Points
 from epk_gp.core.losses import Head
@@ -248,13 +248,15 @@ class PathSketch:
         cache = self.trajectory.model.cache
         require_gradients_of_rows(self.trajectory.model)
         had_dense_plan = cache.needs_dense_plan
-        while True:
-            with planned(self.trajectory, points.X) as net:
-                work = FeatureWork(self, points, plan=net.plan)
-                features = _reference(net).new_empty(len(points), self.num_features)
-                for piece, sums in run(work, options, "features"):
-                    features[work.parts[piece.place[0]][1]] = sums.added["features"]
-                break
+
+        def compute(net: PlannedModel) -> Tensor:
+            work = FeatureWork(self, points, plan=net.plan)
+            features = _reference(net).new_empty(len(points), self.num_features)
+            for piece, sums in run(work, options, "features"):
+                features[work.parts[piece.place[0]][1]] = sums.added["features"]
+            return features
+
+        features = with_plan(compute, points.X, self.trajectory)
         if cache.needs_dense_plan and not had_dense_plan:
             warnings.warn(
                 "These points use the network's parameters in another way than all before: features that were computed "
@@ -276,26 +278,30 @@ class PathSketch:
         Returns:
             The products, and those of each of the n and of the m points with itself.
         """
-        while True:
-            with planned(self.trajectory, a.X) as net:
-                result = _reference(net).new_empty(len(a), len(b))
-                of_a, of_b = (result.new_empty(len(points)) for points in (a, b))
-                work = ProductWork(self, a, b, options.memory_budget, plan=net.plan)
-                for piece, sums in run(work, options, "kernel"):
-                    i, j = piece.place
-                    (_, n), (_, m), block = work.sides[0][i], work.sides[1][j], sums.added["block"]
-                    result[n[:, None], m] = block
-                    of_a[n], of_b[m] = sums.added["left"], sums.added["right"]
-                    if a is b and i != j:
-                        result[m[:, None], n] = block.T
-                return result, of_a, of_b
+
+        def compute(net: PlannedModel) -> tuple[Tensor, Tensor, Tensor]:
+            result = _reference(net).new_empty(len(a), len(b))
+            of_a, of_b = (result.new_empty(len(points)) for points in (a, b))
+            work = ProductWork(self, a, b, options.memory_budget, plan=net.plan)
+            for piece, sums in run(work, options, "kernel"):
+                i, j = piece.place
+                (_, n), (_, m), block = work.sides[0][i], work.sides[1][j], sums.added["block"]
+                result[n[:, None], m] = block
+                of_a[n], of_b[m] = sums.added["left"], sums.added["right"]
+                if a is b and i != j:
+                    result[m[:, None], n] = block.T
+            return result, of_a, of_b
+
+        return with_plan(compute, a.X, self.trajectory)
 
     def multiplications_per_pair(self, X: Shaped[Tensor, "n ..."]) -> int:
         """Count the multiplications that a value of `products` costs: for points like these, at all nodes."""
-        while True:
-            with planned(self.trajectory, X) as net:
-                _, jacobians = next(self._of_copy(net, is_train=False).jacobians(X[:1], _PRODUCTS))
-                return len(self.coefficients) * sum(own.multiplications_per_pair for own in jacobians)
+
+        def compute(net: PlannedModel) -> int:
+            _, jacobians = next(self._of_copy(net, is_train=False).jacobians(X[:1], _PRODUCTS))
+            return len(self.coefficients) * sum(own.multiplications_per_pair for own in jacobians)
+
+        return with_plan(compute, X, self.trajectory)
 
     def _of_copy(self, net: PlannedModel, is_train: bool) -> NodeSketch:
         run = self.training_run if is_train else self.run

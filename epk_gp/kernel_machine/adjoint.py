@@ -11,7 +11,7 @@ have no room in memory they are mapped to a temporary file.
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -20,8 +20,9 @@ from torch import Tensor
 
 from epk_gp.autodiff.jacobians import secant_jacobians
 from epk_gp.autodiff.products import by_parameter
-from epk_gp.core.gradients import PassData, RunReplay
+from epk_gp.core.gradients import PassData
 from epk_gp.core.plans import rows_of_weights, rows_per_pass
+from epk_gp.core.replayed_steps import RunReplay
 from epk_gp.core.step import BEFORE, Step
 from epk_gp.core.trajectory import Trajectory, initial_momentum, step_coefficients
 from epk_gp.kernel_machine.curvature import statistics_increments
@@ -33,7 +34,7 @@ from epk_gp.kernel_machine.loss_products import (
     coefficients_of,
     parts_of,
 )
-from epk_gp.kernel_machine.terms import AttributionWork, Predictions, TermSums, integrate_stretch
+from epk_gp.kernel_machine.terms import AttributionWork, Predictions, TermSums, integrate_stretches
 from epk_gp.optimizers.update_rules import (
     MATRICES,
     UpdateCoefficients,
@@ -43,7 +44,7 @@ from epk_gp.optimizers.update_rules import (
 )
 from epk_gp.quadrature.adaptive import Integral
 from epk_gp.quadrature.intervals import OPEN, SETTLED, fixed_status, residual_status, rounding_of
-from epk_gp.quadrature.rules import AdaptiveRule, QuadratureStatus, stretch_of, stretches_of
+from epk_gp.quadrature.rules import AdaptiveRule, QuadratureStatus, stretches_of
 from epk_gp.work.run import Sums
 
 # What the recursion carries from a step to the one before it, where it is not zero: the adjoint "momentum" of the
@@ -158,14 +159,16 @@ class StretchAverage:
         steps: The steps that the stretch stands for.
         of_weights: Phi, the averaged gradients in the weights, where they are kept.
         of_statistics: Phi^b, those in the moving statistics, if they were asked for.
-        integral: Along the stretch.
+        integral: Along the stretches that were averaged together.
+        total: The integral along this one.
         change: By how much the weights change the outputs along it, if it is of one step, and that is known.
     """
 
     steps: range
-    of_weights: Float[Tensor, "K N P"]
+    of_weights: Float[Tensor, "N K P"]
     of_statistics: Float[Tensor, "K N Q"] | None
     integral: Integral
+    total: Float[Tensor, "N C"]
     change: Float[Tensor, "N K"] | None = None
 
 
@@ -183,13 +186,18 @@ Take = Callable[[slice, int, Float[Tensor, "K n size"]], object]
 
 
 def average_over(
-    block: Predictions, steps: range, max_nodes: int, Phi: Float[Tensor, "K N P"], *, splits_statistics: bool
-) -> StretchAverage:
-    """Average the gradients of the points over a stretch.
+    block: Predictions,
+    stretches: Sequence[range],
+    max_nodes: int,
+    Phi: Float[Tensor, "G N K P"],
+    *,
+    splits_statistics: bool,
+) -> list[StretchAverage]:
+    """Average the gradients of the points over neighbouring stretches of the path; over one of a layerwise path.
 
     Args:
         block: The predictions.
-        steps: The steps that the stretch stands for.
+        stretches: The steps that each stretch stands for.
         max_nodes: Nodes evaluated at a time.
         Phi: Is overwritten with the averages in the weights.
         splits_statistics: The averages in the moving statistics are wanted even where their sum is known without.
@@ -198,14 +206,24 @@ def average_over(
         sizes = list(block.net.model.sizes)
 
         def write(points: slice, place: int, values: Tensor) -> None:
-            Phi[:, points].split(sizes, dim=-1)[place].copy_(values)
+            Phi[0, points].split(sizes, dim=-1)[place].copy_(values.transpose(0, 1))
 
-        return replace(layerwise_average(block, steps, max_nodes, write), of_weights=Phi)
-    line = integrate_stretch(block, steps, max_nodes)
-    wants_statistics = (splits_statistics or len(steps) > 1) and block.trajectory.statistics is not None
-    of_statistics = line.averaged_statistics_jacobian() if wants_statistics else None
-    line.average_into(Phi)
-    return StretchAverage(steps, Phi, of_statistics, line.integral)
+        (steps,) = stretches
+        return [replace(layerwise_average(block, steps, max_nodes, write), of_weights=Phi[0])]
+    lines, N = integrate_stretches(block, stretches, max_nodes), len(block.X)
+    wants_statistics = splits_statistics or any(len(steps) > 1 for steps in stretches)
+    of_statistics: Sequence[Tensor | None] = [None] * len(stretches)
+    if wants_statistics and block.trajectory.statistics is not None:
+        of_statistics = lines.averaged_statistics_jacobian().split(N, dim=1)
+    lines.average_into(Phi)
+    totals = lines.integral.total.split(N)
+    is_known = block.trajectory.statistics is None
+    return [
+        StretchAverage(
+            steps, own, b, lines.integral, total, block.select_outputs(total) if is_known and len(steps) == 1 else None
+        )
+        for steps, own, b, total in zip(stretches, Phi, of_statistics, totals, strict=True)
+    ]
 
 
 def layerwise_average(block: Predictions, steps: range, max_nodes: int, take: Take) -> StretchAverage:
@@ -269,8 +287,8 @@ def layerwise_average(block: Predictions, steps: range, max_nodes: int, take: Ta
         rounding=torch.maximum(SETTLED * of_outputs, rounding),
     )
     whole = change if len(steps) == 1 else None
-    nothing = w.new_empty(block.num_outputs, len(X), 0)
-    return StretchAverage(steps, nothing, of_statistics if Q else None, integral, whole)
+    nothing = w.new_empty(len(X), block.num_outputs, 0)
+    return StretchAverage(steps, nothing, of_statistics if Q else None, integral, total, whole)
 
 
 # Bytes of the columns of all buffers that a step goes through at a time, with the gradients that they are multiplied
@@ -290,8 +308,11 @@ class StepBack:
         d: Their recorded change.
         residual: What the update rule leaves of it; None if it is rounding.
         passes: Its forward passes.
-        recorded: The rows of each whose gradients are had layer by layer.
+        recorded: The rows of each whose gradients are had layer by layer; nothing of a step whose rows are taken with
+            those of other steps.
         carried: Names of what is carried.
+        stretch: The averages along the stretch of the path that the step belongs to.
+        Phi: Those in the weights.
         held: What the optimizer held before the step, by what is carried, where that is a source of its own.
         whole: All columns of the adjoints of the gradient, where they are needed together.
         values: Products of R adjoints with the rows of each pass, (R, B, G).
@@ -306,10 +327,17 @@ class StepBack:
     passes: list[PassData]
     recorded: list[list[RecordedRows] | None]
     carried: set[str]
+    stretch: StretchAverage
+    Phi: Float[Tensor, "R P"]
     held: dict[str, Float[Tensor, " P"]]
     whole: Float[Tensor, "R P"] | None
     values: list[Float[Tensor, "R B G"]]
     sums: dict[str, Float[Tensor, "R G"]]
+
+    @property
+    def is_joint(self) -> bool:
+        """Whether the gradients of its rows are taken with those of other steps."""
+        return not self.recorded
 
     @property
     def nbytes(self) -> int:
@@ -319,23 +347,19 @@ class StepBack:
         of_rows = sum(jacobian.nbytes for jacobian in layers.values())
         return 8 * self.w.nbytes + of_rows + sum(value.nbytes for value in self.values)
 
-    def go_back(
-        self, trajectory: Trajectory, part: Part, Phi: Float[Tensor, "R p"], carried: Carried, *, knows_change: bool
-    ) -> None:
+    def go_back(self, trajectory: Trajectory, part: Part, carried: Carried) -> None:
         """Go back in some columns, and add their terms.
 
         Args:
             trajectory: The run.
             part: The columns.
-            Phi: The averaged gradients of the outputs along the path in them.
             carried: What the step after left in them; is overwritten with what the step before receives.
-            knows_change: The change of the outputs need not be summed.
         """
-        columns, sizes, sums = part.columns, part.sizes, self.sums
-        u, w, d, g = coefficients_of(self.u, part, len(trajectory.model.names)), self.w[columns], self.d, part.group
+        columns, sizes, sums, Phi = part.columns, part.sizes, self.sums, self.Phi[:, part.columns]
+        u, w, d, g = coefficients_of(self.u, part, trajectory.model.shapes), self.w[columns], self.d, part.group
         tiles = {name: carried[name] for name in self.carried}
         E, of_optimizer, H, scale, N = propagate_step(trajectory, self.step.index, u, sizes, Phi, tiles)
-        terms = [] if knows_change else [("change", Phi, d[columns])]
+        terms = [] if self.stretch.change is not None else [("change", Phi, d[columns])]
         of_second = [] if N is None else [(N, second_coefficients(u, sizes, self.w)[-1])]
         for adjoint, factor in ((H, scale * u.weight_decay), (of_optimizer, u.decoupled_decay), *of_second):
             if factor.any():
@@ -353,8 +377,8 @@ class StepBack:
         else:
             H = H * of_gradient
         if self.whole is not None:
-            self.whole[:, columns] = scale * H
-        for value, blocks in zip(self.values, self.recorded, strict=True):
+            torch.mul(H, scale, out=self.whole[:, columns])
+        for value, blocks in zip(self.values, self.recorded, strict=False):
             for rows in blocks if self.whole is None and blocks else ():
                 add_products(value[:, rows.rows, g], H, rows.gradients or [], part, scale)
         decay_buffers(u, sizes, tiles)
@@ -374,23 +398,27 @@ class AdjointTerms(AttributionWork):
         self, block: Predictions, totals: TermSums, number: int, sums: Sums
     ) -> Iterator[tuple[Integral | None, int, Carried]]:
         """Go through the run from its last step, and add every term to the totals."""
-        trajectory, K, N = block.trajectory, block.num_outputs, len(block.X)
+        trajectory, K, N, G = block.trajectory, block.num_outputs, len(block.X), block.lines_together
         products = LossProducts(block, RunReplay(block.recorded.trained, block.recorded_net.model, block.X))
-        Phi, stretch = self._buffer(block), None
+        P, stretches = block.net.model.num_weights, stretches_of(self.kernel.path, trajectory.num_steps)
+        buffer = self._buffer(block).view(1, N, K, P) if G == 1 else block.zeros(min(G, len(stretches)), N, K, P)
         carried = {name: self._buffer(block).copy_(value) for name, value in sums.carried.items()}
-        s = trajectory.num_steps - sums.steps - 1
+        s, averages, first = trajectory.num_steps - sums.steps - 1, dict[int, StretchAverage](), trajectory.num_steps
         while s >= 0:
             uncounted = None
-            if stretch is None or s not in stretch.steps:
-                steps, shape = stretch_of(self.kernel.path, s, trajectory.num_steps), Phi.view(K, N, -1)
-                stretch = average_over(block, steps, self.rows_per_block, shape, splits_statistics=self._splits(totals))
-                # a pass that resumes within a chord has counted it
-                uncounted = stretch.integral if s == steps[-1] else None
-            Phi = stretch.of_weights.flatten(0, 1)
-            together = self._steps_back(block, range(stretch.steps.start, s + 1), carried, products, totals)
-            self._go_back(block, together, Phi, carried, stretch)
+            if s < first:
+                number = s // self.kernel.path.every // G * G
+                lines = stretches[number : number + G]
+                found = average_over(
+                    block, lines, self.rows_per_block, buffer[: len(lines)], splits_statistics=self._splits(totals)
+                )
+                averages, first = {step: own for own in found for step in own.steps}, lines[0].start
+                # a pass that resumes within them has counted them
+                uncounted = found[0].integral if s == lines[-1][-1] else None
+            together = self._steps_back(block, range(first, s + 1), carried, products, totals, averages)
+            self._go_back(block, together, carried, products)
             for own in together:
-                self._add(block, own, products, totals, stretch)
+                self._add(block, own, products, totals)
             s, count = s - len(together), len(together)
             together.clear()  # and the last of them, before others are prepared
             del own
@@ -402,15 +430,24 @@ class AdjointTerms(AttributionWork):
         return rows_of_weights(block.num_outputs * len(block.X), block.net.model.num_weights, block.zeros(0), most)
 
     def _steps_back(
-        self, block: Predictions, steps: range, carried: Carried, products: LossProducts, totals: TermSums
+        self,
+        block: Predictions,
+        steps: range,
+        carried: Carried,
+        products: LossProducts,
+        totals: TermSums,
+        averages: Mapping[int, StretchAverage],
     ) -> list[StepBack]:
         """Prepare the last of some steps, and those before it that fit into an eighth of the budget with it.
 
-        Where all columns of the adjoints are needed together, no step before goes with it.
+        Where all columns of the adjoints are needed together, no step before goes with it, unless the gradients of the
+        rows of several steps are taken together.
         """
         trajectory, found, left = block.trajectory, list[StepBack](), block.memory_budget // 8
         names, G = {*carried}, int(self.parts.max()) + 1
         P, R = block.net.model.num_weights, block.num_outputs * len(block.X)
+        if block.lines_together > 1:
+            products.start_together([trajectory.steps[s] for s in reversed(steps)], R)
         for s in reversed(steps):
             step, u, w = trajectory.steps[s], step_coefficients(trajectory, s, block.X), block.trained_state(s)[:P]
             d, residual = block.state(s + 1)[:P] - block.state(s)[:P], self.residuals[s]
@@ -419,21 +456,27 @@ class AdjointTerms(AttributionWork):
                 break
             for name in names - carried.keys():
                 carried[name] = self._buffer(block).zero_()
-            passes, recorded, num_held = products.run.data(step), [], 0
-            for data in passes:
+            passes, recorded, num_held = products.passes(step), [], 0
+            is_joint = s in products.together and not self.takes_whole(totals, passes)
+            for data in [] if is_joint else passes:
                 recorded.append(products.start(step, data, R, num_held))
                 num_held += len(data.X)
             has_all = all(blocks is not None and all(rows.gradients for rows in blocks) for blocks in recorded)
-            has_all = has_all and not self.takes_whole(totals, passes)
-            whole = None if has_all else block.zeros(R, P)
+            has_all = has_all and not is_joint and not self.takes_whole(totals, passes)
+            whole = products.adjoints(s) if is_joint else None if has_all else block.zeros(R, P)
             values = [block.zeros(R, len(data.X) if has_all else 0, G) for data in passes]
             held = self._before_the_run(block, w) if s == 0 and BEFORE in trajectory.sources else {}
             sums = defaultdict[str, Tensor](lambda: block.zeros(R, G))
-            own = StepBack(step, u, w, d, residual, passes, recorded, names, held, whole, values, sums)
+            Phi = averages[s].of_weights.flatten(0, 1)
+            own = StepBack(
+                step, u, w, d, residual, passes, recorded, names, averages[s], Phi, held, whole, values, sums
+            )
+            if found and is_joint != found[-1].is_joint:
+                break
             found.append(own)
             names, size = names - ended_moves(trajectory, s, names), own.nbytes
             left -= size
-            if not has_all or left < size:
+            if not (has_all or is_joint) or left < size:
                 break
         return found
 
@@ -441,30 +484,32 @@ class AdjointTerms(AttributionWork):
         self,
         block: Predictions,
         together: Sequence[StepBack],
-        Phi: Float[Tensor, "R P"],
         carried: Carried,
-        stretch: StretchAverage,
+        products: LossProducts,
     ) -> None:
         """Go some steps back: some columns through all of them, then the next."""
         kept = {k for own in together for name in MATRICES for k in getattr(own.u, name)}
         num_rows = max(sum(len(data.X) for data in own.passes) for own in together)
-        width, knows_change = self._width(Phi, num_rows), stretch.change is not None
+        width = self._width(together[0].Phi, num_rows)
         for part in parts_of(block.net.model.shapes, self.parts.tolist(), width, kept):
             tiles = {name: vectors[:, part.columns] for name, vectors in carried.items()}
             for own in together:
-                own.go_back(block.trajectory, part, Phi[:, part.columns], tiles, knows_change=knows_change)
+                own.go_back(block.trajectory, part, tiles)
+        if together[0].is_joint:
+            steps = [own.step.index for own in together]
+            values = products.of_steps(steps, self.parts)
+            for own, value in zip(together, values, strict=True):
+                own.values, own.whole = [value], None
         for name in ended_moves(block.trajectory, together[-1].step.index, carried):
             del carried[name]
 
-    def _add(
-        self, block: Predictions, own: StepBack, products: LossProducts, totals: TermSums, stretch: StretchAverage
-    ) -> None:
+    def _add(self, block: Predictions, own: StepBack, products: LossProducts, totals: TermSums) -> None:
         """Add the terms of a step."""
-        s, sums = own.step.index, own.sums
-        for data, value, blocks in zip(own.passes, own.values, own.recorded, strict=True):
+        s, sums, stretch = own.step.index, own.sums, own.stretch
+        for number, (data, value) in enumerate(zip(own.passes, own.values, strict=True)):
             if own.whole is not None:
                 self.add_whole(totals, products, own.step, data, own.whole)
-                value, rounding = products.of_whole(own.step, data, own.whole, self.parts, blocks)
+                value, rounding = products.of_whole(own.step, data, own.whole, self.parts, own.recorded[number])
                 if rounding is not None:
                     sums["unexplained"] = sums["unexplained"] - rounding
             totals.add_samples(s, data.samples, -self._by_point(block, value))
@@ -487,7 +532,7 @@ class AdjointTerms(AttributionWork):
 
     def _by_point(self, block: Predictions, values: Float[Tensor, "R *rest"]) -> Float[Tensor, "N K *rest"]:
         """Return values of all outputs of all points by their points."""
-        by_point: Tensor = values.unflatten(0, (block.num_outputs, -1)).transpose(0, 1)
+        by_point: Tensor = values.unflatten(0, (-1, block.num_outputs))
         return by_point
 
     def _width(self, Phi: Tensor, num_rows: int) -> int:
@@ -510,7 +555,7 @@ class AdjointTerms(AttributionWork):
         """Add what the moving statistics add in a step, in which the weights change the outputs by `change`, (N, K)."""
         block, s, Phi_b = products.block, step.index, stretch.of_statistics
         if len(stretch.steps) == 1:
-            total = block.select_outputs(stretch.integral.total) - change
+            total = block.select_outputs(stretch.total) - change
         else:
             before, after = (block.state(state)[block.net.model.num_weights :] for state in (s, s + 1))
             total = torch.einsum("knq,q->nk", Phi_b, after - before)

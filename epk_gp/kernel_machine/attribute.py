@@ -5,7 +5,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
-from typing import Any, ClassVar, Unpack
+from typing import Any, ClassVar, Unpack, overload
 
 import torch
 from jaxtyping import Float, Int64, Shaped
@@ -17,18 +17,18 @@ from epk_gp.autodiff.jacobians import secant_jacobians
 from epk_gp.autodiff.representations import ContractionCost
 from epk_gp.autodiff.scalars import Function, ask
 from epk_gp.autodiff.secants import UnsupportedAverageError
-from epk_gp.autodiff.verification import planned
+from epk_gp.autodiff.verification import with_plan
 from epk_gp.core.checks import ComputeOptions, ComputeSettings, door, parse_options, validate_count, validate_labels
 from epk_gp.core.inputs import Inputs
 from epk_gp.core.losses import Head
 from epk_gp.core.plans import MAPPED_ADJOINTS
 from epk_gp.core.show import Entry, Summary, Tabular, count, kind_of, number
 from epk_gp.core.states import described_states
-from epk_gp.core.trajectory import Trajectory, flat_state, network_outputs
+from epk_gp.core.trajectory import Trajectory, flat_state, parse_inputs
 from epk_gp.gram.path_kernel import PathKernel, require_training
 from epk_gp.kernel_machine import certificate
 from epk_gp.kernel_machine.adjoint import AdjointTerms
-from epk_gp.kernel_machine.axes import Axis, PointsTable, by_sample, every_sample, group_name, in_words, validate_axes
+from epk_gp.kernel_machine.axes import Axis, PointsTable, by_sample, every_sample, group_name, in_words, parse_axes
 from epk_gp.kernel_machine.descent import FactoredTerms, points_at_a_time
 from epk_gp.kernel_machine.terms import (
     TERMS,
@@ -175,18 +175,51 @@ class GroupedAttribution(CertifiedTerms):
         return self._shown(in_words(self.axes), terms, f"largest by {kinds}", partial(group_name, self.axes))
 
 
+By = Sequence[Axis] | Sequence[Sequence[Axis]]  # the axes of one result, or of several
+
+
+class AttributionSettings(ComputeSettings, total=False):
+    """Keyword arguments of `attribute` beside `by`."""
+
+    head: Head | None
+    rule: Rule
+    path: WeightPath | None
+    classes: Int64[Tensor, " n"] | None
+    function: Function | None
+
+
+@overload
+def attribute(
+    trajectory: Trajectory, X: Inputs, *, by: None = None, **options: Unpack[AttributionSettings]
+) -> Attribution: ...
+
+
+@overload
+def attribute(
+    trajectory: Trajectory, X: Inputs, *, by: Sequence[Axis], **options: Unpack[AttributionSettings]
+) -> GroupedAttribution: ...
+
+
+@overload
+def attribute(
+    trajectory: Trajectory, X: Inputs, *, by: Sequence[Sequence[Axis]], **options: Unpack[AttributionSettings]
+) -> tuple[GroupedAttribution, ...]: ...
+
+
+@door
 def attribute(
     trajectory: Trajectory,
     X: Inputs,
     *,
+    by: By | None = None,
     head: Head | None = None,
     rule: Rule = adaptive(tol=1e-12),
     path: WeightPath | None = None,
     classes: Int64[Tensor, " n"] | None = None,
     function: Function | None = None,
     **options: Unpack[ComputeSettings],
-) -> Attribution:
-    """Split predictions into exact contributions of the training points.
+) -> Attribution | GroupedAttribution | tuple[GroupedAttribution, ...]:
+    """Split predictions into exact contributions of the training points, or along any axes.
 
         samples[n, :, i] = -sum_r c_{r,i} <Psi_r(x_n), grad_w loss_i(w_r)>,   Psi_r = sum_{s >= r} A_{s,r}^T Phi_s
 
@@ -198,6 +231,10 @@ def attribute(
     Args:
         trajectory: Training run with S steps on M points.
         X: n inputs, of the structure of the training inputs, taken as test copies.
+        by: What contributions are split by: `by_sample(trajectory)`, `by_label`, `by_step`, `by_layer`, `by_parameter`,
+            or axes of one's own, in a list. Axes of the same kind are combined: a term counts where all its groups
+            meet. Only the result is ever held, not sample x step x parameter x output. A list of such lists gives
+            several results from one pass over the run. None splits by sample.
         head: "logits" or "log_softmax"; None follows the loss: "log_softmax" for cross entropy, else "logits".
         rule: How each step's integral is taken, or each chord's.
         path: Along which the points are integrated. Other paths give other contributions with the same sum, as exactly:
@@ -214,18 +251,20 @@ def attribute(
         options: `memory_budget`, `progress`, `checkpoint` and `executor`; see `ComputeOptions`.
 
     Returns:
-        All terms, in the dtype of X.
+        All terms, in the dtype of X: an `Attribution` without `by`, a `GroupedAttribution` for a list of axes, and one
+        for each list, in a tuple, where there are several.
 
     Raises:
         TypeError, ValueError: The network cannot take the inputs, the head, the rule or the path is unknown, a class is
-            out of range; or the function mixes rows, cannot be differentiated, or returns another shape or NaN.
+            out of range, or an axis does not belong to this run; or the function mixes rows, cannot be differentiated,
+            or returns another shape or NaN.
     """
     parsed = parse_options("attribute", ("accumulate",), **options)
-    kernel = attribution_kernel(trajectory, head, rule, path, function)
-    groupings = ((by_sample(trajectory),),)
-    asked = (kernel, X, groupings, (classes, function), parsed, path)
-    (parts,), _ = split_predictions(*asked, splits_statistics=False)
-    return Attribution(**terms_by_sample(parts))
+    kernel, X, groupings = parse_request(trajectory, X, by, (head, rule, path), (classes, function))
+    results, _ = split_predictions(kernel, X, groupings, classes, parsed, splits_statistics=by is not None)
+    if by is None:
+        return Attribution(**terms_by_sample(results[0]))
+    return results if _is_several(by) else results[0]
 
 
 def terms_by_sample(parts: GroupedAttribution) -> dict[str, Any]:
@@ -240,64 +279,6 @@ def terms_by_sample(parts: GroupedAttribution) -> dict[str, Any]:
         **shared,
     )
     return vars(result) | {"max_error": _largest_error(result)}
-
-
-def attribute_by(
-    trajectory: Trajectory,
-    X: Inputs,
-    by: Sequence[Axis],
-    *,
-    head: Head | None = None,
-    rule: Rule = adaptive(tol=1e-12),
-    path: WeightPath | None = None,
-    classes: Int64[Tensor, " n"] | None = None,
-    function: Function | None = None,
-    **options: Unpack[ComputeSettings],
-) -> GroupedAttribution:
-    """Split predictions into exact contributions along any axes: samples, labels, steps, layers, parameters.
-
-    Only the result that is asked for is ever held, not sample x step x parameter x output.
-
-    Args:
-        trajectory: Training run.
-        X: n inputs, of the structure of the training inputs, taken as test copies.
-        by: `by_sample(trajectory)`, `by_label`, `by_step`, `by_layer`, `by_parameter`, or axes of one's own. Axes of
-            the same kind are combined: a term counts where all its groups meet.
-        head: "logits" or "log_softmax"; None follows the loss: "log_softmax" for cross entropy, else "logits".
-        rule: As of `attribute`.
-        path: As of `attribute`.
-        classes: One output per input; C is then 1 in the result.
-        function: As of `attribute`.
-        options: As `attribute`.
-
-    Raises:
-        TypeError, ValueError: As `attribute`; an axis does not belong to this run.
-    """
-    return attribute_many(
-        trajectory, X, [by], rule=rule, path=path, head=head, classes=classes, function=function, **options
-    )[0]
-
-
-def attribute_many(
-    trajectory: Trajectory,
-    X: Inputs,
-    groupings: Sequence[Sequence[Axis]],
-    *,
-    head: Head | None = None,
-    rule: Rule = adaptive(tol=1e-12),
-    path: WeightPath | None = None,
-    classes: Int64[Tensor, " n"] | None = None,
-    function: Function | None = None,
-    **options: Unpack[ComputeSettings],
-) -> tuple[GroupedAttribution, ...]:
-    """Split predictions in several ways in one pass over the run: one result per grouping, as `attribute_by`.
-
-    Raises:
-        TypeError, ValueError: As `attribute_by`.
-    """
-    parsed = parse_options("attribute_many", ("accumulate",), **options)
-    kernel = attribution_kernel(trajectory, head, rule, path, function)
-    return split_predictions(kernel, X, groupings, (classes, function), parsed, path)[0]
 
 
 _LARGE = 1_000_000  # weights from which on the default path is layerwise: a choice
@@ -316,7 +297,8 @@ def default_path(trajectory: Trajectory, X: Shaped[Tensor, "n ..."]) -> WeightPa
 
 def averaged_path(trajectory: Trajectory, X: Shaped[Tensor, "n ..."]) -> WeightPath:
     """Return `layerwise()` for a network that it can average, else `straight()`. Arguments: as `default_path`."""
-    with planned(trajectory, X) as net:
+
+    def compute(net: PlannedModel) -> WeightPath:
         if not net.plan.supports_interpolation:
             return straight()
         w, end = (flat_state(trajectory, s, X) for s in (0, 1))
@@ -324,22 +306,9 @@ def averaged_path(trajectory: Trajectory, X: Shaped[Tensor, "n ..."]) -> WeightP
             secant_jacobians(net, (w, end - w), X[:1], Cotangents(lambda z: z[None]), ContractionCost(1, 1), "logits")
         except (UnsupportedAverageError, UnsupportedParameterUseError):
             return straight()
-    return layerwise()
+        return layerwise()
 
-
-def attribution_kernel(
-    trajectory: Trajectory, head: Head | None, rule: Rule, path: WeightPath | None, function: Function | None
-) -> PathKernel:
-    """Return the kernel of a request.
-
-    Raises:
-        ValueError: There are a head and a function, which gets what the network returns.
-    """
-    if head is not None and function is not None:
-        raise ValueError("head and function must not be given together: the function gets what the network returns.")
-    kernel = PathKernel(trajectory, head, rule, path=straight() if path is None else path)
-    require_training(trajectory, "an attribution")
-    return kernel
+    return with_plan(compute, X, trajectory)
 
 
 def changed_kernel(kernel: PathKernel, **changes: Any) -> PathKernel:
@@ -349,33 +318,41 @@ def changed_kernel(kernel: PathKernel, **changes: Any) -> PathKernel:
     return kernel
 
 
-# What is explained of each input: one of its outputs, or what a function makes of that which the network returns; or,
-# with neither, all outputs.
-Explained = tuple[Int64[Tensor, " n"] | None, Function | None]
+Integrated = tuple[Head | None, Rule, WeightPath | None]  # head, rule and path of a request
+Explained = tuple[Int64[Tensor, " n"] | None, Function | None]  # its classes, and its function
 
 
 def parse_request(
-    kernel: PathKernel, X: Inputs, groupings: Sequence[Sequence[Axis]], explained: Explained
+    trajectory: Trajectory, X: Inputs, by: By | None, integrated: Integrated, explained: Explained
 ) -> tuple[PathKernel, Shaped[Tensor, "n ..."], Groupings]:
-    """Return the kernel and the inputs, and the axes of each result, or raise if predictions cannot be split so.
+    """Return the kernel and the inputs of a request, and the axes of each result; arguments as of `attribute`.
 
-    Where a function is explained, they are those of the run that is asked (`ask`).
+    Where a function is explained, kernel and inputs are those of the run that is asked (`ask`).
 
     Raises:
-        TypeError, ValueError: An axis does not belong to the run; `classes` are not one output per input; or there is a
-            function beside them, or one that cannot be explained.
+        TypeError, ValueError: See `attribute`; or there are a head or classes beside a function.
     """
-    X, axes, (classes, function) = kernel.parse_inputs(X).detach(), tuple(map(tuple, groupings)), explained
-    for by in axes:
-        validate_axes(kernel.trajectory, by)
+    (head, rule, path), (classes, function) = integrated, explained
+    if function is not None and not (head is None and classes is None):
+        raise ValueError("head or classes, and function, must not be given together: let the function choose outputs.")
+    kernel = PathKernel(trajectory, head, rule, path=straight() if path is None else path)
+    require_training(trajectory, "an attribution")
+    X = parse_inputs(trajectory, X).detach()
+    own = [by_sample(trajectory)] if by is None else by
+    groupings = tuple(parse_axes(trajectory, axes) for axes in (own if _is_several(own) else [own]))
     if function is not None:
-        if classes is not None:
-            raise ValueError("classes and function must not be given together: let the function choose outputs.")
-        asked, X = ask(kernel.trajectory, X, function)
-        return changed_kernel(kernel, trajectory=asked, head="logits"), X, axes
-    if classes is not None:
-        validate_labels(classes, len(X), kernel.trajectory.num_outputs, name="classes")
-    return kernel, X, axes
+        asked, X = ask(trajectory, X, function)
+        kernel = changed_kernel(kernel, trajectory=asked, head="logits")
+    elif classes is not None:
+        validate_labels(classes, len(X), trajectory.num_outputs, name="classes")
+    if path is None:
+        kernel = changed_kernel(kernel, path=default_path(kernel.trajectory, X))
+    return kernel, X, groupings
+
+
+def _is_several(by: object) -> bool:
+    """Return whether there are lists of axes, one for each result."""
+    return isinstance(by, list | tuple) and bool(by) and all(isinstance(entry, list | tuple) for entry in by)
 
 
 def attribution_work(
@@ -395,7 +372,7 @@ def attribution_work(
     whole = Predictions(net, kernel, X.detach(), classes, options.memory_budget, recorded_net)
     K, shared = whole.num_outputs, (kernel, whole.X, options.memory_budget, classes, groupings, splits_statistics)
     is_asked = kernel.trajectory.asked_of is not None
-    if kind is None and not is_asked and is_plain_descent(whole, groupings):
+    if kind is None and not is_asked and whole.lines_together == 1 and is_plain_descent(whole, groupings):
         return FactoredTerms(*shared, K, points_at_a_time(whole), plan=net.plan)
     outputs_per_row = K if whole.memory.adjoint_points(K) else 1  # where those of all of a point do not fit
     mapped = MAPPED_ADJOINTS // outputs_per_row if X.device.type == "cpu" else 0
@@ -405,43 +382,37 @@ def attribution_work(
     return kind(*shared, outputs_per_row, rows_per_block, plan=net.plan, recorded_plan=recorded_plan)
 
 
-@door
 def split_predictions(
     kernel: PathKernel,
-    X: Inputs,
-    groupings: Sequence[Sequence[Axis]],
-    explained: Explained,
+    X: Shaped[Tensor, "n ..."],
+    groupings: Groupings,
+    classes: Int64[Tensor, " n"] | None,
     options: ComputeOptions,
-    path: WeightPath | None,
     **asked: Any,
 ) -> tuple[tuple[GroupedAttribution, ...], TermSums]:
     """Split predictions in several ways: return the results, and the sums that they were made of.
 
     Args:
-        kernel: The run's path kernel.
+        kernel: The kernel; this, inputs and groupings are those of `parse_request`.
         X: Inputs.
         groupings: Axes of each result.
-        explained: What is explained of each input.
+        classes: One output of each input, or all.
         options: How it is computed.
-        path: As it was asked for.
         asked: Keywords of `attribution_work`.
     """
-    kernel, X, axes = parse_request(kernel, X, groupings, explained)
-    kernel = kernel if path is not None else changed_kernel(kernel, path=default_path(kernel.trajectory, X))
-    run, request = kernel.trajectory, (kernel, X, axes, explained[0], options)
-    while True:
-        with planned(run.recorded, X) as recorded_net, planned(run, X) as net:
-            results, totals = _split(attribution_work(net, *request, recorded_net=recorded_net, **asked), options)
-            if results:  # all are sums of the same terms
-                certificate.warn_unless_certified("the attribution", results[0].findings)
-            return results, totals
+    run, request = kernel.trajectory, (kernel, X, groupings, classes, options)
+
+    def compute(net: PlannedModel, recorded_net: PlannedModel) -> tuple[tuple[GroupedAttribution, ...], TermSums]:
+        return _split(attribution_work(net, *request, recorded_net=recorded_net, **asked), options)
+
+    results, totals = with_plan(compute, X, run, run.recorded)
+    certificate.warn_unless_certified("the attribution", results[0].findings)  # all are sums of the same terms
+    return results, totals
 
 
 def _split(work: AttributionWork, options: ComputeOptions) -> tuple[tuple[GroupedAttribution, ...], TermSums]:
     whole, trajectory, X, kernel = work.whole, work.kernel.trajectory, work.X, work.kernel
-    initial, network = (
-        whole.select_outputs(network_outputs(trajectory, X, state=state, head=kernel.head)) for state in (0, -1)
-    )
+    initial, network = map(whole.select_outputs, kernel.end_outputs(X))
     totals, rest = work.totals(work.as_rows(initial), torch.arange(work.num_rows)), Sums()
     ways = ["progress=True shows how far it is"]
     if not whole.is_layerwise and whole.net.plan.supports_interpolation:

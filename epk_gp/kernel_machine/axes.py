@@ -151,17 +151,21 @@ def parameter_parts(groupings: Iterable[Sequence[Axis]], num_parameters: int) ->
     return parts
 
 
-def validate_axes(trajectory: Trajectory, axes: Sequence[Axis]) -> None:
-    """Raise if axes do not belong to this run.
+def parse_axes(trajectory: Trajectory, axes: object) -> tuple[Axis, ...]:
+    """Return the axes of one result.
 
     Raises:
-        TypeError: An object is not an axis.
+        TypeError: There is no list of axes.
         ValueError: The groups do not fit the run's samples, steps or parameters, or their names.
     """
+    if not isinstance(axes, list | tuple):
+        got = type(axes).__name__
+        raise TypeError(f"by must be a list of axes: got {got}. Write by=[by_step(trajectory)], also for a single one.")
     sizes = _sizes(trajectory)
     for axis in axes:
         if not isinstance(axis, Axis):
-            raise TypeError(f"by must hold axes such as epk_gp.kernel_machine.axes.by_step(trajectory): got {axis!r}.")
+            got = "a list among them" if isinstance(axis, list | tuple) else repr(axis)
+            raise TypeError(f"by must hold axes such as epk_gp.kernel_machine.axes.by_step(trajectory): got {got}.")
         if axis.kind not in sizes:
             raise ValueError(f"an axis must be of kind {sorted(sizes)}: got {axis.kind!r}.")
         if axis.group.shape != (sizes[axis.kind],):
@@ -174,6 +178,7 @@ def validate_axes(trajectory: Trajectory, axes: Sequence[Axis]) -> None:
                 f"groups must be int64 in 0..{len(axis.names) - 1}, one name each: got {axis.group.dtype} in "
                 f"{int(axis.group.min())}..{int(axis.group.max())}."
             )
+    return tuple(axes)
 
 
 _LARGEST = 3  # groups that are named for a point

@@ -11,7 +11,7 @@ from epk_gp.core.checks import ComputeSettings, parse_options
 from epk_gp.core.inputs import Inputs, Points
 from epk_gp.core.losses import CrossEntropy, Head, NegativeLogLikelihood, sample_weights, soft_targets
 from epk_gp.core.step import tensor_bytes
-from epk_gp.core.trajectory import Trajectory, flat_state, held_coefficients, network_outputs
+from epk_gp.core.trajectory import Trajectory, flat_state, held_coefficients, parse_inputs
 from epk_gp.gram.path_kernel import PathKernel
 from epk_gp.gram.sketch import run_of_states
 from epk_gp.kernel_machine.certificate import sum_tolerance, warn_unless_certified
@@ -100,10 +100,10 @@ def single_machine(
     parsed = parse_options("single_machine", ("checkpoint", "accumulate"), **options)
     kernel = PathKernel(trajectory, head, rule, path=path)
     require_integrable(path, "single_machine")
-    X = kernel.parse_inputs(X)
+    X = parse_inputs(trajectory, X)
     spec = trajectory.model.spec_for(X)
     coefficients = _constant_coefficients(trajectory, kernel.head, spec.dtype).to(X.device)
-    initial, network = (network_outputs(trajectory, X, state=state, head=kernel.head) for state in (0, -1))
+    initial, network = kernel.end_outputs(X)
     outputs = initial.clone()
     block_bytes = trajectory.num_outputs**2 * initial.element_size() * len(X)  # of a training point with all points
     size = max(1, parsed.memory_budget // (4 * block_bytes))

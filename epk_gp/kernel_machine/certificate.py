@@ -12,9 +12,10 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from epk_gp.autodiff.dense import PlannedModel
-from epk_gp.core.gradients import CANCELLATION_FACTOR, ReplayedStep, RunReplay, replayed_steps
+from epk_gp.core.gradients import CANCELLATION_FACTOR
 from epk_gp.core.model import FunctionalModel
-from epk_gp.core.plans import rows_of_weights
+from epk_gp.core.plans import MemoryPlan, rows_of_weights
+from epk_gp.core.replayed_steps import ReplayedStep, RunReplay, replay_rounding, replayed_steps
 from epk_gp.core.show import Entry, certificate_entry, number, warn_uncertified
 from epk_gp.core.states import JUMP_SHARE, law_of_step, recomputation_of
 from epk_gp.core.step import ForwardPass, SeenRows, Step
@@ -62,16 +63,6 @@ _CLEARLY = 0.25
 _MEASURED_EVERY = 16  # steps whose rounding a preconditioner amplifies: a choice
 
 
-def _replay_rounding(replayed: ReplayedStep, dtype: torch.dtype) -> float:
-    """Return the difference of a replayed step from the recorded one that is rounding without a closer look.
-
-    It is the rounding of the weights and a small share of the step, in the coarser dtype of run and computation.
-    """
-    eps = torch.finfo(dtype).eps
-    share = 2**16 * eps if dtype == torch.float64 else relative_rounding(dtype)
-    return float(4 * eps * largest_entry(replayed.w) + share * largest_entry(replayed.d))
-
-
 def _mismatch_ratio(
     run: Trajectory,
     model: FunctionalModel,
@@ -82,7 +73,7 @@ def _mismatch_ratio(
 ) -> tuple[float, Float[Tensor, " L"] | None]:
     """Return the largest difference of a recorded step from the replayed one, in units of what rounding explains.
 
-    Only if it is larger than `_replay_rounding`, the rounding of the step is measured: it is recomputed from the
+    Only if it is larger than `replay_rounding`, the rounding of the step is measured: it is recomputed from the
     gradient of the rows in reverse order, at weights that are moved by their own rounding. That is done parameter by
     parameter: what a preconditioner amplifies in one explains nothing in the others.
 
@@ -99,15 +90,16 @@ def _mismatch_ratio(
         The ratio; and the rounding of each parameter's gradient, where it is known.
     """
     w, d, step = replayed.w, replayed.d, replayed.step
-    differences, plain = _largest_by_parameter(model, difference), _replay_rounding(replayed, dtype)
+    largest, plain = float(largest_entry(difference)), replay_rounding(replayed.w, replayed.d, dtype)
+    if largest <= plain:
+        return (largest / plain if largest else 0.0), known
+    differences = _largest_by_parameter(model, difference)
 
     def ratio(rounding: Tensor) -> float:
         # a small parameter can come out the same by chance
         allowed = (CANCELLATION_FACTOR * torch.maximum(rounding, rounding.median())).clamp(min=plain)
         return float(torch.where(differences == 0, 0.0, differences / allowed).max())
 
-    if differences.max() <= plain:
-        return ratio(torch.zeros_like(differences)), known
     coefficients = step_coefficients(run, step.index, w)
     unit = torch.arange(len(w), dtype=w.dtype, device=w.device).cos()  # of any signs, none is 0
     ends = (predict_step(coefficients, model.sizes, w, c * unit, replayed.momentum)[0] for c in (0, 1))
@@ -205,8 +197,8 @@ class StepMismatches:
         if replayed.by_options is not None and self.options_step < 0:
             missed = replayed.as_trained - replayed.by_options
             # torch rounds rates to float32 where options are tensors
-            allowed = relative_rounding(torch.float32) * replayed.as_trained.abs().max()
-            if not missed.abs().max() <= allowed and not explained(missed) <= 1:
+            allowed = relative_rounding(torch.float32) * largest_entry(replayed.as_trained)
+            if not largest_entry(missed) <= allowed and not explained(missed) <= 1:
                 self.options_step = index
         ratio = larger(ratio, statistics_error)
         self.largest = larger(self.largest, mismatch)
@@ -214,7 +206,7 @@ class StepMismatches:
             self.ratio, self.worst_step = larger(self.ratio, ratio), index
         is_exact = recomputation is not None or replayed.as_trained is replayed.d
         left = mismatch if is_exact else float(largest_entry(change - replayed.d))
-        return ratio <= 1 and left > _replay_rounding(replayed, dtype)
+        return ratio <= 1 and left > replay_rounding(replayed.w, replayed.d, dtype)
 
     @property
     def retraining_findings(self) -> list[str]:
@@ -261,6 +253,7 @@ class StepResiduals:
         max_rows: Residuals of all weights that are held in memory; more lie in a temporary file.
         keeps: Residuals are wanted.
         keeps_all: Every step has one that is more than float64's rounding.
+        plan: Chooses how many steps are computed together; None for one at a time.
 
     Attributes:
         mismatches: The comparison.
@@ -268,7 +261,15 @@ class StepResiduals:
     """
 
     def __init__(
-        self, trajectory: Trajectory, model: FunctionalModel, X: Tensor, max_rows: int, *, keeps: bool, keeps_all: bool
+        self,
+        trajectory: Trajectory,
+        model: FunctionalModel,
+        X: Tensor,
+        max_rows: int,
+        *,
+        keeps: bool,
+        keeps_all: bool,
+        plan: MemoryPlan | None = None,
     ) -> None:
         begun, like = time.monotonic(), torch.zeros(0, dtype=model.spec.dtype, device=model.spec.device)
         self.mismatches, self._sizes = StepMismatches(), model.sizes
@@ -276,7 +277,7 @@ class StepResiduals:
         rows: Tensor | None = None
         recomputation, dtype = recomputation_of(trajectory), coarsest_dtype(trajectory, model.spec.dtype)
         most, count = trajectory.num_steps if keeps_all or not recomputation else len(recomputation.kept.numbers), 0
-        for replayed in replayed_steps(trajectory, model, X):
+        for replayed in replayed_steps(trajectory, model, X, plan=plan):
             index = replayed.step.index
             is_amplified = self.mismatches.add(trajectory, model, replayed)
             law = law_of_step(trajectory, index, model.spec)
@@ -284,7 +285,8 @@ class StepResiduals:
             if keeps and (is_amplified or is_kept):
                 residual = (flat_weights(trajectory.trained, index + 1, X) - replayed.w).sub_(replayed.d)
                 if not is_kept:  # of the parameters whose rounding is amplified
-                    plain, parts = _replay_rounding(replayed, dtype), enumerate(residual.to(like).split(self._sizes))
+                    plain = replay_rounding(replayed.w, replayed.d, dtype)
+                    parts = enumerate(residual.to(like).split(self._sizes))
                     own = {k: part.clone() for k, part in parts if part.numel() and largest_entry(part) > plain}
                     self._amplified[index] = own
                     continue
@@ -310,21 +312,26 @@ def run_findings(trajectory: Trajectory) -> tuple[str, ...]:
     return () if trajectory.identity_finding is None else (trajectory.identity_finding,)
 
 
-def step_mismatches(trajectory: Trajectory, law: UpdateLaw) -> StepMismatches:
+def step_mismatches(trajectory: Trajectory, law: UpdateLaw, plan: MemoryPlan) -> StepMismatches:
     """Compare all recorded steps with those that gradients, the recorded options and clipping give.
 
     Args:
         trajectory: The run.
         law: Its steps as functions, in the dtype and on the device of the computation.
+        plan: Chooses how many steps are computed together.
     """
     model, mismatches = trajectory.model_for(law.reference), StepMismatches(is_exact=True)
-    by_mask = torch.zeros(2, sum(law.sizes), dtype=torch.bool, device=law.reference.device)
-    for replayed in replayed_steps(trajectory, model, law.reference, law=law):
+    by_mask, all_moved = torch.zeros(2, sum(law.sizes), dtype=torch.bool, device=law.reference.device), False
+    for replayed in replayed_steps(trajectory, model, law.reference, law=law, plan=plan):
         mismatches.add(trajectory, model, replayed)
-        g, own = replayed.gradient, law.step(replayed.step.index)
-        is_seen = g.abs() > relative_rounding(trajectory.dtype) * g.abs().max()
-        is_seen = is_seen if own.is_moved is None else is_seen & own.is_moved
-        by_mask |= is_seen & torch.stack([(scale := own.recorded["grad_scale"]) == 0, scale != 0])
+        own = law.step(replayed.step.index)
+        scale = own.recorded["grad_scale"]
+        if not (all_moved and bool(scale.all())):  # else nothing new is seen
+            size = replayed.gradient.abs()
+            is_seen = size > relative_rounding(trajectory.dtype) * size.max()
+            is_seen = is_seen if own.is_moved is None else is_seen & own.is_moved
+            by_mask |= is_seen & torch.stack([scale == 0, scale != 0])
+            all_moved = bool(by_mask[1].all())
     mismatches.moved, mismatches.varies_mask = by_mask[1], bool(by_mask.all(dim=0).any())
     if isinstance(law.clip, ClipNorm) and len(law.clipped_steps) == 1 and law.trajectory.clip is None:
         mismatches.clipped_alone = law.clipped_steps[0]
@@ -467,7 +474,7 @@ class Certificate:
             findings.append(
                 f"{self.unexplained_share:.1%} of the change of the outputs is `unexplained`: gradients of the "
                 "training data do not make that part of the steps, such as rounding that Adam amplifies in a bias in "
-                "front of BatchNorm (bias=False removes it; attribute_by with by_parameter says where it is)"
+                "front of BatchNorm (bias=False removes it; attribute(by=[by_parameter(run)]) says where it is)"
             )
         if self.states and findings:
             findings.append(self.states)

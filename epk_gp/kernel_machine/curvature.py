@@ -16,26 +16,27 @@ counts), and where torch's own second derivative of an operation is wrong.
 """
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import dataclass
+from functools import cached_property, partial
 
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
 from epk_gp.autodiff.dense import PlannedModel, graph_nodes
-from epk_gp.autodiff.verification import MappedRows
-from epk_gp.core.gradients import PassData, RunReplay, TrainingReplay, UnseenMove
+from epk_gp.core.gradients import PassData, TrainingReplay, blocks_of
 from epk_gp.core.model import FunctionalModel
 from epk_gp.core.plans import MemoryPlan, TensorSpec
+from epk_gp.core.replayed_steps import RunReplay, UnseenMove
 from epk_gp.core.states import JUMP_SHARE, recomputation_of
 from epk_gp.core.step import Step
-from epk_gp.core.torch_overrides import WrittenOutNormalisation, watching_normalisations
+from epk_gp.core.torch_overrides import MappedRows, WrittenOutNormalisation, watching_normalisations
 from epk_gp.core.trajectory import Trajectory, flat_state
 
 _KINDS = ("running_mean", "running_var")
+_CHECKPOINTED = "epk_gp: this pass must keep its activations."
 
 # Relative difference between recorded statistics and those that a share of the batch's statistics gives.
 _TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3}
@@ -113,9 +114,14 @@ def shares_of_batches(
     )
 
 
+_Graph = tuple[list[Tensor], list[Tensor]]  # of a forward and backward pass: its leaves and its results
+
+
 @dataclass(eq=False)
 class LossCurvature:
     """Multiplies adjoints with the derivatives of the gradient of a step's loss; to be used by one thread.
+
+    The caller has left fused attention (`disable_fused_attention`).
 
     Attributes:
         net: The network, with its plan.
@@ -128,6 +134,7 @@ class LossCurvature:
     run: RunReplay
     memory: MemoryPlan
     explains_statistics: bool = True
+    _is_written_out: bool = False  # whether a pass needs functions in torch's place
 
     @cached_property
     def _rows(self) -> MappedRows:
@@ -160,16 +167,19 @@ class LossCurvature:
                 at_start.append(of_statistics.masked_fill(~move.moved.to(of_statistics.device), 0.0))
             carried = of_statistics = self._before_move(move, of_statistics)
             of_statistics = None if carried is None else torch.zeros_like(carried)
-            for data in self._blocks(passes[number]):
-                leaves, results = self._graph(
-                    step, state, data, is_last=number + 1 == len(passes), moves=carried is not None
+            for data in blocks_of(self.net.model, passes[number], self.memory.curvature_rows()):
+                make_graph = partial(
+                    self._graph, step, state, data, is_last=number + 1 == len(passes), moves=carried is not None
                 )
+                made = make_graph()
                 values = of_gradient.new_empty(len(of_gradient), len(data.X))
                 # adjoints that go back together fit into memory
                 count = self.memory.curvature_adjoints(len(data.X) if graph is None else graph.num_nodes)
-                for rows in torch.arange(len(of_gradient), device=values.device).split(count):
-                    given = [of_gradient[rows], *([] if carried is None else [carried[rows]])]
-                    own, weights, statistics = self._pull(leaves, results, given)
+                for rows in (slice(first, first + count) for first in range(0, len(values), count)):
+                    given = list(self.net.model.unflatten(of_gradient[rows]).values())
+                    given += [] if carried is None else [carried[rows]]
+                    keeps_graph = rows.stop < len(values) or self._rows.works is None
+                    own, weights, statistics = self._pull(made, given, None if keeps_graph else make_graph)
                     values[rows] = own * data.c.to(own)
                     of_weights[rows] += weights
                     if of_statistics is not None and statistics.numel():
@@ -185,20 +195,7 @@ class LossCurvature:
         self.explains_statistics = self.explains_statistics and (move.is_reset or move.returns)
         return of_statistics.masked_fill(move.moved.to(of_statistics.device), 0.0)
 
-    def _blocks(self, data: PassData) -> Iterator[PassData]:
-        """Divide a pass whose rows do not depend on each other, so that its graph fits into memory."""
-        count = self.memory.curvature_rows()
-        if len(data.X) <= count or not data.forward.is_plain or self.net.model.signature.graph is not None:
-            yield data
-            return
-        for part in torch.arange(len(data.X)).split(count):
-            rows = slice(int(part[0]), int(part[-1]) + 1)
-            forward = replace(data.forward, num_rows=len(part))
-            yield PassData(forward, data.samples[rows], data.X[rows], data.y[rows], data.c[rows])
-
-    def _graph(
-        self, step: Step, state: Float[Tensor, " PQ"], data: PassData, *, is_last: bool, moves: bool
-    ) -> tuple[list[Tensor], list[Tensor]]:
+    def _graph(self, step: Step, state: Float[Tensor, " PQ"], data: PassData, *, is_last: bool, moves: bool) -> _Graph:
         """Replay a forward and backward pass, and keep its graph.
 
         Args:
@@ -210,36 +207,53 @@ class LossCurvature:
 
         Returns:
             The leaves: the weights of the rows' losses, (B,), the parameters, and the moving statistics before the
-            pass. The results: the gradient, (P,), and the moving statistics after the pass, (Q,), if there are any.
+            pass. The results: the gradients in the parameters, and the moving statistics after the pass, (Q,), if there
+            are any.
         """
+        seen, model = SeenBatches(), self.run.passes.model
+        with torch.enable_grad(), needing_second_derivatives():
+            if model.statistics or self._is_written_out:
+                parameters, statistics, losses = self._written_out(state, data, seen)
+            else:
+                statistics = list[Tensor]()
+                try:
+                    with torch.autograd.graph.disable_saved_tensors_hooks(_CHECKPOINTED):
+                        parameters, losses = self.run.passes.leaves_and_losses(state, data)
+                except RuntimeError as error:
+                    if _CHECKPOINTED not in str(error):
+                        raise
+                    self._is_written_out = True
+                    return self._graph(step, state, data, is_last=is_last, moves=moves)
+            c = data.c.to(losses, copy=True).requires_grad_()
+            gradients = torch.autograd.grad(
+                c @ losses, parameters, create_graph=True, allow_unused=True, materialize_grads=True
+            )
+            nodes = list(graph_nodes([losses]))
+            if not self._is_written_out and any(node.name().startswith("WeightNorm") for node in nodes):
+                self._is_written_out = True
+                return self._graph(step, state, data, is_last=is_last, moves=moves)
+            if own := {forward.__name__ for node in nodes if (forward := getattr(node, "_forward_cls", None))}:
+                require_second_derivatives(gradients, own)
+            if moves:
+                flat = torch.cat([value.reshape(-1) for value in statistics])
+                gradients = (*gradients, self._after(step, data, seen, flat, is_last=is_last))
+        return [c, *parameters, *statistics], list(gradients)
+
+    def _written_out(
+        self, state: Float[Tensor, " PQ"], data: PassData, seen: SeenBatches
+    ) -> tuple[list[Tensor], list[Tensor], Tensor]:
+        """Return weights, moving statistics and the losses of a pass, with its graph, and see what it normalises by."""
         replay, model = self.run.passes, self.run.passes.model
-        params = replay.params(state, data)
-        parameters = [params[name].requires_grad_() for name in model.names]
-        module = replay.module_in_modes(data)
+        params, module = replay.params(state, data), replay.module_in_modes(data)
         before = {name: params[name].clone().requires_grad_() for name in model.statistics}
         for name, layer in module.named_modules():
             # by these it normalises in evaluation mode; torch moves others in place
             if isinstance(layer, nn.modules.batchnorm._NormBase) and not layer.training:
                 fixed = (f"{name}.{kind}".lstrip(".") for kind in _KINDS)
                 params |= {name: before[name] for name in fixed if name in before}
-        c = data.c.detach().to(parameters[0], copy=True).requires_grad_()
-        seen, statistics = SeenBatches(), list(before.values())
-        with (
-            torch.enable_grad(),
-            watching_normalisations(module, seen.look),
-            WrittenOutNormalisation(statistics),
-            needing_second_derivatives(),
-        ):
-            losses = replay.losses(params, data)
-            gradients = torch.autograd.grad(
-                c.to(losses) @ losses, parameters, create_graph=True, allow_unused=True, materialize_grads=True
-            )
-            require_second_derivatives(gradients, losses)
-            results = [torch.cat([gradient.reshape(-1) for gradient in gradients])]
-            if moves:
-                flat = torch.cat([value.reshape(-1) for value in statistics])
-                results.append(self._after(step, data, seen, flat, is_last=is_last))
-        return [c, *parameters, *statistics], results
+        parameters, statistics = [params[name].requires_grad_() for name in model.names], list(before.values())
+        with watching_normalisations(module, seen.look), WrittenOutNormalisation(statistics):
+            return parameters, statistics, replay.losses(params, data)
 
     def _after(
         self, step: Step, data: PassData, seen: SeenBatches, before: Float[Tensor, " Q"], *, is_last: bool
@@ -257,26 +271,32 @@ class LossCurvature:
         return seen.after(model, shares, before)
 
     def _pull(
-        self, leaves: list[Tensor], results: list[Tensor], given: list[Tensor]
+        self, graph: _Graph, given: list[Tensor], make_graph: Callable[[], _Graph] | None
     ) -> tuple[Float[Tensor, "r B"], Float[Tensor, "r P"], Float[Tensor, "r Q"]]:
-        """Go back through a graph with some adjoints of its results."""
-        pairs = [(value.to(out), out) for value, out in zip(given, results, strict=True) if out.requires_grad]
-        given, results = [value for value, _ in pairs], [out for _, out in pairs]
-        count = len(given[0])
+        """Go back through a graph with some adjoints of its results; it is freed if one can make it again."""
+        count, frees = len(given[0]), make_graph is not None
+        was_freed = frees and self._rows.works  # should the adjoints fail to go back together
 
         def single(k: int) -> list[Tensor]:
+            own = make_graph() if make_graph is not None and was_freed else graph
             with needing_second_derivatives():
-                return _back(results, leaves, [value[k] for value in given], is_mapped=False)
+                return _back(*own, [value[k] for value in given], is_mapped=False, frees=frees and k + 1 == count)
 
-        found = self._rows(count, lambda: _back(results, leaves, given, is_mapped=True), single)
+        found = self._rows(count, partial(_back, *graph, given, is_mapped=True, frees=frees), single)
         own, *others = [value.reshape(count, -1) if value.numel() else value.new_zeros(count, 0) for value in found]
         P = len(self.run.passes.model.names)
         return own, torch.cat(others[:P], dim=1), torch.cat([own[:, :0], *others[P:]], dim=1)
 
 
-def _back(results: list[Tensor], leaves: list[Tensor], given: list[Tensor], *, is_mapped: bool) -> list[Tensor]:
+def _back(
+    leaves: list[Tensor], results: list[Tensor], given: list[Tensor], *, is_mapped: bool, frees: bool
+) -> list[Tensor]:
     """Return the adjoints of the leaves; zeros where nothing depends on one."""
-    grad = torch.autograd.grad(results, leaves, given, retain_graph=True, allow_unused=True, is_grads_batched=is_mapped)
+    pairs = [(value.to(out), out) for value, out in zip(given, results, strict=True) if out.requires_grad]
+    given, results = [value for value, _ in pairs], [out for _, out in pairs]
+    grad = torch.autograd.grad(
+        results, leaves, given, retain_graph=not frees, allow_unused=True, is_grads_batched=is_mapped
+    )
     leading = given[0].shape[:1] if is_mapped else ()
     return [leaf.new_zeros(*leading, *leaf.shape) if g is None else g for g, leaf in zip(grad, leaves, strict=True)]
 
@@ -389,22 +409,20 @@ def needing_second_derivatives() -> Iterator[None]:
         raise ValueError(_refusal(str(error))) from error
 
 
-def require_second_derivatives(gradients: Sequence[Tensor], losses: Tensor) -> None:
-    """Raise if a graph holds an operation that can be differentiated once only.
+def require_second_derivatives(gradients: Sequence[Tensor], own: Collection[str]) -> None:
+    """Raise if a graph holds an operation that can be differentiated once only, which none of torch's own is.
 
     torch puts an error in the place of its derivative, which leads to no weight: `torch.autograd.grad` does not meet
     it, and gives what is left of the derivative.
 
     Args:
         gradients: Gradients of the losses, with their graph.
-        losses: The losses.
+        own: Names of the operations of one's own in the forward pass.
 
     Raises:
         ValueError: There is one.
     """
     if any(node.name().endswith("::Error") for node in graph_nodes(gradients)):
-        # torch's own operations are no classes of Python
-        own = {forward.__name__ for node in graph_nodes([losses]) if (forward := getattr(node, "_forward_cls", None))}
         raise ValueError(_refusal(f"{_MARKED} (operations of one's own here: {', '.join(sorted(own))})"))
 
 

@@ -17,10 +17,10 @@ from epk_gp.gram.accumulator import GramAccumulator, NodeBatch, add_to_averages
 from epk_gp.gram.tiles import MAX_RANGES, step_ranges
 from epk_gp.kernel_machine.terms import (
     AttributionWork,
-    IntegratedLine,
+    IntegratedLines,
     Predictions,
     TermSums,
-    integrate_stretch,
+    integrate_stretches,
     layers_of,
     leaves_residuals,
 )
@@ -68,7 +68,7 @@ class FactoredTerms(AttributionWork):
         trajectory, layers_of_parts = block.trajectory, layers_of(block, self.parts) or []
         steps = range(trajectory.num_steps)[self.ranges[number]][sums.steps :]
         for stretch in stretches_of(self.kernel.path, trajectory.num_steps, slice(steps.start, steps.stop)):
-            line = integrate_stretch(block, stretch, self.rows_per_block)
+            line = integrate_stretches(block, [stretch], self.rows_per_block)
             total = block.select_outputs(line.integral.total)
             changes = total.new_zeros(len(stretch), *total.shape)
             for s, samples, values in _sample_terms(line, stretch, layers_of_parts, self.rows_per_block):
@@ -87,7 +87,7 @@ class FactoredTerms(AttributionWork):
 LeftSide = tuple[list[NodeBatch], dict[int, LeftFactor], bool]
 
 
-def _left_sides(line: IntegratedLine, num_bytes: int) -> Iterator[LeftSide]:
+def _left_sides(line: IntegratedLines, num_bytes: int) -> Iterator[LeftSide]:
     """Compute the output gradients at as many nodes of a line at a time as fit."""
     averages: dict[int, LeftFactor] = {}
     batches, size = list[NodeBatch](), 0
@@ -103,7 +103,7 @@ def _left_sides(line: IntegratedLine, num_bytes: int) -> Iterator[LeftSide]:
 
 
 def _sample_terms(
-    line: IntegratedLine, stretch: range, layers_of_parts: Sequence[Sequence[int]], points_per_block: int
+    line: IntegratedLines, stretch: range, layers_of_parts: Sequence[Sequence[int]], points_per_block: int
 ) -> Iterator[tuple[int, Int64[Tensor, " B"], Float[Tensor, "N K B G"]]]:
     """Yield the contributions of some samples at a time of the steps of a stretch: step, samples, and what they add.
 

@@ -11,9 +11,9 @@ import torch
 from jaxtyping import Float, Float64, Int64, Shaped
 from torch import Tensor
 
-from epk_gp.autodiff.dense import all_outputs, chosen_outputs
+from epk_gp.autodiff.dense import PlannedModel, all_outputs, chosen_outputs
 from epk_gp.autodiff.scalars import Function, RowFunction, ask, with_leaves
-from epk_gp.autodiff.verification import planned
+from epk_gp.autodiff.verification import plan_for, with_plan
 from epk_gp.core import checks
 from epk_gp.core.graphs import rows_of, tensors_of
 from epk_gp.core.inputs import Inputs
@@ -23,7 +23,7 @@ from epk_gp.core.torch_overrides import disable_fused_attention, warn_unless_pla
 from epk_gp.core.trajectory import Trajectory, flat_state, flat_weights, network_outputs, parse_inputs, warn_unless_live
 from epk_gp.core.update_law import UpdateLaw
 from epk_gp.kernel_machine import retrain
-from epk_gp.kernel_machine.axes import Axis, CombinedAxes, PointsTable, by_sample, group_name, in_words, validate_axes
+from epk_gp.kernel_machine.axes import Axis, CombinedAxes, PointsTable, by_sample, group_name, in_words, parse_axes
 from epk_gp.kernel_machine.certificate import StepMismatches, run_findings, step_mismatches, warn_unless_certified
 from epk_gp.kernel_machine.curvature import curvature_error
 from epk_gp.kernel_machine.influence_pass import InfluenceWork
@@ -243,12 +243,11 @@ def influence(
     X = parse_inputs(trajectory, X).detach()
     retrain.require_loss_as_function(trajectory, "epk_gp.influence")
     warn_unless_live(trajectory)
-    axes = (by_sample(trajectory),) if by is None else tuple(by)
-    validate_axes(trajectory, axes)
+    axes = parse_axes(trajectory, [by_sample(trajectory)] if by is None else by)
     if any(axis.kind == "parameter" for axis in axes):
         raise ValueError(
             "by must hold axes of samples and steps: the derivative goes through all parameters together, and has no "
-            "part of one. Leave by_parameter and by_layer out; attribute_by() splits contributions by them."
+            "part of one. Leave by_parameter and by_layer out; epk_gp.attribute(by=) splits contributions by them."
         )
     question = _question(trajectory, X, head, classes, function)
     if smoothing is None:
@@ -260,7 +259,8 @@ def influence(
     law, found = UpdateLaw(trajectory, flat_weights(trajectory, 0, X)), list[Influence]()
     retrain.require_replays(law)
     # a retrained run agrees with the network that trained it: whether that is the recorded one, the recorded run says
-    findings = step_mismatches(trajectory, law).retraining_findings
+    plan = plan_for(trajectory, trajectory.model_for(X)).memory_plan(parsed.memory_budget)
+    findings = step_mismatches(trajectory, law, plan).retraining_findings
     for index, weights in enumerate(smoothing.weights(trajectory.num_points)):
         weights = weights.to(trajectory.device)
         run, (_, difference) = retrain.retrained_run(retrain.StackedTraining(trajectory), weights, parsed.memory_budget)
@@ -339,31 +339,34 @@ def _differentiate(
         checks.validate_count(truncate, "truncate")
     steps = trajectory.num_steps if truncate is None else min(int(truncate), trajectory.num_steps)
     is_joint = outputs.ndim == 0
-    while True:
-        with planned(trajectory, X) as recorded_net, planned(asked, X) as net:
-            work = InfluenceWork(
-                asked, X, cotangents, is_joint, axes, own, factors, steps, options.memory_budget,
-                plan=net.plan, recorded_plan=recorded_net.plan if is_asked else None,
-            )  # fmt: skip
+    shown = outputs.reshape(1, 1) if is_joint else outputs
+
+    def compute(net: PlannedModel, recorded_net: PlannedModel) -> Influence:
+        work = InfluenceWork(
+            asked, X, cotangents, is_joint, axes, own, factors, steps, options.memory_budget,
+            plan=net.plan, recorded_plan=recorded_net.plan if is_asked else None,
+        )  # fmt: skip
+        with disable_fused_attention():
             blocks = [sums for _, sums in run(work, options, "influence")]
-            values, norms = (torch.cat([sums.added[name] for sums in blocks]) for name in ("values", "norms"))
-            mismatches = step_mismatches(trajectory, work.law)
-            outputs = outputs.reshape(1, 1) if is_joint else outputs
-            values = values.reshape(*outputs.shape, *values.shape[1:])
-            split = CombinedAxes(trajectory, axes).unflatten
-            is_unexplained = any(bool(sums.largest["unexplained"]) for sums in blocks)
-            held = [*work.law.held, *(["moving statistics"] if is_unexplained else [])]
-            error = curvature_error(trajectory, recorded_net, work.memory, mismatches.moved)
-            return Influence(
-                outputs=outputs,
-                values=split(values, "step", "sample") if own is None else values[:, :, 0],
-                adjoint_norms=norms.reshape(*outputs.shape, -1),
-                axes=axes,
-                findings=tuple(_findings(trajectory, mismatches, held, error, values)),
-                clipping=work.law.clipping,
-                explained="number" if is_asked else "output",
-                **mismatches.numbers,
-            )
+        values, norms = (torch.cat([sums.added[name] for sums in blocks]) for name in ("values", "norms"))
+        mismatches = step_mismatches(trajectory, work.law, work.memory)
+        values = values.reshape(*shown.shape, *values.shape[1:])
+        split = CombinedAxes(trajectory, axes).unflatten
+        is_unexplained = any(bool(sums.largest["unexplained"]) for sums in blocks)
+        held = [*work.law.held, *(["moving statistics"] if is_unexplained else [])]
+        error = curvature_error(trajectory, recorded_net, work.memory, mismatches.moved)
+        return Influence(
+            outputs=shown,
+            values=split(values, "step", "sample") if own is None else values[:, :, 0],
+            adjoint_norms=norms.reshape(*shown.shape, -1),
+            axes=axes,
+            findings=tuple(_findings(trajectory, mismatches, held, error, values)),
+            clipping=work.law.clipping,
+            explained="number" if is_asked else "output",
+            **mismatches.numbers,
+        )
+
+    return with_plan(compute, X, asked, trajectory)
 
 
 def _findings(

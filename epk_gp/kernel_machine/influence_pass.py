@@ -7,7 +7,7 @@ outputs are then multiplied with it.
 
 from collections.abc import Iterator, Sequence
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import islice
 
@@ -18,9 +18,10 @@ from torch import Tensor
 from epk_gp.autodiff.dense import Cotangents, flat_columns
 from epk_gp.autodiff.jacobians import WeightLocation, layer_jacobians, statistics_jacobian
 from epk_gp.autodiff.representations import ContractionCost, to_flat_order
-from epk_gp.core.gradients import RunReplay
-from epk_gp.core.plans import MemoryPlan
+from epk_gp.core.plans import MAX_STEP_BATCH, MemoryPlan, weight_rows
+from epk_gp.core.replayed_steps import RunReplay
 from epk_gp.core.step import fingerprint
+from epk_gp.core.torch_overrides import disable_fused_attention
 from epk_gp.core.trajectory import Trajectory, flat_state, flat_weights, held_coefficients, step_coefficients
 from epk_gp.core.update_law import OptimizerMemory, StepLaw, UpdateLaw
 from epk_gp.kernel_machine.axes import Axis, CombinedAxes
@@ -30,37 +31,27 @@ from epk_gp.work.run import Piece, Place, RunWork, Sums
 
 
 class OptimizerJacobian:
-    """The Jacobian of the optimizer's part of a step.
+    """The Jacobian of the optimizer's part of a step, of which all matrices between vectors of weights are diagonal.
 
     Args:
         law: The step.
         update: Its recorded coefficients.
-        memory: What the optimizer keeps before it. Where no preconditioner is at work its values do not matter.
-        w: The weights before the step, (P,).
-        g: The gradient of the batch's loss, (P,). It matters where it is clipped or preconditioned.
+        g: The gradient of the batch's loss, (P,). It matters where it is clipped.
+        slopes: Of each part that a preconditioner scales (`scale_slopes`).
+        kind: How the step clipped its gradient, if it did.
     """
 
     def __init__(
         self,
         law: StepLaw,
         update: UpdateCoefficients,
-        memory: OptimizerMemory,
-        w: Float[Tensor, " P"],
         g: Float[Tensor, " P"],
+        slopes: Sequence["Slopes"],
+        kind: type[ClipNorm | ClipValue] | None,
     ) -> None:
-        self.law, self.update, self.g = law, update, g
-        inputs = [tensor.detach().requires_grad_() for tensor in (w, g, *memory.tensors())]
-        rest = iter(inputs[3:])
-        kept = tuple(tuple(islice(rest, len(before))) for before in memory.kept)
-        with torch.enable_grad():
-            own = OptimizerMemory(inputs[2], kept, memory.counts)
-            direction, after, _ = law.advance(own, inputs[0], inputs[1])
-            outputs = [direction, *after.tensors()]
-            # one matrix per weight: entries (output, input), None where it is zero
-            self.entries = [_row(out, inputs, is_last=out is outputs[-1]) for out in outputs]
-        self.columns: list[slice] = [slice(0, len(w))] * 3  # of each input
-        for part, before in zip(law.parts, memory.kept, strict=True):
-            self.columns += [part.columns] * len(before)
+        law.require_one_buffer()
+        self.law, self.update, self.g, self.slopes, self.kind = law, update, g, slopes, kind
+        self.factors = {name: value if bool(value.any()) else None for name, value in law.recorded.items()}
 
     def adjoints(
         self, of_weights: Float[Tensor, "R P"], of_memory: Sequence[Tensor | None]
@@ -75,37 +66,31 @@ class OptimizerJacobian:
             The adjoints of the weights before the step, but for what goes through the gradient; of the gradient of the
             batch's loss; and of what the optimizer keeps before the step.
         """
-        law = self.law
-        of_direction = -apply_matrices(self.update, law.sizes, of_weights, transposed=True)
-        found = self._pulled([of_direction, *of_memory])
-        decay = law.recorded["decoupled_decay"]
-        through = of_weights * (1 - decay) if bool(decay.any()) else of_weights.clone()
-        through = through if found[0] is None else through.add_(found[0])
-        of_gradient = torch.zeros_like(of_weights) if found[1] is None else found[1]
-        return through, self._unclipped(of_gradient), found[2:]
-
-    def _pulled(self, adjoints: list[Tensor | None]) -> list[Tensor | None]:
-        """Return the adjoints of all inputs, given those of all outputs; None for zero."""
-        found: list[Tensor | None] = []
-        for number in range(len(self.columns)):
-            total: Tensor | None = None
-            for output, adjoint in enumerate(adjoints):
-                entry = self.entries[output][number]
-                if adjoint is None or entry is None:
-                    continue
-                # outputs: the direction, the momentum, and what preconditioners keep
-                of_output = self.columns[0 if output == 0 else output + 1]
-                product = _product(adjoint, entry, of_output, self.columns[number])
-                total = product if total is None else total.add_(product)
-            found.append(total)
-        return found
+        c, (of_momentum, *of_kept) = self.factors, of_memory
+        of_direction = -apply_matrices(self.update, self.law.sizes, of_weights, transposed=True)
+        of_momentum = _add(None if of_momentum is None else of_momentum.clone(), of_direction, c["momentum_lr"])
+        of_h = _add(_add(None, of_direction, c["lr"]), of_momentum, c["one_minus_dampening"])
+        of_h, before = torch.zeros_like(of_weights) if of_h is None else of_h, [_add(None, of_momentum, c["beta"])]
+        after = iter(of_kept)
+        for part, (direct, of_buffer, rows) in zip(self.law.parts, self.slopes, strict=True):
+            of_scale = of_direction[:, part.columns] * direct
+            if of_momentum is not None:
+                of_scale.addcmul_(of_momentum[:, part.columns], of_buffer)
+            adjoints = [of_scale, *islice(after, len(rows) - 1)]
+            totals: list[Tensor | None] = [of_h[:, part.columns], *[None] * (len(rows) - 1)]
+            for adjoint, row in zip(adjoints, rows, strict=True):
+                totals = [_add(total, adjoint, entry) for total, entry in zip(totals, row, strict=True)]
+            before += totals[1:]
+        through = of_weights.clone() if c["decoupled_decay"] is None else of_weights * (1 - c["decoupled_decay"])
+        _add(through, of_h, c["weight_decay"])
+        return through, self._unclipped(of_h * self.law.recorded["grad_scale"]), before
 
     def _unclipped(self, of_gradient: Float[Tensor, "R P"]) -> Float[Tensor, "R P"]:
         """Return the adjoint of the gradient before it was clipped."""
         factors, clip = self.law.recorded["grad_scale"].abs(), self.law.clip
-        if (kind := clip_kind(self.update, len(factors))) is None:
+        if self.kind is None:
             return of_gradient
-        if kind is ClipValue:  # a clipped entry does not move with the gradient
+        if self.kind is ClipValue:  # a clipped entry does not move with the gradient
             return of_gradient * ((factors == 1) | (factors == 0))
         g = torch.where(factors > 0, self.g, 0.0).requires_grad_()
         with torch.enable_grad():
@@ -115,79 +100,135 @@ class OptimizerJacobian:
         return of_gradient - along[:, None] * slope
 
 
-def _row(output: Tensor, inputs: list[Tensor], *, is_last: bool) -> list[Tensor | None]:
-    """Return the derivatives of an output, entry by entry, in each input."""
-    if not output.requires_grad:
-        return [None] * len(inputs)
-    found = torch.autograd.grad(output.sum(), inputs, retain_graph=not is_last, allow_unused=True)
+# Of some weights that a preconditioner scales: the derivatives of the step's direction, and of the momentum, in the
+# scale's logarithm; and those of this logarithm and of all that is kept, in h and in what was kept. None stands for 0.
+Slopes = tuple[Tensor, Tensor, list[list[Tensor | None]]]
+
+
+def scale_slopes(
+    laws: Sequence[StepLaw],
+    memories: Sequence[OptimizerMemory],
+    w: Float[Tensor, "K P"],
+    g: Float[Tensor, "K P"],
+) -> list[list[Slopes]]:
+    """Return the slopes of each part of K steps, in which the same weights are scaled by the same options.
+
+    Args:
+        laws: The steps.
+        memories: What the optimizer keeps before each.
+        w: The weights before each.
+        g: The gradients of their losses.
+    """
+    c = {name: torch.stack([law.recorded[name] for law in laws]) for name in laws[0].recorded}
+    h = (c["grad_scale"] * g + c["weight_decay"] * w).requires_grad_()
+    momentum, counts = (torch.stack([getattr(own, name) for own in memories]) for name in ("momentum", "counts"))
+    parts = zip(*(own.kept for own in memories), strict=True)
+    kept = tuple(tuple(torch.stack(own).requires_grad_() for own in zip(*each, strict=True)) for each in parts)
+    with torch.enable_grad():
+        scales, after = laws[0].scales(OptimizerMemory(momentum, kept, counts), h)
+        of_parts = zip(laws[0].parts, scales, kept, after.kept, strict=True)
+        rows = [[_row(out, [h, *own], part.columns) for out in (s.log(), *made)] for part, s, own, made in of_parts]
+    h = h.detach()
+    m, found = c["beta"] * momentum + c["one_minus_dampening"] * h, [list[Slopes]() for _ in laws]
+    for part, several in zip(laws[0].parts, rows, strict=True):
+        terms = {"momentum_lr": m, "lr": h, "one_minus_dampening": h}
+        scaled = {name: (c[name] * terms[name])[:, part.columns] for name in part.fields}
+        zero = torch.zeros_like(h[:, part.columns])
+        of_momentum = scaled.pop("one_minus_dampening", zero)
+        direct = sum(scaled.values(), zero)
+        for k, own in enumerate(found):
+            step = [[None if value is None else value[k] for value in row] for row in several]
+            own.append((direct[k], of_momentum[k], step))
+    return found
+
+
+def _row(output: Tensor, inputs: list[Tensor], columns: slice) -> list[Tensor | None]:
+    """Return the derivatives of an output, entry by entry, in each input, of the first in some columns; None for 0."""
+    first, *rest = torch.autograd.grad(output.sum(), inputs, retain_graph=True, allow_unused=True)
+    found = [None if first is None else first[:, columns], *rest]
     return [None if value is None or not bool(value.any()) else value for value in found]
 
 
-def _product(adjoint: Tensor, entry: Tensor, of_output: slice, of_input: slice) -> Tensor:
-    """Multiply an adjoint, (R, size of the output), with a diagonal, to (R, size of the input).
-
-    The diagonal has the size of the input, which is a part of the output or contains it.
-    """
-    if of_output.start <= of_input.start and of_input.stop <= of_output.stop:
-        return adjoint[:, of_input.start - of_output.start : of_input.stop - of_output.start] * entry
-    first, last = of_output.start - of_input.start, of_output.stop - of_input.start
-    product = adjoint.new_zeros(len(adjoint), of_input.stop - of_input.start)
-    product[:, first:last] = adjoint * entry[first:last]
-    return product
+def _add(total: Tensor | None, adjoint: Tensor | None, entry: Tensor | None) -> Tensor | None:
+    """Add the product of an adjoint, (R, n), and a diagonal, (n,), in place; None stands for zero."""
+    if adjoint is None or entry is None:
+        return total
+    return adjoint * entry if total is None else total.addcmul_(adjoint, entry)
 
 
 class MemoryTrace:
     """What the optimizer kept before each step, computed once more from the recorded weights and batches.
 
-    Every k-th state is held, k about the root of the number of steps, and those of one stretch at a time. To be read
-    from the last step to the first, by one thread: each pass over the run has a `reader` of its own.
+    All of it is held where it fits into memory. Elsewhere every k-th state is held, k about the root of the number of
+    steps, and those of one stretch at a time. To be read from the last step to the first, by one thread: each pass over
+    the run has a `reader` of its own.
 
     Args:
         law: The steps of the run.
         run: Computes their gradients.
+        budget: Bytes of memory, of which an eighth is for what is held.
     """
 
-    def __init__(self, law: UpdateLaw, run: RunReplay) -> None:
-        self.law, self.run = law, run
-        S = law.trajectory.num_steps
-        self.stride = max(1, round(S**0.5))
+    def __init__(self, law: UpdateLaw, run: RunReplay, budget: int) -> None:
+        self.law, self.run, self._initial = law, run, law.initial()
+        S, self.num_kept = law.trajectory.num_steps, len(self._initial.tensors())
+        most = weight_rows(budget // 2, law.reference.element_size(), (1 + self.num_kept) * sum(law.sizes))
+        self.stride = max(1, S if most >= S else round(S**0.5))
         self._held: list[OptimizerMemory] = []
         self._stretch: dict[int, tuple[OptimizerMemory, Tensor]] = {}
+        # some 20 vectors of each step whose slopes are taken together
+        self._at_once = min(MAX_STEP_BATCH, weight_rows(budget // 4, law.reference.element_size(), 20 * sum(law.sizes)))
+        self._slopes = dict[int, list[Slopes]]()
         if not law.parts:
             return
-        memory = law.initial()
+        memory = self._initial
         for index in range(S):
             if index % self.stride == 0:
                 self._held.append(memory)
             if index < (S - 1) // self.stride * self.stride:  # the last stretch is computed when it is read
                 memory = self._after(index, memory)[1]
+        if len(self._held) == 1:  # which all readers share
+            self._make(0)
 
     def reader(self, run: RunReplay) -> "MemoryTrace":
         """Return another trace, which shares the states that are held."""
         own = copy(self)
-        own.run, own._stretch = run, {}
+        own.run, own._slopes = run, {}
         return own
 
-    def __getitem__(self, index: int) -> tuple[OptimizerMemory, Float[Tensor, " P"]]:
-        """Return what the Jacobian of a step depends on: what is kept before it, and the gradient of its loss."""
+    def __getitem__(self, index: int) -> tuple[Float[Tensor, " P"], list[Slopes]]:
+        """Return what the Jacobian of a step depends on: the gradient of its loss, where it matters, and slopes."""
         if not self.law.parts:
-            memory, update = self.law.initial(), held_coefficients(self.law.trajectory, index)
-            clips = clip_kind(update, len(memory.momentum)) is ClipNorm
-            return memory, self.run.gradient(self.law.trajectory.steps[index])[0] if clips else memory.momentum
+            momentum, update = self._initial.momentum, held_coefficients(self.law.trajectory, index)
+            clips = index in self.law.clipped_steps and clip_kind(update, len(momentum)) is ClipNorm
+            return self.run.gradient(self.law.trajectory.steps[index])[0] if clips else momentum, []
         if index not in self._stretch:
-            number = index // self.stride
-            self._stretch, memory = {}, self._held[number]
-            for step in range(number * self.stride, min((number + 1) * self.stride, self.law.trajectory.num_steps)):
-                before = memory
-                g, memory = self._after(step, memory)
-                self._stretch[step] = before, g
-        return self._stretch[index]
+            self._make(index // self.stride)
+        if index not in self._slopes:
+            first = index // self._at_once * self._at_once
+            laws = {s: self.law.step(s) for s in range(first, first + self._at_once) if s in self._stretch}
+            alike = [s for s, law in laws.items() if law.parts is laws[index].parts and law.is_moved is None]
+            alike = alike if index in alike else [index]
+            memories, g = zip(*(self._stretch[s] for s in alike), strict=True)
+            w = [flat_weights(self.law.trajectory, s, self.law.reference) for s in alike]
+            several = scale_slopes([laws[s] for s in alike], memories, torch.stack(w), torch.stack(g))
+            self._slopes = dict(zip(alike, several, strict=True))
+        return self._stretch[index][1], self._slopes[index]
+
+    def _make(self, number: int) -> None:
+        """Compute the steps of a stretch, in the place of those of another one."""
+        self._stretch, memory = {}, self._held[number]
+        for step in range(number * self.stride, min((number + 1) * self.stride, self.law.trajectory.num_steps)):
+            before = memory
+            g, memory = self._after(step, memory)
+            self._stretch[step] = before, g
 
     def _after(self, index: int, memory: OptimizerMemory) -> tuple[Tensor, OptimizerMemory]:
         """Return the gradient of a step's loss, and what the optimizer keeps after the step."""
-        g, _ = self.run.gradient(self.law.trajectory.steps[index])
-        w = flat_weights(self.law.trajectory, index, self.law.reference)
-        return g, self.law.step(index).advance(memory, w, g)[1]
+        run, law = self.law.trajectory, self.law.step(index)
+        w, update = flat_weights(run, index, self.law.reference), step_coefficients(run, index, self.law.reference)
+        g, _, _, momentum = self.run.predict(run.steps[index], update, w, memory.momentum)
+        return g, replace(law.scales(memory, law.decayed(w, g))[1], momentum=momentum)
 
 
 # What the pass carries from a step to the one before it, where it is not zero: the adjoints `weights` of the trained
@@ -275,7 +316,7 @@ class InfluenceWork(RunWork):
     @cached_property
     def trace(self) -> MemoryTrace:
         """What the optimizer kept before each step."""
-        return MemoryTrace(self.law, self._replay())
+        return MemoryTrace(self.law, self._replay(), self.memory_budget)
 
     def compute(self, place: Place, saved: Sums) -> Iterator[Sums]:
         """Go through the run with the rows of a block, and yield its sums after each step: `values` and `norms`.
@@ -300,20 +341,22 @@ class InfluenceWork(RunWork):
         curvature, trace = LossCurvature(self.recorded_net, run, self.memory), self.trace.reader(run)
         sums = Sums({"values": values, "norms": norms}, {"unexplained": unexplained}, adjoints, saved.steps)
         yield sums
-        for index in reversed(range(S - self.truncate, S - saved.steps)):
-            adjoints, products = self._back(index, adjoints, curvature, trace)
-            at_step = values[:, int(combined.index["step"][index])]
-            for samples, found in products:
-                samples = samples.to(found.device)
-                found = found if factors is None else found * factors[samples]
-                if own is not None:
-                    at_step[:, 0] += (found * (samples[None] == own[:, None])).sum(dim=1)
-                else:
-                    at_step.index_add_(1, groups[samples], found)
-            norms[:, index] = _norm(adjoints)
-            unexplained |= not curvature.explains_statistics
-            sums.carried, sums.steps = adjoints, sums.steps + 1
-            yield sums
+        step_of = combined.index["step"].tolist()
+        with disable_fused_attention():  # once, not in every step
+            for index in reversed(range(S - self.truncate, S - saved.steps)):
+                adjoints, products = self._back(index, adjoints, curvature, trace)
+                at_step = values[:, step_of[index]]
+                for samples, found in products:
+                    samples = samples.to(found.device)
+                    found = found if factors is None else found * factors[samples]
+                    if own is not None:
+                        at_step[:, 0] += (found * (samples[None] == own[:, None])).sum(dim=1)
+                    else:
+                        at_step.index_add_(1, groups[samples], found)
+                norms[:, index] = _norm(adjoints)
+                unexplained |= not curvature.explains_statistics
+                sums.carried, sums.steps = adjoints, sums.steps + 1
+                yield sums
 
     def _start(self, rows: Int64[Tensor, " rows"]) -> Adjoints:
         """Return the adjoints of the trained weights and statistics."""
@@ -351,7 +394,7 @@ class InfluenceWork(RunWork):
         return adjoints | {"weights": torch.zeros_like(of_weights), "average": of_weights}
 
     def _replay(self) -> RunReplay:
-        return RunReplay(self.trajectory.recorded.trained, self.recorded_net.model, self.X)
+        return RunReplay(self.trajectory.recorded.trained, self.recorded_net.model, self.X, self.memory)
 
     def _back(
         self, index: int, adjoints: Adjoints, curvature: LossCurvature, trace: MemoryTrace
@@ -363,9 +406,10 @@ class InfluenceWork(RunWork):
             a = float(average.coefficients[index])
             of_weights = of_weights + a * adjoints["average"]
             before["average"] = (1 - a) * adjoints["average"]
-        (memory, g), w = trace[index], flat_weights(trajectory, index, self.X)
-        jacobian = OptimizerJacobian(self.law.step(index), step_coefficients(trajectory, index, w), memory, w, g)
-        kept = [adjoints.get(f"memory.{number}") for number in range(len(memory.tensors()))]
+        (g, slopes), update = trace[index], step_coefficients(trajectory, index, self.X)
+        kind = clip_kind(update, len(g)) if index in self.law.clipped_steps else None
+        jacobian = OptimizerJacobian(self.law.step(index), update, g, slopes, kind)
+        kept = [adjoints.get(f"memory.{number}") for number in range(trace.num_kept)]
         through, of_gradient, kept = jacobian.adjoints(of_weights, kept)
         before |= {f"memory.{number}": value for number, value in enumerate(kept) if value is not None}
         products, pulled, moving = curvature(trajectory.steps[index], of_gradient, adjoints.get("statistics"))

@@ -13,7 +13,7 @@ autograd, each sample has a backward pass of its own.
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.autograd.forward_ad as fwAD
@@ -25,12 +25,12 @@ from epk_gp.autodiff.dense import Cotangents, PlannedModel
 from epk_gp.autodiff.jacobians import WeightLocation, layer_jacobians
 from epk_gp.autodiff.products import ParameterGradients, by_parameter
 from epk_gp.autodiff.representations import ContractionCost
-from epk_gp.autodiff.verification import MappedRows
-from epk_gp.core.gradients import PassData, RunReplay, seen_losses, some_rows
+from epk_gp.core.gradients import PassData, joined_passes, seen_losses, some_rows
 from epk_gp.core.model import FunctionalModel
 from epk_gp.core.plans import rows_per_pass
+from epk_gp.core.replayed_steps import RunReplay
 from epk_gp.core.step import Step, tensor_bytes
-from epk_gp.core.torch_overrides import FlopCount, exclusive_forward_mode, forward_mode
+from epk_gp.core.torch_overrides import FlopCount, MappedRows, exclusive_forward_mode, forward_mode
 from epk_gp.core.trajectory import step_coefficients
 from epk_gp.kernel_machine.terms import Predictions
 from epk_gp.optimizers.update_rules import BY_PARAMETER, SECOND, UpdateCoefficients, broadcast_to_params
@@ -78,8 +78,10 @@ class Part:
         return tuple(piece.stop - piece.start for piece in self.pieces)
 
 
-def coefficients_of(u: UpdateCoefficients, part: Part, num_params: int) -> UpdateCoefficients:
+def coefficients_of(u: UpdateCoefficients, part: Part, shapes: Sequence[torch.Size]) -> UpdateCoefficients:
     """Return the coefficients of a step of all L parameters, of those of a part."""
+    if (num_params := len(shapes)) == len(part.pieces) and part.sizes == tuple(shape.numel() for shape in shapes):
+        return u
     first, own = part.first, {part.first + k: piece for k, piece in enumerate(part.pieces)}
     numbers = (v[first : first + len(own)] if len(v) == num_params else v[part.columns] for v in u)
     others: dict[str, Any] = {n: {k - first: Q for k, Q in getattr(u, n).items() if k in own} for n in BY_PARAMETER}
@@ -151,6 +153,11 @@ class LossProducts:
     _counts: Counter[tuple[bytes, torch.dtype]] = field(default_factory=Counter)  # of passes of a kind
     _by_row: set[tuple[bytes, torch.dtype]] = field(default_factory=set)  # kinds of which every row was compared
     _is_compared: bool = True  # the present one
+    # of steps that are taken together: the place and the number of rows of each, and the rows' gradients
+    together: dict[int, tuple[int, int]] = field(default_factory=dict)
+    _gradients: list[ParameterGradients] = field(default_factory=list)
+    _adjoints: Tensor | None = None  # of the gradients of these steps, (T, R, P)
+    _passes: dict[int, list[PassData]] = field(default_factory=dict)
     _present: Any = None  # its data
 
     def __post_init__(self) -> None:
@@ -183,6 +190,70 @@ class LossProducts:
             self._in_modes[kind] = None
         self._by_row.add(kind)
         return None if self._in_modes.get(kind, self.net) is None else blocks
+
+    def passes(self, step: Step) -> list[PassData]:
+        """Return the passes of a step with their data, which are held while steps are taken together."""
+        if step.index not in self._passes:
+            self._passes[step.index] = self.run.data(step)
+        return self._passes[step.index]
+
+    def start_together(self, steps: Sequence[Step], num_directions: int) -> None:
+        """Take the gradients of the rows of the first of some steps at once, layer by layer, where that is possible.
+
+        Each of these steps has one pass, of the same kind; of one that has fewer rows than others, some come again with
+        weight 0.
+        """
+        found, most, kind = list[tuple[Step, PassData]](), 0, None
+        at_once = min(self.memory.adjoint_samples(), rows_per_pass(self.net.plan, self.net.itemsize))
+        for step in steps if self.net.plan.supports_stacking else ():
+            data, *others = self.passes(step)
+            most = max(most, len(data.X))
+            is_alike = kind in (None, self._kind_of(data)) and not others and self._takes_outputs(data)
+            if not is_alike or (len(found) + 1) * most > at_once or not self._goes_by_layers(data, num_directions):
+                break
+            kind = self._kind_of(data)
+            found.append((step, data))
+        self.together, self._gradients = {}, []
+        self._passes = {step.index: [data] for step, data in found}
+        if len(found) < 2:
+            return
+        sizes, most = [len(data.X) for _, data in found], max(len(data.X) for _, data in found)
+        passes, replay = joined_passes([data for _, data in found], most), self.run.passes
+        states = [replay.state(state := self.block.trained_state(s.index), data).to(state) for s, data in found]
+        X, cost = self.net.model.spec.cast(passes.X), ContractionCost(1, 1, keeps_factors=True)
+        cotangents = _loss_cotangents(self.block, passes, slice(None))
+        jacobians = layer_jacobians(self.net, WeightLocation(torch.stack(states)), X, cotangents, cost)
+        self._gradients = by_parameter(self.net, jacobians)
+        self.together = {step.index: (k, size) for k, ((step, _), size) in enumerate(zip(found, sizes, strict=True))}
+        (first, data), P = found[0], self.net.model.num_weights
+        direction = _noise(P, replay.dtype_of(data)).to(states[0])
+        self._adjoints = direction[None]
+        values = self.of_steps([first.index], torch.zeros(len(self.net.model.sizes), dtype=torch.int64))
+        self._adjoints = direction.new_empty(len(found), num_directions, P)
+        exact = self.run.passes.gradient(self.block.trained_state(first.index), data, exact=True).gradient
+        if not _is_same(values[0].sum(), direction[0] @ exact, values[0].abs().sum(), replay.dtype_of(data)):
+            self.together, self._gradients = {}, []
+
+    def adjoints(self, step: int) -> Float[Tensor, "R P"]:
+        """Return where the adjoints of a step that is taken together with others are to be written."""
+        if self._adjoints is None:
+            raise ValueError("no steps are taken together: this is a bug in epk_gp.")
+        return self._adjoints[self.together[step][0]]
+
+    def of_steps(self, steps: Sequence[int], groups: Int64[Tensor, " L"]) -> list[Float[Tensor, "R B G"]]:
+        """Return c_i <H, grad loss_i> for the rows of steps that are taken together, over each group of parameters."""
+        T, (first, _) = len(steps), self.together[steps[0]]
+        H = self.adjoints(steps[0])[None] if T == 1 else cast(Tensor, self._adjoints)[first : first + T]
+        most = max(size for _, size in self.together.values())
+        values = H.new_zeros(T, most, H.shape[1], int(groups.max()) + 1)
+        columns = H.split(self.net.model.sizes, dim=2)
+        for gradients, own, group in zip(self._gradients, columns, groups.tolist(), strict=True):
+            if len(self.together) > T:
+                rows = slice(first * most, (first + T) * most)
+                gradients = replace(gradients, jacobian=gradients.jacobian.rows(rows))
+            values[..., group] += gradients.products_of_steps(own)
+        sizes = [self.together[step][1] for step in steps]
+        return [value[:size].transpose(0, 1) for value, size in zip(values, sizes, strict=True)]
 
     def of_whole(
         self, step: Step, data: PassData, H: Float[Tensor, "R P"], groups: Int64[Tensor, " L"],
@@ -325,8 +396,7 @@ class LossProducts:
     def _is_verified(self, state: Tensor, data: PassData, blocks: Sequence[RecordedRows], *, by_row: bool) -> bool:
         """Compare products along a random direction with plain autograd's: their sum, and that of every row."""
         model, dtype = self.net.model, self.run.passes.dtype_of(data)
-        noise = torch.randn(1, model.num_weights, generator=torch.Generator().manual_seed(0), dtype=dtype)
-        direction, found = noise.to(state), state.new_zeros(1, len(data.X))
+        direction, found = _noise(model.num_weights, dtype).to(state), state.new_zeros(1, len(data.X))
         (whole,) = parts_of(model.shapes, [0] * len(model.shapes), model.num_weights)
         for own in blocks:
             if (gradients := own.gradients or self._record(state, data, own.rows)) is None:
@@ -476,6 +546,10 @@ def add_products(
     for own, piece, columns in zip(owners, part.pieces, H.split(list(part.sizes), dim=1), strict=True):
         rows = slice(piece.start // own.unit, piece.stop // own.unit)
         values.add_(own.products(columns, rows), alpha=scale)
+
+
+def _noise(num_weights: int, dtype: torch.dtype) -> Float[Tensor, "1 P"]:
+    return torch.randn(1, num_weights, generator=torch.Generator().manual_seed(0), dtype=dtype)
 
 
 def _loss_cotangents(block: Predictions, data: PassData, rows: slice) -> Cotangents:

@@ -10,18 +10,20 @@ from typing import Any, Unpack
 from jaxtyping import Int64
 from torch import Tensor
 
+from epk_gp.autodiff.dense import PlannedModel
 from epk_gp.autodiff.scalars import Function
-from epk_gp.autodiff.verification import planned
+from epk_gp.autodiff.verification import with_plan
 from epk_gp.core.checks import ComputeSettings, parse_options, validate_positive
-from epk_gp.core.gradients import replayed_steps
 from epk_gp.core.inputs import Inputs, Points
+from epk_gp.core.losses import Head
+from epk_gp.core.replayed_steps import replayed_steps
 from epk_gp.core.states import recomputation_of
 from epk_gp.core.trajectory import Trajectory
 from epk_gp.gram.path_kernel import PathKernel
 from epk_gp.gram.tiles import GramWork
-from epk_gp.kernel_machine.attribute import attribution_work, parse_request
-from epk_gp.kernel_machine.axes import Axis
+from epk_gp.kernel_machine.attribute import By, attribution_work, parse_request
 from epk_gp.kernel_machine.terms import AttributionWork, leaves_residuals
+from epk_gp.quadrature.rules import Rule, WeightPath, adaptive
 from epk_gp.work.run import Piece, Sums, Work
 
 SECONDS = 10.0  # for measuring, by default
@@ -70,50 +72,61 @@ def plan_gram(
 
     parsed = parse_options("plan_gram", ("checkpoint", "executor"), **options)
     kernel.validate_points(a, b, parsed)
-    while True:
-        with planned(kernel.trajectory, a.X) as net:
-            work = GramWork(kernel.with_net(net, parsed), a, b, plan=net.plan)
-            tiles = (work.tiles[piece.place[:-1]] for piece in work.pieces)
-            kinds = [(t.x_is_train, t.y_is_train, t.is_symmetric, len(t.rows), len(t.columns)) for t in tiles]
-            result_bytes = len(a) * len(b) * work.planned.num_sums * work.planned.sum_dtype.itemsize
-            return _measured(work, kinds, result_bytes, seconds)
+
+    def compute(net: PlannedModel) -> Plan:
+        work = GramWork(kernel.with_net(net, parsed), a, b, plan=net.plan)
+        tiles = (work.tiles[piece.place[:-1]] for piece in work.pieces)
+        kinds = [(t.x_is_train, t.y_is_train, t.is_symmetric, len(t.rows), len(t.columns)) for t in tiles]
+        result_bytes = len(a) * len(b) * work.planned.num_sums * work.planned.sum_dtype.itemsize
+        return _measured(work, kinds, result_bytes, seconds)
+
+    return with_plan(compute, a.X, kernel.trajectory)
 
 
 def plan_attribution(
-    kernel: PathKernel,
+    trajectory: Trajectory,
     X: Inputs,
-    groupings: Sequence[Sequence[Axis]],
     *,
+    by: By | None = None,
+    head: Head | None = None,
+    rule: Rule = adaptive(tol=1e-12),
+    path: WeightPath | None = None,
     classes: Int64[Tensor, " n"] | None = None,
     function: Function | None = None,
     seconds: float = SECONDS,
     **options: Unpack[ComputeSettings],
 ) -> Plan:
-    """Say what `attribute_many` costs with the kernel's run, head, rule and path.
+    """Say what `attribute` costs with the same arguments.
 
     Args:
-        kernel: The kernel. `attribute_many` has the rule `adaptive(tol=1e-12)` by default.
+        trajectory: The run.
         X: n inputs, taken as test copies.
-        groupings: As of `attribute_many`; `[[by_sample(run)]]` stands for `attribute`.
-        classes: One output per input.
-        function: As of `attribute`, in place of the kernel's head.
+        by: As of `attribute`.
+        head: As of `attribute`.
+        rule: As of `attribute`.
+        path: As of `attribute`.
+        classes: As of `attribute`.
+        function: As of `attribute`.
         seconds: Time for measuring. Of a block of points that takes longer, some steps are measured.
         options: `memory_budget`; see `ComputeOptions`.
 
     Raises:
-        TypeError, ValueError: As of `attribute_many`; or `seconds` is not positive.
+        TypeError, ValueError: As of `attribute`; or `seconds` is not positive.
     """
     validate_positive(seconds, "seconds")
     parsed = parse_options("plan_attribution", ("accumulate", "checkpoint", "executor"), **options)
-    kernel, X, axes = parse_request(kernel, X, groupings, (classes, function))
-    while True:
-        with planned(kernel.trajectory.recorded, X) as recorded_net, planned(kernel.trajectory, X) as net:
-            work = attribution_work(net, kernel, X, axes, classes, parsed, recorded_net=recorded_net)
-            kinds = [len(work.blocks[piece.place[0]]) for piece in work.pieces]
-            per_step = seconds_of_step(work.whole.recorded, work.X, seconds)
-            vars(work)["residuals"] = defaultdict(lambda: None)  # of the whole run; measured by themselves
-            plan = _measured(work, kinds, work.num_bytes(work.num_rows), seconds)
-            return replace(plan, seconds=plan.seconds + per_step * kernel.trajectory.num_steps, **_cost(work))
+    kernel, X, groupings = parse_request(trajectory, X, by, (head, rule, path), (classes, function))
+    run, request = kernel.trajectory, (kernel, X, groupings, classes, parsed)
+
+    def compute(net: PlannedModel, recorded_net: PlannedModel) -> Plan:
+        work = attribution_work(net, *request, recorded_net=recorded_net, splits_statistics=by is not None)
+        kinds = [len(work.blocks[piece.place[0]]) for piece in work.pieces]
+        per_step = seconds_of_step(work.whole.recorded, work.X, seconds)
+        vars(work)["residuals"] = defaultdict(lambda: None)  # of the whole run; measured by themselves
+        plan = _measured(work, kinds, work.num_bytes(work.num_rows), seconds)
+        return replace(plan, seconds=plan.seconds + per_step * run.num_steps, **_cost(work))
+
+    return with_plan(compute, X, run, run.recorded)
 
 
 def seconds_of_step(trajectory: Trajectory, X: Tensor, seconds: float) -> float:

@@ -10,15 +10,15 @@ from jaxtyping import Float, Int64
 from torch import Tensor
 
 from epk_gp.autodiff.dense import PlannedModel, WeightSegment
-from epk_gp.autodiff.verification import planned
+from epk_gp.autodiff.verification import with_plan
 from epk_gp.core.checks import ComputeOptions, ComputeSettings, door, parse_options
-from epk_gp.core.gradients import replayed_steps
 from epk_gp.core.inputs import Inputs
 from epk_gp.core.losses import Head
 from epk_gp.core.plans import integration_points, panel_points
+from epk_gp.core.replayed_steps import replayed_steps
 from epk_gp.core.show import Displayed, Entry, Summary, count, kind_of
 from epk_gp.core.states import PredictedPath, described_states
-from epk_gp.core.trajectory import Trajectory, flat_state, flat_weights, has_memory, leaves_unexplained, network_outputs
+from epk_gp.core.trajectory import Trajectory, flat_state, flat_weights, has_coarse_steps, has_memory, parse_inputs
 from epk_gp.gram.path_kernel import PathKernel, require_training
 from epk_gp.gram.tiles import step_ranges
 from epk_gp.kernel_machine import certificate
@@ -72,7 +72,8 @@ class ReconstructionWork(PathWork):
         ratios = sums.largest.setdefault("mismatch_ratios", torch.zeros(trajectory.num_steps, dtype=torch.float64))
         largest = sums.largest.setdefault("mismatch", torch.zeros(1, dtype=torch.float64))
         yield sums
-        for replayed in replayed_steps(trajectory, net.model, self.X, slice(begin, self.ranges[number].stop)):
+        own, plan = slice(begin, self.ranges[number].stop), net.memory_plan(self.memory_budget)
+        for replayed in replayed_steps(trajectory, net.model, self.X, own, plan=plan):
             mismatches, index = certificate.StepMismatches(), replayed.step.index
             is_amplified, w, d = mismatches.add(trajectory, net.model, replayed), replayed.w, replayed.d
             ratios[index] = mismatches.ratio
@@ -81,7 +82,7 @@ class ReconstructionWork(PathWork):
                 d = flat_weights(trajectory.trained, index + 1, w) - w
             w, d = path.step(index, w, d)
             # what update rule and gradients do not explain is one too; statistics move as recorded
-            if leaves_unexplained(trajectory):
+            if _leaves_unexplained(trajectory):
                 d = flat_weights(trajectory, index + 1, w) - w
             if net.model.statistics:
                 before, after = (flat_state(trajectory, s, w)[len(w) :] for s in (index, index + 1))
@@ -192,17 +193,22 @@ def reconstruct(
     kernel = PathKernel(trajectory, head, rule, path=path)
     require_training(trajectory, "epk_gp.reconstruct")
     require_integrable(path, "reconstruct")
-    X = kernel.parse_inputs(X)
-    while True:
-        with planned(trajectory, X) as net:
-            result = _reconstruct(net, kernel, X, parsed)
-            certificate.warn_unless_certified("the reconstruction", result.findings)
-            return result
+    X = parse_inputs(trajectory, X)
+    result = with_plan(lambda net: _reconstruct(net, kernel, X, parsed), X, trajectory)
+    certificate.warn_unless_certified("the reconstruction", result.findings)
+    return result
+
+
+def _leaves_unexplained(trajectory: Trajectory) -> bool:
+    """Return whether steps may differ from the update rule's on exact gradients by more than their dtype's rounding.
+
+    They may where steps are coarse, and where one ends at a kept state after states that were computed again.
+    """
+    return hasattr(trajectory.trained.states, "at") or has_coarse_steps(trajectory)
 
 
 def _reconstruct(net: PlannedModel, kernel: PathKernel, X: Tensor, options: ComputeOptions) -> Reconstruction:
-    trajectory, head = kernel.trajectory, kernel.head
-    initial, network = (network_outputs(trajectory, X, state=state, head=head) for state in (0, -1))
+    trajectory, (initial, network) = kernel.trajectory, kernel.end_outputs(X)
     is_apart = options.executor is not None or options.checkpoint is not None
     work = ReconstructionWork(kernel, X, options.memory_budget, is_apart, plan=net.plan)
     sums, steps = work.nothing(len(X)), max(1, trajectory.num_steps)

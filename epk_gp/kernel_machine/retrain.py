@@ -10,16 +10,17 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from epk_gp.autodiff.verification import MappedRows, plan_for
+from epk_gp.autodiff.verification import plan_for
 from epk_gp.core.checks import MEMORY_BUDGET, ComputeSettings, door, parse_options, validate_finite
-from epk_gp.core.gradients import PassData, RunReplay, UnseenMove
+from epk_gp.core.gradients import PassData
 from epk_gp.core.inputs import Inputs
 from epk_gp.core.losses import Head, apply_head, resolve_head, validate_stated
 from epk_gp.core.plans import EVALUATED_ROWS, rows_of_weights, weight_rows
+from epk_gp.core.replayed_steps import RunReplay, UnseenMove
 from epk_gp.core.show import Displayed, Entry, Summary, certificate_entry, count, kind_of, number
 from epk_gp.core.states import EndingWith, averaged_trajectory
 from epk_gp.core.step import Step, fingerprint, not_following, tensor_bytes
-from epk_gp.core.torch_overrides import WrittenOutNormalisation, disable_fused_attention, outside_autocast
+from epk_gp.core.torch_overrides import MappedRows, WrittenOutNormalisation, disable_fused_attention, outside_autocast
 from epk_gp.core.trajectory import (
     Trajectory,
     flat_state,
@@ -439,7 +440,8 @@ def retrain(trajectory: Trajectory, weights: Float[Tensor, "*m M"], **options: U
     batches = (trajectory.num_points if step.batch is None else len(step.batch) for step in trajectory.steps)
     graph = net.model.signature.graph
     num_rows = max(batches, default=1) if graph is None else graph.num_nodes
-    runs_at_once = net.memory_plan(parsed.memory_budget).retrained_runs(num_rows)
+    plan = net.memory_plan(parsed.memory_budget)
+    runs_at_once = plan.retrained_runs(num_rows)
     work = RetrainingWork(trajectory, rows, runs_at_once, plan=net.plan)
     ends, found = list[Tensor](), Sums()
     with outside_autocast():
@@ -447,7 +449,7 @@ def retrain(trajectory: Trajectory, weights: Float[Tensor, "*m M"], **options: U
             ends.append(sums.added.pop("states"))
             found.merge(sums)
     states, (difference, ratio) = torch.cat(ends), found.largest["difference"].tolist()
-    findings = [*run_findings(trajectory), *step_mismatches(trajectory, law).retraining_findings]
+    findings = [*run_findings(trajectory), *step_mismatches(trajectory, law, plan).retraining_findings]
     if not ratio <= REPLAY_TOLERANCE[states.dtype]:
         findings.append(
             f"with all weights 1 it ends {ratio:.2g} of the way that the weights went from the recorded network "

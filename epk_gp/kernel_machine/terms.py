@@ -4,7 +4,7 @@ from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import ClassVar, cast
+from typing import ClassVar
 
 import torch
 from jaxtyping import Float, Int64, Shaped
@@ -13,8 +13,8 @@ from torch import Tensor
 from epk_gp.autodiff.averages import HeldProducts
 from epk_gp.autodiff.dense import Cotangents, PlannedModel, WeightSegment, all_outputs, chosen_outputs
 from epk_gp.autodiff.jacobians import WeightLocation, layer_jacobians, statistics_jacobian
-from epk_gp.autodiff.products import write_columns
-from epk_gp.autodiff.representations import ContractionCost, DenseJacobian, LayerJacobian, LeftFactor, NodeWeights
+from epk_gp.autodiff.products import by_parameter
+from epk_gp.autodiff.representations import ContractionCost, NodeWeights
 from epk_gp.core.plans import MemoryPlan, rows_per_pass, weight_rows
 from epk_gp.core.states import recomputation_of
 from epk_gp.core.step import NOT_OF_DATA, fingerprint
@@ -85,7 +85,7 @@ class Predictions:
             num_contractions=self.kernel.rule.num_contractions,
             cotangents_are_constant=self.kernel.head == "logits",
             all_dense=not self.net.plan.supports_interpolation,
-            keeps_factors=self.is_layerwise,
+            keeps_factors=self.is_layerwise or self.lines_together > 1,
         )
 
     @property
@@ -118,6 +118,14 @@ class Predictions:
         self._products[first] = steps.start, held
         return held
 
+    @cached_property
+    def lines_together(self) -> int:
+        """Number of stretches of the path whose averaged gradients are computed together."""
+        if self.is_layerwise:
+            return 1
+        K, N = self.num_outputs, len(self.X)
+        return self.memory.lines_together(2 * N * self.kernel.rule.num_contractions, K, K * N)
+
     def zeros(self, *shape: int) -> Tensor:
         """Return zeros of the computation's dtype and device."""
         spec = self.net.model.spec
@@ -140,46 +148,49 @@ class Predictions:
 
 
 @dataclass(frozen=True, eq=False)
-class IntegratedLine:
-    """A straight line of the path at all points.
+class IntegratedLines:
+    """Straight lines of the path, one or several, at all points: pair g N + n is point n on line g.
 
     Attributes:
         block: The predictions.
-        segment: The line.
-        integral: The nodes of each point, and what they sum up to.
+        lines: The G lines.
+        integral: The nodes of each pair, and what they sum up to.
         max_rows: Nodes evaluated at a time.
     """
 
     block: Predictions
-    segment: WeightSegment
+    lines: WeightSegment
     integral: Integral
     max_rows: int
 
-    def node_batches(self, points: range | None = None) -> Iterator[NodeBatch]:
+    def node_batches(self, pairs: range | None = None) -> Iterator[NodeBatch]:
         """Compute the output gradients at the nodes, some nodes at a time; each call computes them anew.
 
         Args:
-            points: Neighbouring points, at whose nodes they are computed; None for all.
+            pairs: Neighbouring pairs, at whose nodes they are computed; None for all.
         """
-        block, own = self.block, range(len(self.block.X)) if points is None else points
-        for nodes, rows, at in self._nodes(self.max_rows, own):
-            jacobians = layer_jacobians(block.net, at, block.X[rows], block.cotangents(rows), block.cost)
-            yield NodeBatch(jacobians, NodeWeights(self.integral.weight[nodes], rows - own.start, len(own)))
+        block, own = self.block, range(len(self.integral.total)) if pairs is None else pairs
+        for pair, weights, at in self._nodes(self.max_rows, own):
+            points = pair % len(block.X)
+            jacobians = layer_jacobians(block.net, at, block.X[points], block.cotangents(points), block.cost)
+            yield NodeBatch(jacobians, NodeWeights(weights, pair - own.start, len(own)))
 
-    def average_into(self, Phi: Float[Tensor, "K N P"]) -> None:
-        """Overwrite a vector of weights for each output of each point with the outputs' averaged gradients."""
-        block, N, all_dense = self.block, len(self.block.X), self.block.cost.all_dense
+    def average_into(self, Phi: Float[Tensor, "G N K P"]) -> None:
+        """Overwrite a vector of weights for each output of each pair with the outputs' averaged gradients."""
+        block, (G, N, _, _), sizes = self.block, Phi.shape, list(self.block.net.model.sizes)
         at_once = max(1, min(self.max_rows, block.memory.adjoint_points(block.num_outputs) // 8))
-        for points in (range(a, min(a + at_once, N)) for a in range(0, N, at_once)):
-            averages: dict[int, LeftFactor] = {}
-            for batch in self.node_batches(points):
-                for layer, jacobian in enumerate(batch.jacobians):
-                    term = jacobian if jacobian.commutes_with_average else DenseJacobian(jacobian.to_dense())
-                    averages[layer] = term.average(averages.get(layer), batch.nodes)
-            layers = [cast(LayerJacobian, averages[layer]) for layer in sorted(averages)]
-            write_columns(block.net, layers, Phi[:, points.start : points.stop], all_dense=all_dense)
+        for lines in torch.arange(G).split(max(1, at_once // N)):
+            first, last = int(lines[0]), int(lines[-1]) + 1
+            for start in range(0, N, at_once):
+                points = slice(start, min(start + at_once, N))
+                columns = Phi[first:last, points].flatten(0, 1).split(sizes, dim=2)
+                pairs = range(first * N + points.start, (last - 1) * N + points.stop)
+                for number, batch in enumerate(self.node_batches(pairs)):
+                    gradients = by_parameter(block.net, batch.jacobians, all_dense=block.cost.all_dense)
+                    for own, out in zip(gradients, columns, strict=True):
+                        own.write_average(batch.nodes, out, adds=number > 0)
 
-    def averaged_statistics_jacobian(self) -> Float[Tensor, "K N Q"]:
+    def averaged_statistics_jacobian(self) -> Float[Tensor, "K GN Q"]:
         """Average the outputs' gradients in the moving statistics, at the nodes of those in the weights.
 
         With Phi the gradients in the weights, averaged over the same nodes,
@@ -187,35 +198,43 @@ class IntegratedLine:
             <Phi, w_{s+1} - w_s> + <Phi^b, b_{s+1} - b_s> = integral.total.
         """
         block, K, Q = self.block, self.block.num_outputs, self.block.net.model.num_statistics
-        total = block.zeros(K, len(block.X), Q)
+        total = block.zeros(K, len(self.integral.total), Q)
         size = block.memory.statistics_rows(K, Q)
-        for nodes, points, at in self._nodes(size, range(len(block.X))):
+        for pair, weights, at in self._nodes(size, range(len(self.integral.total))):
+            points = pair % len(block.X)
             gradients = statistics_jacobian(block.net, at, block.X[points], block.cotangents(points))
-            total.index_add_(1, points, self.integral.weight[nodes][:, None] * gradients)
+            total.index_add_(1, pair, weights[:, None] * gradients)
         return total
 
     def _nodes(self, size: int, own: range) -> Iterator[tuple[Tensor, Tensor, WeightLocation]]:
-        """Yield some nodes of neighbouring points at a time, the points that they belong to, and their weights."""
-        line, integral = self.segment, self.integral
-        for nodes in ((integral.point >= own.start) & (integral.point < own.stop)).nonzero().squeeze(1).split(size):
-            yield nodes, integral.point[nodes], WeightLocation(line.w, line.d, integral.t[nodes])
+        """Yield the pairs of some nodes at a time, the nodes' weights, 0 of those that come again, and locations."""
+        integral = self.integral
+        nodes = ((integral.point >= own.start) & (integral.point < own.stop)).nonzero().squeeze(1)
+        pair, t, weights = integral.point[nodes], integral.t[nodes], integral.weight[nodes]
+        for lines, rows, first in self.lines.passes(pair // len(self.block.X), size):
+            own_weights = torch.zeros_like(t[rows]).index_copy_(0, first, weights[rows[first]])
+            yield pair[rows], own_weights, WeightLocation(lines.w, lines.d, t[rows])
 
 
-def integrate_stretch(block: Predictions, steps: range, max_nodes: int) -> IntegratedLine:
-    """Choose the nodes of all points on a stretch of the path.
+def integrate_stretches(block: Predictions, stretches: Sequence[range], max_nodes: int) -> IntegratedLines:
+    """Choose the nodes of all points on neighbouring stretches of the path, which are integrated together.
 
     Args:
         block: The predictions.
-        steps: The steps that the stretch stands for; it goes from the recorded state before the first to that after the
-            last.
+        stretches: The steps that each stretch stands for; it goes from the recorded state before the first to that
+            after the last.
         max_nodes: Nodes evaluated at a time.
     """
     X, net, kernel = block.X, block.net, block.kernel
-    w, end = block.state(steps.start), block.state(steps.stop)
+    states = [block.state(s) for s in (*(steps.start for steps in stretches), stretches[-1].stop)]
+    w, d = states[0], states[1] - states[0]
+    if len(stretches) > 1:
+        every = torch.stack(states)
+        w, d = every[:-1], every.diff(dim=0)
     size = min(max_nodes, rows_per_pass(net.plan, net.itemsize, block.num_outputs))
-    segment = WeightSegment(net, w, end - w, kernel.head, block.memory_budget)
-    integral = integrate(segment, X, kernel.rule, len(stretches_of(kernel.path, block.trajectory.num_steps)))
-    return IntegratedLine(block, segment, integral, size)
+    lines = WeightSegment(net, w, d, kernel.head, block.memory_budget)
+    integral = integrate(lines, X, kernel.rule, len(stretches_of(kernel.path, block.trajectory.num_steps)))
+    return IntegratedLines(block, lines, integral, size)
 
 
 # The terms of a result, and by what each is split.
@@ -487,8 +506,9 @@ class AttributionWork(PathWork):
         """What is left of the steps when they are compared with the recorded ones; the run is replayed."""
         whole, keeps_all = self.whole, leaves_residuals(self.whole)
         most = weight_rows(self.memory_budget, whole.net.itemsize, whole.net.model.num_weights)
-        model = whole.recorded_net.model
-        return StepResiduals(whole.recorded, model, whole.X, most, keeps=self.keeps_residuals, keeps_all=keeps_all)
+        net, run = whole.recorded_net, whole.recorded
+        plan, keeps = net.memory_plan(self.memory_budget), self.keeps_residuals
+        return StepResiduals(run, net.model, whole.X, most, keeps=keeps, keeps_all=keeps_all, plan=plan)
 
     @property
     def num_rows(self) -> int:
@@ -507,7 +527,7 @@ class AttributionWork(PathWork):
     @cached_property
     def pieces(self) -> list[Piece]:
         """The pieces, block by block."""
-        shape = fingerprint(self.plan, type(self).__name__, self.outputs_per_row, self.rows_per_block)
+        shape = fingerprint(self.plan, type(self).__name__, self.outputs_per_row, self.rows_per_block, "by point")
         return self.pieces_of(f"sums-{shape}", len(self.blocks))
 
     @property

@@ -19,7 +19,7 @@ from jaxtyping import Float, Int64
 from torch import Tensor
 
 from epk_gp.autodiff.scalars import Function
-from epk_gp.core.checks import ComputeSettings, parse_options
+from epk_gp.core.checks import ComputeSettings, door, parse_options
 from epk_gp.core.gradients import PassData
 from epk_gp.core.inputs import Inputs
 from epk_gp.core.losses import ClassLoss, Head
@@ -27,8 +27,8 @@ from epk_gp.core.show import Entry, Summary, number
 from epk_gp.core.step import Step, fingerprint
 from epk_gp.core.trajectory import Trajectory
 from epk_gp.kernel_machine.adjoint import AdjointTerms
-from epk_gp.kernel_machine.attribute import Attribution, attribution_kernel, split_predictions, terms_by_sample
-from epk_gp.kernel_machine.axes import PointsTable, by_sample
+from epk_gp.kernel_machine.attribute import Attribution, parse_request, split_predictions, terms_by_sample
+from epk_gp.kernel_machine.axes import PointsTable
 from epk_gp.kernel_machine.certificate import warn_unless_certified
 from epk_gp.kernel_machine.loss_products import LossProducts
 from epk_gp.kernel_machine.terms import Groupings, TermSums
@@ -138,9 +138,8 @@ class TokenTerms(AdjointTerms):
         """Add what the targets of the sequences in a pass add, one output after another."""
         if not isinstance(totals, TokenSums):
             return
-        N = len(totals.sequences)
-        for number_of_row, direction in enumerate(H):
-            k, n = divmod(number_of_row, N)
+        for row, direction in enumerate(H):
+            n, k = divmod(row, totals.sequences.shape[1])
             is_chosen = data.samples[:, None] == totals.sequences[n, k].to(data.samples.device)
             rows = is_chosen.any(dim=1).nonzero().squeeze(1)
             if len(rows):
@@ -178,6 +177,7 @@ def _positions(run: Trajectory, data: PassData, length: int) -> slice:
     return slice(length) if votes[0] else slice(T - length, T)
 
 
+@door
 def attribute_tokens(
     trajectory: Trajectory,
     X: Inputs,
@@ -215,11 +215,10 @@ def attribute_tokens(
             numbers of training sequences, or torch has no forward mode for the network.
     """
     parsed = parse_options("attribute_tokens", ("accumulate",), **options)
-    kernel = attribution_kernel(trajectory, head, rule, path, function)
+    kernel, X, groupings = parse_request(trajectory, X, None, (head, rule, path), (classes, function))
     _validate(trajectory, sequences)
-    groupings, asked = ((by_sample(trajectory),),), (classes, function)
     kind: Callable[..., TokenTerms] = partial(TokenTerms, sequences=sequences)
-    (parts,), totals = split_predictions(kernel, X, groupings, asked, parsed, path, splits_statistics=False, kind=kind)
+    (parts,), totals = split_predictions(kernel, X, groupings, classes, parsed, splits_statistics=False, kind=kind)
     terms, shape, own = terms_by_sample(parts), parts.network.shape, cast(TokenSums, totals)
     tokens, chosen = (value.reshape(*shape, *value.shape[2:]) for value in (own.tokens, own.sequences))
     missed = (tokens.sum(dim=3) - terms["samples"].gather(2, chosen)).abs()

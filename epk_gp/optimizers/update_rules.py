@@ -260,8 +260,10 @@ def broadcast_to_params(value: Tensor, sizes: Sequence[int], reference: Tensor) 
     """Return a coefficient as one number per weight, in the dtype and on the device of `reference`."""
     if len(value) != len(sizes):
         return value.to(reference)
-    value, is_shared, repeats = value.to(reference), len(set(value.tolist())) == 1, torch.tensor(list(sizes))
-    return value[:1].expand(sum(sizes)) if is_shared else value.repeat_interleave(repeats.to(value.device))
+    numbers = value.tolist()
+    if numbers.count(numbers[0]) == len(numbers):
+        return reference.new_full((1,), numbers[0]).expand(sum(sizes))
+    return value.to(reference).repeat_interleave(torch.tensor(list(sizes), device=reference.device))
 
 
 def coefficient_of_all(value: Tensor, sizes: Sequence[int], reference: Tensor) -> Number:

@@ -32,11 +32,11 @@ _SEARCH_EVALUATIONS = 2
 
 
 class _Refinement:
-    """Steps of n points that are integrated under an adaptive rule.
+    """Pairs of a step and an input that are integrated under an adaptive rule: n points.
 
     Args:
-        segment: The step.
-        X: n inputs.
+        segment: The steps.
+        X: The inputs.
         rule: The rule.
         num_steps: Steps that share its tolerance.
         table: The orders of intervals.
@@ -49,7 +49,7 @@ class _Refinement:
         self, segment: WeightSegment, X: Tensor, rule: AdaptiveRule, num_steps: int, table: iv.StageTable
     ) -> None:
         self.segment, self.X, self.table, self.limit = segment, X, table, rule.max_evaluations
-        self.tol, self.evaluations = rule.tol / num_steps, segment.w.new_zeros(len(X))
+        self.tol, self.evaluations = rule.tol / num_steps, segment.w.new_zeros(segment.num_lines * len(X))
 
     def cut_at_kinks(self, whole: iv.Intervals, switches: Bool[Tensor, " n"]) -> iv.Intervals:
         """Cut whole steps at kinks where a unit stands differently at their ends, before anything is integrated."""
@@ -167,7 +167,7 @@ class _Refinement:
         to_search = (~rises & ~intervals.is_searched).nonzero().squeeze(1)
         if not self.segment.net.plan.shares_pass:
             at = intervals[to_search]
-            to_search = to_search[may_switch(self.segment, self.X[at.point], at.a, at.b)]
+            to_search = to_search[may_switch(self.segment, self.X, at.point, at.a, at.b)]
         owner, cuts = self._located_cuts(intervals, to_search)
         has_kinks = torch.zeros_like(rises).index_fill_(0, owner, True)
         is_halved = ~has_kinks & ~rises
@@ -196,12 +196,13 @@ class _Refinement:
 
     def _values(self, intervals: iv.Intervals, owner: Tensor, t: Tensor) -> Float[Tensor, "B C"]:
         """Evaluate f in some intervals."""
-        return values(self.segment, self.X[intervals.point[owner]], t) if len(t) else intervals.f_a[:0]
+        return values(self.segment, self.X, t, intervals.point[owner]) if len(t) else intervals.f_a[:0]
 
     def _located_cuts(self, intervals: iv.Intervals, rows: Tensor) -> tuple[Tensor, Tensor]:
         """List the kinks inside of those intervals that are searched for them, in order: owner (B,), position (B,)."""
         point = intervals.point[rows]
-        interval, cuts, is_searched = locate_kinks(self.segment, self.X[point], intervals.a[rows], intervals.b[rows])
+        a, b = intervals.a[rows], intervals.b[rows]
+        interval, cuts, is_searched = locate_kinks(self.segment, self.X, point, a, b)
         searched = point[is_searched]
         cost = torch.full_like(searched, _SEARCH_EVALUATIONS, dtype=self.evaluations.dtype)
         self.evaluations.index_add_(0, searched, cost)
@@ -223,6 +224,8 @@ _MERGE_DISTANCE = 1e-12
 @dataclass(frozen=True, eq=False)
 class Integral:
     """int_0^1 <J_{w + t d}(x_n), d> dt for n points, with the nodes that it took.
+
+    Of several steps together, each has an equal group of the points.
 
     Attributes:
         total: The integrals, (n, C).
@@ -261,13 +264,13 @@ class Integral:
 
 
 def integrate(
-    segment: WeightSegment, X: Shaped[Tensor, "n ..."], rule: QuadratureRule | AdaptiveRule, num_steps: int
+    segment: WeightSegment, X: Shaped[Tensor, "N ..."], rule: QuadratureRule | AdaptiveRule, num_steps: int
 ) -> Integral:
-    """Integrate the gradient's inner product with the step, for n points.
+    """Integrate the gradient's inner product with each step, for n points: pairs of a step and an input.
 
     Args:
-        segment: The step.
-        X: n inputs.
+        segment: The steps.
+        X: N inputs.
         rule: A fixed rule, used as it is, or an adaptive one.
         num_steps: Steps that share the adaptive rule's tolerance.
 
@@ -277,14 +280,14 @@ def integrate(
     Raises:
         ValueError: The network's outputs at either end of the step hold NaN or infinity.
     """
-    n = len(X)
+    n = segment.num_lines * len(X)
     zeros, ones = segment.w.new_zeros(n), segment.w.new_ones(n)
     every = torch.arange(n, device=X.device)
     no = torch.zeros_like(every, dtype=torch.bool)
     if isinstance(rule, AdaptiveRule):
         start, end, switches = values_at_ends(segment, X)
     else:  # which unit switches is of no use to it
-        start, end, switches = values(segment, X, zeros), values(segment, X, ones), no
+        start, end, switches = values(segment, X, zeros, every), values(segment, X, ones, every), no
     validate_finite(start, "the network's outputs at the start of a step")
     validate_finite(end, "the network's outputs at the end of a step")
     total, residual, evaluations = torch.zeros_like(start), zeros.clone(), zeros.clone()
@@ -305,7 +308,7 @@ def integrate(
         point = intervals.point[owner]
         is_new = (number >= table.num_known[intervals.stage][owner]).nonzero().squeeze(1)
         f, slope = start.new_zeros(len(t), start.shape[1]), start.new_empty(len(t), start.shape[1])
-        f[is_new], slope[is_new] = directional_derivatives(segment, X[point[is_new]], t[is_new])
+        f[is_new], slope[is_new] = directional_derivatives(segment, X, t[is_new], point[is_new])
         old = (number < table.num_known[intervals.stage][owner]).nonzero().squeeze(1)
         slope[old] = intervals.known[owner[old], number[old]]
         integral = torch.zeros_like(intervals.f_a).index_add_(0, owner, weight[:, None] * slope)

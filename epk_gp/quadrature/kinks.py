@@ -161,8 +161,9 @@ def _picked(
 MAX_ITERATIONS = 40
 
 
-# B events that may hide a kink: the interval, the number of the operation's call in the forward pass, the unit, and the
-# other unit of a pool, or -1 for a threshold. The sign of what the unit sees, less what the other sees, changes there.
+# B events that may hide a kink: the interval, or its pair of a step and an input, the number of the operation's call in
+# the forward pass, the unit, and the other unit of a pool, or -1 for a threshold. The sign of what the unit sees, less
+# what the other sees, changes there.
 _Events = tuple[Int64[Tensor, " B"], Int64[Tensor, " B"], Int64[Tensor, " B"], Int64[Tensor, " B"]]
 
 # Where units switch along the step: (B,) the interval, (B,) the position on the step, and (E,) whether an interval was
@@ -171,58 +172,78 @@ Kinks = tuple[Int64[Tensor, " B"], Float[Tensor, " B"], Bool[Tensor, " E"]]
 
 
 def values_at_ends(
-    segment: WeightSegment, X: Shaped[Tensor, "n ..."]
+    segment: WeightSegment, X: Shaped[Tensor, "N ..."]
 ) -> tuple[Float[Tensor, "n C"], Float[Tensor, "n C"], Bool[Tensor, " n"]]:
-    """Evaluate f at both ends of the step, and tell for which rows a unit stands differently there.
+    """Evaluate f at both ends of each step, and tell for which pairs a unit stands differently there.
 
     What fused functions hide is not seen.
     """
-    zeros, is_seen = segment.w.new_zeros(len(X)), segment.net.plan.supports_interpolation
-    size = segment.memory.kink_search_rows()
-    switches, (start, end) = _stand_differently(partial(values, segment), X, (zeros, zeros + 1), size)
+
+    def evaluate(part: WeightSegment, x: Tensor, t: Tensor) -> Tensor:
+        rows = torch.arange(len(x), device=x.device)
+        line = rows // (len(x) // part.num_lines)
+        return values(part, x, t, line * len(x) + rows)
+
+    pair = torch.arange(segment.num_lines * len(X), device=X.device)
+    zeros, is_seen = segment.w.new_zeros(len(pair)), segment.net.plan.supports_interpolation
+    switches, (start, end) = _stand_differently(evaluate, segment, X, pair, (zeros, zeros + 1))
     return start, end, switches & is_seen
 
 
 def may_switch(
-    segment: WeightSegment, X: Shaped[Tensor, "E ..."], a: Float[Tensor, " E"], b: Float[Tensor, " E"]
+    segment: WeightSegment,
+    X: Shaped[Tensor, "N ..."],
+    pair: Int64[Tensor, " E"],
+    a: Float[Tensor, " E"],
+    b: Float[Tensor, " E"],
 ) -> Bool[Tensor, " E"]:
     """Tell by forward passes alone whether a unit stands differently at a_e and b_e, whatever depends on it."""
 
-    def evaluate(x: Tensor, t: Tensor) -> Tensor:
-        params, moved = segment.interpolated(t)
+    def evaluate(part: WeightSegment, x: Tensor, t: Tensor) -> Tensor:
+        params, moved = part.interpolated(t)
         with torch.no_grad(), disable_fused_attention(), moved:
             return segment.net.model(params, x)
 
-    if not len(X) or not segment.net.plan.supports_interpolation:
+    if not len(pair) or not segment.net.plan.supports_interpolation:
         return torch.zeros_like(a, dtype=torch.bool)
-    return _stand_differently(evaluate, X, (a, b), segment.memory.kink_search_rows())[0]
+    return _stand_differently(evaluate, segment, X, pair, (a, b))[0]
 
 
 def _stand_differently(
-    evaluate: Callable[[Tensor, Tensor], Tensor], X: Tensor, ends: tuple[Tensor, Tensor], size: int
+    evaluate: Callable[[WeightSegment, Tensor, Tensor], Tensor],
+    segment: WeightSegment,
+    X: Tensor,
+    pair: Tensor,
+    ends: tuple[Tensor, Tensor],
 ) -> tuple[Bool[Tensor, " E"], list[Tensor]]:
     """Compare the units of forward passes at two ends, some rows at a time; return the passes' outputs too."""
-    switches, outputs = torch.zeros(len(X), dtype=torch.bool, device=X.device), list[list[Tensor]]()
-    for rows in torch.arange(len(X), device=X.device).split(size):
-        calls = list[list[Preactivations]]()
-        outputs.append([])
+    switches, outputs = torch.zeros(len(pair), dtype=torch.bool, device=X.device), list[tuple[Tensor, ...]]()
+    for part, rows, own in segment.passes(pair // len(X), segment.memory.kink_search_rows()):
+        calls, found = list[list[Preactivations]](), [rows[own]]
         for t in ends:
             with UnitWatcher(len(rows)) as recorder:
-                outputs[-1].append(evaluate(X[rows], t[rows]))
+                found.append(evaluate(part, X[pair[rows] % len(X)], t[rows])[own])
             calls.append(recorder.calls)
+        outputs.append(tuple(found))
         for at_a, at_b in zip(*calls, strict=True):
-            switches[rows] |= at_a.differ(at_b).any(dim=1).to(X.device)
-    return switches, [torch.cat(of_end) for of_end in zip(*outputs, strict=True)]
+            switches[rows[own]] |= at_a.differ(at_b).any(dim=1).to(X.device)[own]
+    rows, *of_ends = (torch.cat(values) for values in zip(*outputs, strict=True))
+    return switches, [torch.empty_like(f).index_copy_(0, rows, f) for f in of_ends]
 
 
 def locate_kinks(
-    segment: WeightSegment, X: Shaped[Tensor, "E ..."], a: Float[Tensor, " E"], b: Float[Tensor, " E"]
+    segment: WeightSegment,
+    X: Shaped[Tensor, "N ..."],
+    pair: Int64[Tensor, " E"],
+    a: Float[Tensor, " E"],
+    b: Float[Tensor, " E"],
 ) -> Kinks:
-    """Find where in (a_e, b_e) a unit that affects f switches for row e.
+    """Find where in (a_e, b_e) a unit that affects f switches for pair e of a step and an input.
 
     Args:
-        segment: The step.
-        X: E inputs.
+        segment: The steps.
+        X: N inputs.
+        pair: The pair of each of the E intervals.
         a: Starts of the E intervals.
         b: Their ends.
 
@@ -232,38 +253,44 @@ def locate_kinks(
     """
     is_searched = torch.zeros_like(a, dtype=torch.bool)
     intervals, positions = [torch.zeros(0, dtype=torch.int64, device=X.device)], [a[:0]]
-    for rows in _searched_together(segment, a, b):
-        start = _preactivations(segment, X[rows], a[rows])
+    for part, rows, own in _searched_together(segment, pair // len(X), a, b):
+        x = X[pair[rows] % len(X)]
+        start = _preactivations(part, x, a[rows])
         if not start:
             continue
         is_searched[rows] = True
-        events, at_ends = _bracket_events(start, _preactivations(segment, X[rows], b[rows]))
+        events, at_ends = _bracket_events(start, _preactivations(part, x, b[rows]), own)
         intervals.append(rows[events[0]])
         ends = a[intervals[-1]], b[intervals[-1]]
         if segment.net.plan.shares_pass:
-            positions.append(_shared_positions(segment, X[rows], events, ends, at_ends))
+            positions.append(_shared_positions(segment, x, events, ends, at_ends))
             continue
         eps = torch.finfo(X.dtype if X.is_floating_point() else a.dtype).eps
-        positions.append(_solve(partial(_event_values, segment, X[rows], events), ends, at_ends, eps))
+        events = (pair[intervals[-1]], *events[1:])
+        positions.append(_solve(partial(_event_values, segment, X, events), ends, at_ends, eps))
     return torch.cat(intervals), torch.cat(positions), is_searched
 
 
-def _searched_together(segment: WeightSegment, a: Tensor, b: Tensor) -> Iterator[Int64[Tensor, " rows"]]:
-    """Split intervals into those whose passes are made at once: of a graph's nodes, those with the same ends."""
+def _searched_together(
+    segment: WeightSegment, line: Tensor, a: Tensor, b: Tensor
+) -> Iterator[tuple[WeightSegment, Tensor, Tensor]]:
+    """Divide intervals into passes (`WeightSegment.passes`): of a graph's nodes, those with the same ends."""
     if segment.net.plan.shares_pass:
         for of_start in group_rows(a)[1]:
-            yield from (of_start[of_end] for of_end in group_rows(b[of_start])[1])
+            for of_end in group_rows(b[of_start])[1]:
+                yield segment, of_start[of_end], torch.arange(len(of_end), device=a.device)
     elif segment.net.plan.supports_interpolation and len(a):
-        yield from torch.arange(len(a), device=a.device).split(segment.memory.kink_search_rows())
+        yield from segment.passes(line, segment.memory.kink_search_rows())
 
 
 def _bracket_events(
-    start: list[tuple[Preactivations, Tensor]], end: list[tuple[Preactivations, Tensor]]
+    start: list[tuple[Preactivations, Tensor]], end: list[tuple[Preactivations, Tensor]], own: Tensor
 ) -> tuple[_Events, tuple[Tensor, Tensor]]:
-    """List the units that affect f and stand differently at both ends, and their values there."""
+    """List the units of some rows that affect f and stand differently at both ends, and their values there."""
     columns: list[tuple[Tensor, ...]] = []
     for number, ((at_a, affects_a), (at_b, affects_b)) in enumerate(zip(start, end, strict=True)):
-        interval, first = (at_a.differ(at_b) & (affects_a | affects_b)).nonzero(as_tuple=True)
+        interval, first = (at_a.differ(at_b) & (affects_a | affects_b))[own].nonzero(as_tuple=True)
+        interval = own[interval]
         second = torch.full_like(first, -1)
         if at_a.argmax is None or at_b.argmax is None:
             lead_a, lead_b = (units.inputs.expand(len(affects_a), -1)[interval, first] for units in (at_a, at_b))
@@ -280,9 +307,10 @@ def _bracket_events(
 def _preactivations(segment: WeightSegment, X: Tensor, t: Tensor) -> list[tuple[Preactivations, Tensor]]:
     """List the units' inputs at t, and which of their outputs a random combination of f depends on."""
     plan = segment.net.plan
-    params = segment.net.leaves(segment.w + t[0] * segment.d if plan.shares_pass else segment.w)
-    moved = nullcontext() if plan.shares_pass else segment.interpolated(t, params)[1]
     with torch.enable_grad(), disable_fused_attention():
+        w = segment.w if segment.num_lines == 1 else segment.w[0]
+        params = segment.net.leaves(w + t[0] * segment.d if plan.shares_pass else w)
+        moved = nullcontext() if plan.shares_pass else segment.interpolated(t, params)[1]
         recorder = UnitWatcher(None if plan.shares_pass else len(X), keep_edges=True)
         with recorder, moved:  # what `moved` writes out is seen by the other
             f = segment.outputs(params, X)
@@ -340,22 +368,23 @@ def _solve(
 
 def _event_values(segment: WeightSegment, X: Tensor, events: _Events, t: Tensor, active: Tensor) -> Tensor:
     """Evaluate events, early layers' first: a forward pass stops at the last unit that is asked for."""
-    interval, call, first, second = (column[active] for column in events)
-    value = torch.zeros_like(t)
-    for part in call.argsort().split(segment.memory.directional_rows()):
-        calls = call[part]
-        requested: dict[int, tuple[Tensor, Tensor]] = {}
-        for number in calls.unique().tolist():
-            rows = (calls == number).nonzero().squeeze(1)
-            requested[number] = rows.repeat(2), torch.cat([first[part[rows]], second[part[rows]].clamp(min=0)])
-        reader = EventReader(len(part), requested)
-        params, moved = segment.interpolated(t[part])
-        with suppress(StopForwardError), torch.no_grad(), disable_fused_attention(), reader, moved:
-            segment.net.model(params, X[interval[part]])
-        for number, (rows, _) in requested.items():
-            mine = part[rows[: len(rows) // 2]]
-            level, other = reader.values[number].chunk(2)
-            value[mine] = torch.where(second[mine] >= 0, level - other, level)
+    pair, call, first, second = (column[active] for column in events)
+    value, size = torch.zeros_like(t), segment.memory.directional_rows()
+    for some in call.argsort().split(size):
+        for lines, places, own in segment.passes(pair[some] // len(X), size):
+            part = some[places]
+            requested: dict[int, tuple[Tensor, Tensor]] = {}
+            for number in call[part].unique().tolist():
+                rows = own[call[part[own]] == number]
+                requested[number] = rows.repeat(2), torch.cat([first[part[rows]], second[part[rows]].clamp(min=0)])
+            reader = EventReader(len(part), requested)
+            params, moved = lines.interpolated(t[part])
+            with suppress(StopForwardError), torch.no_grad(), disable_fused_attention(), reader, moved:
+                segment.net.model(params, X[pair[part] % len(X)])
+            for number, (rows, _) in requested.items():
+                mine = part[rows[: len(rows) // 2]]
+                level, other = reader.values[number].chunk(2)
+                value[mine] = torch.where(second[mine] >= 0, level - other, level)
     return value
 
 

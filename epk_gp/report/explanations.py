@@ -16,10 +16,10 @@ import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
 
-from epk_gp.autodiff.verification import filter_own_warnings
 from epk_gp.core.show import CertificateWarning
+from epk_gp.core.torch_overrides import filter_own_warnings
 from epk_gp.core.trajectory import Trajectory
-from epk_gp.kernel_machine.attribute import GroupedAttribution, attribute_many
+from epk_gp.kernel_machine.attribute import GroupedAttribution, attribute
 from epk_gp.kernel_machine.axes import Axis, by_layer, by_sample, by_step
 from epk_gp.kernel_machine.certificate import Certificate
 from epk_gp.quadrature.rules import Rule, WeightPath
@@ -120,7 +120,7 @@ def explain(
         points, classes = request.points[request.rows[chosen[::K]]], request.classes[chosen]
         asked = request.asked(f"outputs-{int(chosen[0])}", points, classes)
         with filter_own_warnings("ignore", CertificateWarning):  # `write_report` says it once for all outputs
-            (result,) = attribute_many(trajectory, groupings=[axes], rule=rule, path=path, **asked)
+            result = attribute(trajectory, by=axes, rule=rule, path=path, **asked)
         certificates.append(Certificate.of(result))
         for number, k in enumerate(chosen.tolist()):
             terms = rounded_terms(result, divmod(number, K), quantum)

@@ -14,9 +14,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from epk_gp.autodiff.scalars import ask, log_probabilities, logits_of
-from epk_gp.autodiff.verification import filter_own_warnings
 from epk_gp.core.inputs import Inputs
 from epk_gp.core.show import CertificateWarning, number, shortened
+from epk_gp.core.torch_overrides import filter_own_warnings
 from epk_gp.core.trajectory import Trajectory, flat_state, network_outputs, parse_inputs
 from epk_gp.kernel_machine.attribute import Attribution
 from epk_gp.kernel_machine.certificate import Certificate

@@ -12,11 +12,11 @@ from torch import Tensor, nn
 
 from epk_gp.core import losses
 from epk_gp.core.checks import door
-from epk_gp.core.gradients import replayed_steps
 from epk_gp.core.inputs import signature_from_json
 from epk_gp.core.losses import CrossEntropy, Loss, MeanSquaredError, NegativeLogLikelihood, UnstatedLoss
 from epk_gp.core.model import FunctionalModel, fingerprint_outputs, functionalize, with_kept_activations
 from epk_gp.core.plans import TensorSpec
+from epk_gp.core.replayed_steps import replayed_steps
 from epk_gp.core.states import recomputation_of
 from epk_gp.core.step import fingerprint_data
 from epk_gp.core.trajectory import Trajectory, flat_state

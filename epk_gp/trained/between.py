@@ -21,22 +21,22 @@ from torch import Tensor, nn
 
 from epk_gp.autodiff.dense import PlannedModel
 from epk_gp.autodiff.scalars import Function
-from epk_gp.autodiff.verification import observed_plan, planned, probe_rows, without_errors_of_a_trial
+from epk_gp.autodiff.verification import observed_plan, probe_rows, with_plan, without_errors_of_a_trial
 from epk_gp.core.checks import ComputeOptions, ComputeSettings, door, parse_options, validate_positive
-from epk_gp.core.gradients import RunReplay, passes_of
+from epk_gp.core.gradients import passes_of
 from epk_gp.core.graphs import tensors_of
 from epk_gp.core.inputs import Inputs
 from epk_gp.core.losses import CrossEntropy, Head, Loss, sample_weights
 from epk_gp.core.model import functionalize, uncompiled
 from epk_gp.core.plans import rows_of_weights
+from epk_gp.core.replayed_steps import RunReplay
 from epk_gp.core.show import Displayed, Entry, Summary, count, warn_caller
 from epk_gp.core.step import Step
 from epk_gp.core.torch_overrides import outside_autocast
-from epk_gp.core.trajectory import Trajectory, flat_state, network_outputs, parse_inputs
+from epk_gp.core.trajectory import Trajectory, flat_state, parse_inputs
 from epk_gp.gram.path_kernel import PathKernel
 from epk_gp.kernel_machine.adjoint import average_over, layerwise_average
 from epk_gp.kernel_machine.attribute import (
-    attribution_kernel,
     attribution_work,
     averaged_path,
     changed_kernel,
@@ -238,7 +238,7 @@ class _StretchTerms(AttributionWork):
         own, K, N, shape = cast(_StretchSums, totals), block.num_outputs, len(block.X), block.net.model.sizes
         P, most = sum(shape), max(1, block.memory.adjoint_points(1))
         keeps = bool(self.rates) or not block.is_layerwise
-        Phi = rows_of_weights(K * N if keeps else 0, P, block.zeros(0), most).view(K, -1, P)
+        Phi = rows_of_weights(K * N if keeps else 0, P, block.zeros(0), most).view(-1, K, P)
         products = (
             LossProducts(block, RunReplay(block.recorded, block.recorded_net.model, block.X)) if self.rates else None
         )
@@ -260,23 +260,23 @@ class _StretchTerms(AttributionWork):
             if not keeps:
                 stretch = layerwise_average(block, steps, max(2, 2 * self.rows_at_once // K), take)
             else:
-                stretch = average_over(block, steps, self.rows_per_block, Phi, splits_statistics=True)
+                stretch = average_over(block, [steps], self.rows_per_block, Phi[None], splits_statistics=True)[0]
                 for place, gradients in enumerate(Phi.split(list(shape), dim=2)):
-                    take(slice(0, N), place, gradients)
+                    take(slice(0, N), place, gradients.transpose(0, 1))
             if stretch.of_statistics is not None:
                 own.pieces[:, :, k, -1] = (stretch.of_statistics @ d[P:]).T
             if products is not None:
                 self._add_samples(own, products, Phi, k)
             yield stretch.integral, 1, {}
 
-    def _add_samples(self, own: _StretchSums, products: LossProducts, Phi: Float[Tensor, "K N P"], k: int) -> None:
+    def _add_samples(self, own: _StretchSums, products: LossProducts, Phi: Float[Tensor, "N K P"], k: int) -> None:
         run, H = products.block.recorded, Phi.flatten(0, 1)
         groups = torch.zeros(len(run.model.names), dtype=torch.int64)
         for rows in torch.arange(run.num_points).split(_BLOCK):
             step = Step(index=k, lr=self.rates[k], batch=rows, sample_weights=self.c[rows.to(self.c.device)])
             for of_pass in passes_of(step, run.inputs, run.targets, run.loss):
                 values, _ = products.of_whole(step, of_pass, H, groups, products.start(step, of_pass, len(H)))
-                shares = -self.rates[k] * values.sum(dim=2).unflatten(0, Phi.shape[:2]).transpose(0, 1)
+                shares = -self.rates[k] * values.sum(dim=2).unflatten(0, Phi.shape[:2])
                 own.samples[:, :, rows.to(shares.device)] += shares
                 own.explained[:, :, k] += shares.sum(dim=2)
 
@@ -342,11 +342,10 @@ def between(
     trajectory = _path(as_trajectory(start, inputs, targets, loss=loss, output=output), start, moving, named)
     c = sample_weights(trajectory.loss, trajectory.targets) if rates else torch.zeros(0)
     del start
-    rows = parse_inputs(trajectory, X).detach()
-    kernel = attribution_kernel(trajectory, head, adaptive(tol=1e-12), None, function)
-    last, net = flat_state(trajectory, trajectory.num_steps, rows), trajectory.model_for(rows)
-    cuts = found_heads(net, last, rows[:2]) if heads is None else cuts_of(heads, net)
-    kernel, rows, _ = parse_request(kernel, rows, (), (classes, function))
+    X = parse_inputs(trajectory, X).detach()
+    kernel, rows, _ = parse_request(trajectory, X, None, (head, adaptive(tol=1e-12), straight()), (classes, function))
+    last, net = flat_state(trajectory, trajectory.num_steps, X), trajectory.model_for(X)
+    cuts = found_heads(net, last, X[:2]) if heads is None else cuts_of(heads, net)
     divided = tuple((cut.before, cut.heads) if (cut := cuts.get(name)) else (1, 1) for name in net.names)
     kind: Callable[..., _StretchTerms] = partial(_StretchTerms, cuts=divided, c=c, rates=rates)
     sums = partial(_sums, kind, classes, parsed, names=_names(trajectory, cuts), checkpoints=named.titles)
@@ -416,10 +415,12 @@ def _split(
                 return result
         if misses:
             warn_caller("operations cannot be averaged: the stretches are computed once more, along straight lines.")
-    while True:
-        with planned(asked.recorded, X) as recorded_net, planned(asked, X) as net:
-            path = straight() if misses else averaged_path(asked, X)
-            return sums(changed_kernel(kernel, path=path), X, net, recorded_net)
+
+    def compute(net: PlannedModel, recorded_net: PlannedModel) -> CheckpointSplit:
+        path = straight() if misses else averaged_path(asked, X)
+        return sums(changed_kernel(kernel, path=path), X, net, recorded_net)
+
+    return with_plan(compute, X, asked, asked.recorded)
 
 
 def _sums(
@@ -439,9 +440,7 @@ def _sums(
         K = 1 if classes is not None or work.rows_at_once < work.whole.num_outputs else work.whole.num_outputs
         work = replace(work, outputs_per_row=K, rows_per_block=len(X) * work.whole.num_outputs // K)
     whole = work.whole
-    initial, network = (
-        whole.select_outputs(network_outputs(kernel.trajectory, X, state=state, head=kernel.head)) for state in (0, -1)
-    )
+    initial, network = map(whole.select_outputs, kernel.end_outputs(X))
     totals, rest = work.totals(work.as_rows(initial), torch.arange(work.num_rows)), Sums()
     for piece, sums in run(work, options, "stretches"):
         for name, total in totals.named.items():

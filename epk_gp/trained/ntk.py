@@ -16,7 +16,7 @@ from epk_gp.core.losses import Head, apply_head, resolve_head
 from epk_gp.core.model import perturbed_initial, uncompiled
 from epk_gp.core.show import warn_caller
 from epk_gp.core.step import fingerprint_data
-from epk_gp.core.trajectory import Trajectory
+from epk_gp.core.trajectory import Trajectory, parse_inputs
 from epk_gp.gram.path_kernel import PathKernel
 from epk_gp.kernel_machine.baselines import tangent_trajectory
 from epk_gp.kernels.blocks import Outputs, parse_outputs
@@ -95,9 +95,9 @@ def ntk(
         X, X2 = replace(rows, longest=longest), X2 if others is None else replace(others, longest=longest)
     run, head, kind = _run_of(model, X, head, outputs, output)
     kernel = PathKernel(run, head, left_endpoint())
-    a = Points(kernel.parse_inputs(X), is_train=True)
+    a = Points(parse_inputs(run, X), is_train=True)
     if not diagonal:
-        b = a if X2 is None else Points(kernel.parse_inputs(X2, "X2"), is_train=True)
+        b = a if X2 is None else Points(parse_inputs(run, X2, "X2"), is_train=True)
         if b is not a and run.model.signature.graph is None:  # X alone may be one row
             both = torch.cat([side.X[: _NUM_EXAMPLES // 2].to(run.inputs) for side in (a, b)])
             validate_row_independence(run.model, run.model.unflatten(perturbed_initial(run.states[0])), both)

@@ -12,9 +12,11 @@ from torch.nn import functional as F
 
 import epk_gp as epk
 from epk_gp.autodiff import verification
+from epk_gp.autodiff.dense import PlannedModel
 from epk_gp.autodiff.interception import UnsupportedParameterUseError
 from epk_gp.autodiff.representations import ContractionCost, DenseJacobian, NodeWeights, OuterProductJacobian
-from epk_gp.autodiff.verification import plan_for, planned
+from epk_gp.autodiff.scalars import ask
+from epk_gp.autodiff.verification import plan_for, with_plan
 from epk_gp.gram.accumulator import GramAccumulator
 from epk_gp.kernel_machine.baselines import tangent_trajectory
 from helpers import assert_close, make_case, surprising_run
@@ -39,18 +41,47 @@ def test_the_dense_plan_is_found_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_what_the_dense_plan_cannot_do_is_an_error() -> None:
     trajectory, X = surprising_run()
-    calls = []
+    calls = list[bool]()
 
-    def fail_always() -> None:
-        while True:
-            with planned(trajectory, X) as net:
-                calls.append(net)
-                raise UnsupportedParameterUseError("never")
+    def fail_always(net: PlannedModel) -> None:
+        calls.append(bool(net.plan.bias_of))
+        raise UnsupportedParameterUseError("never")
 
-    for expected in (2, 3):  # the second time the plan is dense from the start
+    for expected in ([True, False], [True, False, False]):  # the second time the plan is dense from the start
         with pytest.raises(UnsupportedParameterUseError, match="never"):
-            fail_always()
-        assert len(calls) == expected
+            with_plan(fail_always, X, trajectory)
+        assert calls == expected
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_of_two_networks_the_first_gets_the_dense_plan_first(failing: int) -> None:
+    """The network that is asked comes before the recorded one, whichever of both met its parameters otherwise."""
+    run = make_case("relu", steps=1).trajectory
+    asked, rows = ask(run, run.inputs[:3], lambda z: z.square())
+    calls = list[tuple[bool, ...]]()
+
+    def compute(*nets: PlannedModel) -> str:
+        calls.append(tuple(bool(net.plan.bias_of) for net in nets))
+        if calls[-1][failing]:
+            raise UnsupportedParameterUseError("not foreseen")
+        return "computed"
+
+    assert with_plan(compute, rows, asked, asked.recorded) == "computed"
+    assert calls == [(True, True), (False, True), (False, False)][: failing + 2]
+    assert (asked.model.cache.needs_dense_plan, run.model.cache.needs_dense_plan) == (True, failing == 1)
+
+
+def test_runs_that_share_a_network_change_their_plan_together() -> None:
+    run, X = surprising_run()
+    seen = list[tuple[bool, ...]]()
+
+    def compute(*nets: PlannedModel) -> None:
+        seen.append(tuple(bool(net.plan.bias_of) for net in nets))
+        if any(seen[-1]):
+            raise UnsupportedParameterUseError("not foreseen")
+
+    with_plan(compute, X, run, tangent_trajectory(run))
+    assert seen == [(True, True), (False, False)]
 
 
 @pytest.mark.parametrize("other", [lambda run: pickle.loads(pickle.dumps(run)), copy.deepcopy])

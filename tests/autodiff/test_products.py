@@ -6,8 +6,8 @@ from torch import nn
 
 from epk_gp.autodiff.dense import Cotangents, flat_columns
 from epk_gp.autodiff.jacobians import WeightLocation, layer_jacobians
-from epk_gp.autodiff.products import by_parameter, write_columns
-from epk_gp.autodiff.representations import ContractionCost, to_flat_order
+from epk_gp.autodiff.products import by_parameter
+from epk_gp.autodiff.representations import ContractionCost, NodeWeights, to_flat_order
 from epk_gp.autodiff.verification import plan_for
 from loops import record
 
@@ -36,13 +36,16 @@ def test_columns_and_products_are_those_in_flat_order(name, all_dense):
         cost = ContractionCost(1, 0 if is_factored else 1, all_dense=all_dense)
         jacobians = layer_jacobians(planned, WeightLocation(w), X, Cotangents(lambda z: V), cost)
         expected = to_flat_order(jacobians, flat_columns(planned, all_dense=all_dense))
-        out = torch.full_like(expected, torch.nan)
-        write_columns(planned, jacobians, out, all_dense=all_dense)
-        torch.testing.assert_close(out, expected, rtol=1e-13, atol=1e-14)
+        parameters = by_parameter(planned, jacobians, all_dense=all_dense)
+        points, weights = torch.tensor([0, 2, 0, 0, 2, 0, 3, 0]), torch.rand(8, dtype=torch.float64)
+        average = torch.zeros(2, 4, len(w), dtype=torch.float64).index_add(1, points, weights[:, None] * expected)
+        out = torch.full((4, 2, len(w)), torch.nan, dtype=torch.float64)
+        for gradients, columns in zip(parameters, out.split(list(planned.model.sizes), dim=2), strict=True):
+            gradients.write_average(NodeWeights(weights, points, 4), columns, adds=False)
+            gradients.write_average(NodeWeights(weights, points, 4), columns, adds=True)
+        torch.testing.assert_close(out, 2 * average.transpose(0, 1), rtol=1e-13, atol=1e-14)
         H, first = torch.randn(5, len(w), dtype=torch.float64), 0
-        for gradients, shape in zip(
-            by_parameter(planned, jacobians, all_dense=all_dense), planned.model.shapes, strict=True
-        ):
+        for gradients, shape in zip(parameters, planned.model.shapes, strict=True):
             unit = 1 if gradients.is_bias else gradients.width
             for row in range(shape.numel() // unit):
                 columns = slice(first + row * unit, first + (row + 1) * unit)

@@ -18,7 +18,6 @@ from commands import refused, run, write_data
 from epk_gp.cli.data import draw_rows
 from epk_gp.cli.networks import open_run
 from epk_gp.cli.options import parse_path
-from epk_gp.kernel_machine.attribute import attribute_many
 from helpers import assert_close
 from report_cases import embedded
 from written_files import described
@@ -85,9 +84,9 @@ def test_all_terms_of_a_network_with_statistics_are_written(user_module, tmp_pat
 
 def test_contributions_that_do_not_sum_are_an_error(recorded, tmp_path, capsys, monkeypatch, no_pictures):
     def wrong(*args, **kwargs):
-        return tuple(replace(p, values=1.001 * p.values, max_error=1.0) for p in attribute_many(*args, **kwargs))
+        return tuple(replace(p, values=1.001 * p.values, max_error=1.0) for p in epk.attribute(*args, **kwargs))
 
-    monkeypatch.setattr("epk_gp.cli.attribute.attribute_many", wrong)
+    monkeypatch.setattr("epk_gp.cli.attribute.attribution_of", wrong)
     asked = ("attribute", recorded, "--out", tmp_path, "--num-points", 2, "--quiet")
     assert "must sum to the outputs, certified" in refused(capsys, *asked)
     assert run(*asked, "--rule", "gauss-legendre:2") == 0  # it promises nothing

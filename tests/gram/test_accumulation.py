@@ -14,8 +14,9 @@ import epk_gp as epk
 from distributed_cases import make_net, record
 from epk_gp.autodiff import jacobians
 from epk_gp.autodiff.dense import all_outputs
-from epk_gp.autodiff.interception import StackedWeights, UnsupportedParameterUseError
+from epk_gp.autodiff.interception import UnsupportedParameterUseError
 from epk_gp.autodiff.jacobians import WeightLocation, layer_jacobians, layer_jacobians_blocked
+from epk_gp.autodiff.moved_weights import MovedWeights
 from epk_gp.autodiff.representations import ContractionCost, LogitsLastLayer, SoftmaxLastLayer
 from epk_gp.autodiff.verification import plan_for
 from epk_gp.core import plans as huge_pages
@@ -26,7 +27,7 @@ from helpers import NETWORKS, assert_blocks, assert_close, gram_diagonal_blocks,
 
 STACKED = {
     "relu", "leaky_relu", "tanh", "gelu", "one_class", "wide", "linear", "cnn", "conv1d", "conv3d", "wide_conv",
-    "norms", "frozen_batch_norm", "attention",
+    "norms", "frozen_batch_norm", "attention", "twice", "tied",
 }  # fmt: skip
 DENSE = {"cosine": ("out.bias",)}  # which is not used
 RULE = epk.gauss_legendre(3)
@@ -160,7 +161,7 @@ def test_a_layer_that_sees_some_rows_only_is_found(rows: int) -> None:
     weight = torch.randn(3, 2, dtype=torch.float64)
     x = torch.randn(6, 2, dtype=torch.float64)
     each = torch.stack([weight, 2 * weight])
-    with StackedWeights({"weight": weight}, {"weight": each}):
+    with MovedWeights({"weight": weight}, 6, {"weight": each}):
         whole = torch.nn.functional.linear(x, weight)
         with pytest.raises(UnsupportedParameterUseError, match=f"it saw {rows}"):
             torch.nn.functional.linear(x[:rows], weight)

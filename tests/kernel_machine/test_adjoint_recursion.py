@@ -11,9 +11,9 @@ from path_shares import assert_are_shares, shares
 from torch import Tensor
 
 import epk_gp as epk
+from epk_gp.core.plans import MemoryPlan
 from epk_gp.core.states import averaged_trajectory, averaging_coefficients
 from epk_gp.kernel_machine.adjoint import AdjointTerms, StepBack, decay_buffers, propagate
-from epk_gp.kernel_machine.attribute import attribute_by
 from epk_gp.kernel_machine.axes import by_sample, by_step
 from epk_gp.optimizers.update_rules import (
     LinearStep,
@@ -111,10 +111,11 @@ def test_steps_of_a_chord_that_go_back_together_add_what_they_add_alone(name, mo
     torch.manual_seed(0)
     run, sizes, found = TOGETHER[name](), [], []
     X, real = points(name), AdjointTerms._go_back
+    monkeypatch.setattr(MemoryPlan, "lines_together", lambda *_: 1)  # else they go back together whatever has room
     monkeypatch.setattr(AdjointTerms, "_go_back", lambda *args: sizes.append(len(args[2])) or real(*args))
     for kept in (StepBack.nbytes, 1 << 40):  # the second leaves no room for a step beside another
         monkeypatch.setattr(StepBack, "nbytes", kept)
-        found.append(attribute_by(run, X, [by_sample(run), by_step(run)], path=epk.chords(4), head="logits"))
+        found.append(epk.attribute(run, X, by=[by_sample(run), by_step(run)], path=epk.chords(4), head="logits"))
     assert max(sizes) > 1 == sizes[-1]
     for own in ("values", "decay", "unexplained", "statistics"):
         assert torch.equal(*(getattr(parts, own) for parts in found)), own

@@ -3,6 +3,7 @@
 import functools
 import itertools
 import re
+import sys
 import warnings
 from concurrent.futures import ThreadPoolExecutor
 
@@ -17,7 +18,7 @@ from epk_gp.autodiff.verification import plan_for
 from epk_gp.core.plans import MemoryPlan
 from epk_gp.core.show import SlowCallWarning
 from epk_gp.kernel_machine import attribute
-from epk_gp.kernel_machine.attribute import attribute_by, attribute_many
+from epk_gp.kernel_machine.attribute import Attribution, GroupedAttribution
 from epk_gp.kernel_machine.axes import Axis, by_label, by_layer, by_parameter, by_sample, by_step
 from epk_gp.kernel_machine.descent import FactoredTerms
 from epk_gp.kernel_machine.terms import TERMS, AttributionWork
@@ -60,7 +61,7 @@ def test_every_combination_of_axes_is_a_sum_of_the_finest(run):
     names += [(), ("label", "layer", "range"), *list(itertools.permutations(AXES, 3))[::90]]
     kinds, finest = ["sample", "step", "parameter"], [f(trajectory) for f in (by_sample, by_step, by_parameter)]
     groupings = [[AXES[name](trajectory) for name in own] for own in names]
-    whole, *results = attribute_many(trajectory, X, [finest, *groupings], head="logits", rule=RULE)
+    whole, *results = epk.attribute(trajectory, X, by=[finest, *groupings], head="logits", rule=RULE)
     for by, parts in zip(groupings, results, strict=True):
         expected = whole.values.new_zeros(3, 3, *(len(axis.names) for axis in by))
         for place in itertools.product(*(range(n) for n in whole.values.shape[2:])):
@@ -69,9 +70,9 @@ def test_every_combination_of_axes_is_a_sum_of_the_finest(run):
         assert_close(parts.values, expected)
         assert parts.decay.shape[2:] == tuple(1 if axis.kind == "sample" else len(axis.names) for axis in by)
         assert_close(parts.decay.reshape(3, 3, -1).sum(2), whole.decay.reshape(3, 3, -1).sum(2), rounding=1e5)
-    parts = attribute_by(trajectory, X, groupings[-1], head="logits", rule=RULE)  # in a pass of its own
+    parts = epk.attribute(trajectory, X, by=groupings[-1], head="logits", rule=RULE)  # in a pass of its own
     assert_close(parts.values, results[-1].values)
-    assert attribute_by(trajectory, X, []).max_error <= 1e-12
+    assert epk.attribute(trajectory, X, by=[]).max_error <= 1e-12
 
 
 @pytest.mark.parametrize("name", ["tanh", "cnn"])
@@ -80,10 +81,14 @@ def test_factors_and_adjoints_agree(name, monkeypatch):
     case, calls, terms = make_case(name), [], FactoredTerms.terms
     by = [by_sample(case.trajectory), by_layer(case.trajectory)]
     monkeypatch.setattr(FactoredTerms, "terms", lambda *args: calls.append(args) or terms(*args))
-    factored = attribute_by(case.trajectory, case.test, by)
+    together = epk.attribute(case.trajectory, case.test, by=by)
+    calls.clear()
+    monkeypatch.setattr(MemoryPlan, "lines_together", lambda *_: 1)  # a large network's steps go one by one
+    factored = epk.attribute(case.trajectory, case.test, by=by)
     assert calls
     monkeypatch.setattr(attribute, "is_plain_descent", lambda *_: False)
-    assert_close(attribute_by(case.trajectory, case.test, by).values, factored.values, rounding=1e5)
+    for parts in (together, epk.attribute(case.trajectory, case.test, by=by)):
+        assert_close(parts.values, factored.values, rounding=1e5)
 
 
 @pytest.mark.mostly_slow
@@ -96,7 +101,7 @@ def test_written_out_gradients_are_in_the_order_of_the_flat_weights(name):
         assert torch.equal(flat_columns(net, all_dense=dense).sort().values, torch.arange(run.num_weights))
     # layers of plain gradient descent are multiplied as factors, single parameters as written out gradients
     modules = by_layer(run)
-    parts, layers = (attribute_by(run, X, [axis], head=case.heads[-1]) for axis in (by_parameter(run), modules))
+    parts, layers = (epk.attribute(run, X, by=[axis], head=case.heads[-1]) for axis in (by_parameter(run), modules))
     assert parts.max_error <= 1e-11
     expected = torch.zeros_like(layers.values).index_add_(2, modules.group, parts.values)
     assert_close(layers.values, expected, rounding=1e5)
@@ -117,7 +122,30 @@ def test_one_class_per_point_is_a_column_of_all(name, head):
     assert parts.max_error <= 1e-11
 
 
+def test_the_form_of_by_says_how_many_results_there_are(run):
+    """None: one by sample; a list of axes, an empty one too: one result; a list of lists: one for each, in a tuple."""
+    trajectory, X = run
+    whole = epk.attribute(trajectory, X, rule=RULE)
+    one = epk.attribute(trajectory, X, by=[by_sample(trajectory)], rule=RULE)
+    several = epk.attribute(trajectory, X, by=([by_sample(trajectory)], (by_step(trajectory),), []), rule=RULE)
+    assert (type(whole), type(one), type(several)) == (Attribution, GroupedAttribution, tuple)
+    assert_close(one.values, whole.samples)
+    assert [parts.values.shape for parts in several] == [(3, 3, trajectory.num_points), (3, 3, 8), (3, 3)]
+    assert torch.equal(epk.attribute(trajectory, X, by=[], rule=RULE).values, several[2].values)
+    (alone,) = epk.attribute(trajectory, X, by=[[by_step(trajectory)]], rule=RULE)
+    assert_close(alone.values, several[1].values)
+
+
 REFUSED = (
+    (lambda t: {"by": by_step(t)}, TypeError, r"by must be a list of axes: got Axis. Write by=.by_step\(trajectory\)."),
+    (lambda t: {"by": "step"}, TypeError, "by must be a list of axes: got str"),
+    (lambda t: {"by": (axis for axis in [by_step(t)])}, TypeError, "by must be a list of axes: got generator"),
+    (lambda t: {"by": by_step}, TypeError, "by must be a list of axes: got function"),
+    (lambda t: {"by": [by_step]}, TypeError, "by must hold axes .*got <function by_step"),
+    (lambda t: {"by": [by_step(t), [by_sample(t)]]}, TypeError, "by must hold axes .*got a list among them"),
+    (lambda t: {"by": [[by_step(t)], by_sample(t)]}, TypeError, "by must hold axes .*got a list among them"),
+    (lambda t: {"by": [[[by_step(t)]]]}, TypeError, "by must hold axes .*got a list among them"),
+    (lambda t: {"by": [[by_step(t)], ["step"]]}, TypeError, "by must hold axes .*got 'step'"),
     (lambda t: {"by": ["step"]}, TypeError, "by must hold axes .*got 'step'"),
     (lambda t: {"by": [Axis("layer", torch.zeros(2).long(), ("a",))]}, ValueError, "kind .* got 'layer'"),
     (lambda t: {"by": [Axis("step", torch.zeros(2).long(), ("a",))]}, ValueError, "each of the run's 8 steps"),
@@ -137,12 +165,25 @@ def test_axes_and_classes_that_are_not_of_the_run_are_refused():
     trajectory, X = trained("sgd")
     for options, error, says in REFUSED:
         with pytest.raises(error, match=says):
-            attribute_by(trajectory, X, **options(trajectory))
+            epk.attribute(trajectory, X, **options(trajectory))
+
+
+@pytest.mark.parametrize("options", [{}, {"function": lambda z: z[:, 0]}, {"by": []}], ids=str)
+def test_a_request_is_parsed_once(run, options):
+    """At the door: the inputs, the head, the rule and the path, however the outputs are evaluated afterwards."""
+    calls, parsers = [], ("parse_inputs", "resolve_head", "validate_rule", "validate_path", "parse_axes")
+    sys.setprofile(lambda frame, event, _: calls.append(frame.f_code.co_name) if event == "call" else None)
+    try:
+        epk.attribute(*run, **options)
+    finally:
+        sys.setprofile(None)
+    assert {name: calls.count(name) for name in parsers} == dict.fromkeys(parsers, 1)
 
 
 @pytest.fixture
 def slow_clock(monkeypatch):
-    """A clock on which every step takes ten seconds."""
+    """A clock on which every step takes ten seconds, and no steps are taken together."""
+    monkeypatch.setattr(MemoryPlan, "lines_together", lambda *_: 1)
     clock = functools.partial(next, itertools.count(0, 10))
     monkeypatch.setattr(progress, "SlowCallNotice", functools.partial(progress.SlowCallNotice, clock=clock))
 
@@ -182,9 +223,9 @@ def test_a_call_that_shows_its_progress_or_has_workers_says_nothing_of_its_lengt
 def test_terms_do_not_depend_on_it(name, path, outputs_apart):
     run, X = recorded(name), queries()
     by = [[by_sample(run)], [by_layer(run), by_step(run)]]
-    whole = attribute_many(run, X, by, path=path)
+    whole = epk.attribute(run, X, by=by, path=path)
     outputs_apart()
-    for together, apart in zip(whole, attribute_many(run, X, by, path=path), strict=True):
+    for together, apart in zip(whole, epk.attribute(run, X, by=by, path=path), strict=True):
         for term in (*TERMS, "initial", "amplification", "network"):
             assert torch.allclose(getattr(apart, term), getattr(together, term), rtol=1e-7, atol=1e-11), term
         assert apart.certified

@@ -20,7 +20,6 @@ import epk_gp as epk
 from epk_gp.core.inputs import Points
 from epk_gp.core.plans import TensorSpec
 from epk_gp.core.states import AveragedStates, averaged_trajectory, averaging_coefficients
-from epk_gp.kernel_machine.attribute import attribute_by
 from epk_gp.kernel_machine.axes import by_sample, by_step
 from helpers import assert_close
 
@@ -116,7 +115,7 @@ def test_statistics_that_are_made_for_the_averaged_network_are_a_part_of_the_las
             moved += torch.einsum("ncq,q->nc", phi[..., P:], (end - start)[P:])
     assert (parts.samples - expected).abs().max() <= 1e-8 * expected.abs().max()
     assert (parts.statistics - moved).abs().max() <= 1e-8 * moved.abs().max()
-    grouped = attribute_by(path, X_test, [by_step(path), by_sample(path)], head="logits")
+    grouped = epk.attribute(path, X_test, by=[by_step(path), by_sample(path)], head="logits")
     assert (grouped.statistics_of_no_sample.abs().sum(dim=(0, 1)).flatten() > 1e-6).nonzero().flatten().tolist() == [11]
     assert path.digest != plain.digest
     assert path.until(11).digest == plain.until(11).digest

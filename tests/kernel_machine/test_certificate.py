@@ -13,8 +13,8 @@ from torch.nn import functional as F
 from weighted_loops import cross_entropy, record
 
 import epk_gp as epk
-from epk_gp.core.gradients import replayed_steps
 from epk_gp.core.model import functionalize
+from epk_gp.core.replayed_steps import replayed_steps
 from epk_gp.kernel_machine import certificate
 from epk_gp.kernel_machine.certificate import StepMismatches, larger
 from loops import data, mlp

@@ -10,7 +10,7 @@ from torch import nn
 
 import epk_gp as epk
 from epk_gp.core import replay
-from epk_gp.core.gradients import RunReplay
+from epk_gp.core.replayed_steps import RunReplay
 from epk_gp.core.states import Recomputation, recomputation_of, recomputed_run
 from epk_gp.optimizers.update_rules import ClipNorm, ClipValue
 

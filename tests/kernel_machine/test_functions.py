@@ -20,7 +20,6 @@ from epk_gp.core.losses import UnstatedLoss
 from epk_gp.core.plans import MemoryPlan
 from epk_gp.core.states import averaged_trajectory, averaging_coefficients
 from epk_gp.kernel_machine import attribute
-from epk_gp.kernel_machine.attribute import attribute_by
 from epk_gp.kernel_machine.axes import by_layer, by_sample
 from epk_gp.kernel_machine.influence_pass import InfluenceWork
 from epk_gp.kernel_machine.plan import plan_attribution
@@ -203,9 +202,9 @@ def test_pieces_workers_and_checkpoints_change_nothing(tmp_path, monkeypatch):
     apart = epk.attribute(run, X, function=asked, **options)
     assert torch.allclose(apart.samples, expected.samples, rtol=0, atol=1e-12)
     by = [by_sample(run), by_layer(run)]
-    split = attribute_by(run, X, by, function=asked, **options)
+    split = epk.attribute(run, X, by=by, function=asked, **options)
     assert torch.allclose(split.values.sum(dim=3), expected.samples, rtol=0, atol=1e-10)
-    plan = plan_attribution(epk.PathKernel(run), X, [[by_sample(run)]], function=asked, seconds=1)
+    plan = plan_attribution(run, X, function=asked, seconds=1, **options)
     assert plan.pieces == 3
 
 
@@ -329,8 +328,8 @@ def test_a_function_is_refused_before_any_work(name, monkeypatch):
 def test_arguments_of_functions_are_checked():
     run, X, asked = gpt().trajectory, gpt().X_test, epk.log_probability(CHOSEN)
     for call, error, message in (
-        (lambda: epk.attribute(run, X, function=asked, head="logits"), ValueError, "head and function must not be"),
-        (lambda: epk.attribute(run, X, function=asked, classes=CHOSEN), ValueError, "classes and function must not"),
+        (lambda: epk.attribute(run, X, function=asked, head="logits"), ValueError, "must not be given together"),
+        (lambda: epk.attribute(run, X, function=asked, classes=CHOSEN), ValueError, "must not be given together"),
         (lambda: epk.influence(run, X, function=asked, head="logits"), ValueError, "must not be given together"),
         (lambda: epk.influence(run, X, function=asked, classes=CHOSEN), ValueError, "must not be given together"),
         (lambda: epk.attribute(run, X[:1], function=lambda z: z / z.sum(0)), ValueError, "got shape"),

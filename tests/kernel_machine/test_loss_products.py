@@ -8,7 +8,7 @@ from weighted_loops import Apply, Encoder, mlp, operation, record
 
 import epk_gp as epk
 from epk_gp.autodiff.verification import plan_for
-from epk_gp.core.gradients import RunReplay
+from epk_gp.core.replayed_steps import RunReplay
 from epk_gp.core.trajectory import flat_state
 from epk_gp.gram.path_kernel import PathKernel
 from epk_gp.kernel_machine.loss_products import LossProducts

@@ -15,7 +15,7 @@ from epk_gp.core.model import functionalize
 from epk_gp.core.plans import MemoryPlan
 from epk_gp.core.trajectory import flat_state, network_outputs
 from epk_gp.gram.path_kernel import PathKernel
-from epk_gp.kernel_machine.terms import Predictions, integrate_stretch
+from epk_gp.kernel_machine.terms import Predictions, integrate_stretches
 from epk_gp.quadrature import adaptive as refinement
 from epk_gp.quadrature.adaptive import integrate
 from epk_gp.quadrature.rules import QuadratureStatus, adaptive
@@ -101,7 +101,7 @@ def test_kinks_behind_batch_normalisation_are_located(monkeypatch):
     steps = integrals(trajectory, X)
     located = torch.stack([step.evaluations for step in steps]).mean()
     assert located < 30  # 22 per (point, step)
-    monkeypatch.setattr(refinement, "locate_kinks", lambda line, X, a, b: (a[:0].long(), a[:0], a > 2))
+    monkeypatch.setattr(refinement, "locate_kinks", lambda line, X, pair, a, b: (a[:0].long(), a[:0], a > 2))
     bisected = torch.stack([step.evaluations for step in integrals(trajectory, X)]).mean()
     assert bisected > 8 * located
 
@@ -114,9 +114,9 @@ def test_averaged_gradients_in_weights_and_statistics_give_the_integral(name, cl
     net = plan_for(trajectory, trajectory.model_for(X))
     problem = Predictions(net, kernel, X, classes, 1 << 26)
     for step in trajectory.steps:
-        line = integrate_stretch(problem, range(step.index, step.index + 1), 7)
-        of_weights = X.new_empty(problem.num_outputs, 3, trajectory.num_weights)
-        line.average_into(of_weights)
+        line = integrate_stretches(problem, [range(step.index, step.index + 1)], 7)
+        of_weights = X.new_empty(3, problem.num_outputs, trajectory.num_weights)
+        line.average_into(of_weights[None])
         of_statistics = line.averaged_statistics_jacobian()
         with monkeypatch.context() as patch:  # in small blocks
             patch.setattr(MemoryPlan, "statistics_rows", lambda *_: 2)
@@ -125,7 +125,7 @@ def test_averaged_gradients_in_weights_and_statistics_give_the_integral(name, cl
         P = trajectory.num_weights
         assert of_weights.shape[2] == P
         assert of_statistics.shape == (problem.num_outputs, 3, len(d) - P)
-        total = (of_weights @ d[:P] + of_statistics @ d[P:]).T
+        total = of_weights @ d[:P] + (of_statistics @ d[P:]).T
         chosen = line.integral.total
         chosen = chosen if classes is None else chosen.gather(1, classes[:, None])
         torch.testing.assert_close(total, chosen, rtol=0, atol=1e-13)

@@ -13,7 +13,6 @@ from distributed_cases import recorded as training_run
 from epk_gp.core.plans import MemoryPlan
 from epk_gp.gram.tiles import GramWork
 from epk_gp.kernel_machine import plan
-from epk_gp.kernel_machine.attribute import attribute_many
 from epk_gp.kernel_machine.axes import by_label, by_sample
 from epk_gp.kernel_machine.plan import plan_attribution, plan_gram
 from epk_gp.kernel_machine.terms import AttributionWork
@@ -63,9 +62,9 @@ def test_the_pieces_of_an_attribution_are_those_of_its_workers(kind, is_apart, s
         monkeypatch.setattr(MemoryPlan, "adjoint_points", lambda _, count: 2 if count == 1 else 0)
         monkeypatch.setattr("epk_gp.kernel_machine.attribute.MAPPED_ADJOINTS", 0)
     by = [[by_sample(run)], [by_label(run)]]
-    found = plan_attribution(epk.PathKernel(run, rule=RULE), X, by, seconds=1e-9)
+    found = plan_attribution(run, X, by=by, rule=RULE, seconds=1e-9)
     sizes.clear()
-    attribute_many(run, X, by, rule=RULE, executor=Shuffled())
+    epk.attribute(run, X, by=by, rule=RULE, executor=Shuffled())
     assert (found.pieces, found.piece_bytes) == (len(sizes), max(sizes))
     assert found.result_bytes == (sum(sizes) if is_apart else found.piece_bytes)  # else one block of points
 
@@ -97,8 +96,8 @@ def test_an_attribution_says_what_it_takes_of_disk_memory_and_trainings(tmp_path
     optimizer, storage = torch.optim.Adam(net.parameters(), lr=0.01), epk.Storage(keep_every=10)
     options = {"optimizer": optimizer, "steps": 20, "batch_size": 8, "folder": tmp_path / "run", "storage": storage}
     run = epk.train(net, X, y, **options)
-    kernel, P = epk.PathKernel(run, path=epk.layerwise(every=5)), run.num_weights
-    found = plan_attribution(kernel, X[:2].double(), [[by_sample(run)]], seconds=100.0)
+    path, P = epk.layerwise(every=5), run.num_weights
+    found = plan_attribution(run, X[:2].double(), path=path, seconds=100.0)
     assert found.seconds > 0
     assert found.trainings == {"states": 2, "steps": 1, "test side": 6 * 2 / 8 / 5, "training side": 1 + 6 / 3}
     assert found.disk_bytes == sum(file.stat().st_size for file in (tmp_path / "run").glob("chunk-*"))
@@ -114,4 +113,4 @@ def test_wrong_arguments_are_refused():
     with pytest.raises(TypeError, match=r"plan_gram\(\) got an unexpected keyword argument 'executor'"):
         plan_gram(kernel, mixed(2), mixed(2), executor=Shuffled())
     with pytest.raises(ValueError, match="seconds must be positive"):
-        plan_attribution(kernel, inputs(2), [[by_sample(run)]], seconds=0.0)
+        plan_attribution(run, inputs(2), seconds=0.0)

@@ -10,9 +10,8 @@ import reference
 from epk_gp.core.plans import MemoryPlan
 from epk_gp.kernel_machine import descent
 from epk_gp.kernel_machine import terms as problem_module
-from epk_gp.kernel_machine.attribute import attribute_many
 from epk_gp.kernel_machine.axes import by_layer, by_sample, by_step
-from epk_gp.kernel_machine.terms import IntegratedLine
+from epk_gp.kernel_machine.terms import IntegratedLines
 from helpers import NETWORKS, Case, assert_close, make_case
 
 
@@ -62,20 +61,21 @@ def test_contributions_equal_the_definition(case):
 def test_contributions_do_not_depend_on_how_much_is_held(name, path, num_samples, monkeypatch):
     """Nodes that do not fit are computed again, and what they add to a sample is one term."""
     case, passes = make_case(name), []
+    monkeypatch.setattr(MemoryPlan, "lines_together", lambda *args: 1)
     groupings = [[by_sample(case.trajectory)], [by_layer(case.trajectory), by_step(case.trajectory)]]
 
     def found() -> list[Tensor]:
         options = {"path": path, "rule": epk.gauss_legendre(5)}
-        parts = attribute_many(case.trajectory, case.test, groupings, **options)
+        parts = epk.attribute(case.trajectory, case.test, by=groupings, **options)
         return [*(part.values for part in parts), epk.attribute(case.trajectory, case.test, **options).amplification]
 
-    whole, computed = found(), IntegratedLine.node_batches
+    whole, computed = found(), IntegratedLines.node_batches
     monkeypatch.setattr(MemoryPlan, "node_bytes", 1)
     monkeypatch.setattr(MemoryPlan, "vanilla_gd_samples", lambda *args: num_samples)
     monkeypatch.setattr(MemoryPlan, "vanilla_gd_points", lambda *args: 3)
     monkeypatch.setattr(problem_module, "rows_per_pass", lambda *args: 10)  # of nodes
     monkeypatch.setattr(
-        IntegratedLine, "node_batches", lambda line: (passes.append(batch) or batch for batch in computed(line))
+        IntegratedLines, "node_batches", lambda line: (passes.append(batch) or batch for batch in computed(line))
     )
     for actual, expected in zip(found(), whole, strict=True):
         assert_close(actual, expected, rounding=1e5)
@@ -85,6 +85,7 @@ def test_contributions_do_not_depend_on_how_much_is_held(name, path, num_samples
 def test_the_data_of_a_step_is_read_once(monkeypatch):
     """However few samples are computed at a time: the data may be of another dtype, and be copied."""
     case, read, steps = make_case("relu", batch_size=None), descent.batch_of, []
+    monkeypatch.setattr(MemoryPlan, "lines_together", lambda *args: 1)
     monkeypatch.setattr(descent, "batch_of", lambda run, s, like: steps.append(s.index) or read(run, s, like))
     monkeypatch.setattr(MemoryPlan, "vanilla_gd_samples", lambda *args: 2)
     epk.attribute(case.trajectory, case.test)

@@ -12,7 +12,6 @@ import epk_gp as epk
 from epk_gp.analysis.breakdown import prediction_breakdown, step_ranges
 from epk_gp.analysis.maps import UncertaintyMap, coordinate_plane
 from epk_gp.cli.uncertainty import describe_plane
-from epk_gp.kernel_machine.attribute import attribute_many
 from epk_gp.kernel_machine.axes import by_sample
 from epk_gp.plots import shades_of
 from epk_gp.plots.contributions import attribution_figure
@@ -28,7 +27,7 @@ def images():
     net = nn.Sequential(nn.Flatten(), nn.Linear(16, 2), nn.BatchNorm1d(2)).double()
     trajectory = epk.train(net, X, y, optimizer=torch.optim.SGD(net.parameters(), lr=0.1), steps=2)
     axes = [[by_sample(trajectory)], [step_ranges(trajectory)]]
-    parts = attribute_many(trajectory, X[:1], axes, rule=epk.gauss_legendre(8))
+    parts = epk.attribute(trajectory, X[:1], by=axes, rule=epk.gauss_legendre(8))
     return trajectory, X[:1], prediction_breakdown(*parts, parts[0].network.argmax(1))
 
 

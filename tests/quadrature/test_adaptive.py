@@ -14,7 +14,6 @@ import epk_gp as epk
 from epk_gp.autodiff.dense import WeightSegment
 from epk_gp.autodiff.verification import plan_for
 from epk_gp.core.show import CertificateWarning
-from epk_gp.kernel_machine.attribute import attribute_by
 from epk_gp.kernel_machine.axes import by_parameter
 from epk_gp.quadrature.adaptive import integrate
 from epk_gp.quadrature.rules import QuadratureStatus, Rule
@@ -241,7 +240,7 @@ def test_a_run_without_steps_is_its_initial_network() -> None:
     machine, initial = epk.reconstruct(no_steps, X), epk.network_outputs(no_steps, X, head="log_softmax")
     assert torch.equal(machine.outputs, initial)
     assert (machine.evaluations, machine.max_error, machine.max_residual) == (0.0, 0.0, 0.0)
-    parts, grouped = epk.attribute(no_steps, X), attribute_by(no_steps, X, [by_parameter(no_steps)])
+    parts, grouped = epk.attribute(no_steps, X), epk.attribute(no_steps, X, by=[by_parameter(no_steps)])
     assert torch.equal(parts.total, initial)
     assert torch.equal(grouped.total, initial)
     assert (parts.evaluations, parts.max_residual) == (0.0, 0.0)

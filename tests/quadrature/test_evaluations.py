@@ -317,7 +317,7 @@ class Kinked(nn.Module):
         self.forward = function
 
 
-def blind(line: object, x: Tensor, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def blind(line: object, x: Tensor, pair: Tensor, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Stand for the search for kinks, and find none."""
     return torch.zeros(0, dtype=torch.int64), a[:0], torch.ones_like(a, dtype=torch.bool)
 

@@ -29,7 +29,6 @@ import epk_gp as epk
 import reference
 from epk_gp.core.moves import Move, StateSamples, share_of_way
 from epk_gp.core.states import averaged_trajectory, averaging_coefficients
-from epk_gp.kernel_machine.attribute import attribute_by
 from epk_gp.kernel_machine.axes import by_sample, by_step
 from loops import record
 from stored_runs import changed, chunk_files, entry, refused
@@ -66,7 +65,7 @@ def test_shares_are_those_of_per_row_gradients_pushed_through_the_optimizer_by_h
     assert parts.max_error <= 1e-10
     assert (parts.network - net.eval()(queries())).abs().max() <= 1e-13
     assert parts.unexplained.abs().max() <= 1e-15
-    by = attribute_by(trajectory, queries(), [by_sample(trajectory)], head="logits")  # whose statistics are split, too
+    by = epk.attribute(trajectory, queries(), by=[by_sample(trajectory)], head="logits")  # statistics too
     assert (by.values - parts.samples).abs().max() <= 1e-12
     assert (by.total - parts.total).abs().max() <= 1e-12
     still = epk.attribute(run(make_net, sgd, lambda *_: None)[0].trajectory, queries(), head="logits")
@@ -111,7 +110,7 @@ def test_averaged_weights_of_such_a_run_are_explained_and_its_kernel_is_that_of_
 def test_the_statistics_of_a_step_belong_to_its_rows_and_those_of_a_move_to_none():
     trajectory, _ = recorded("lookahead", cnn)
     axes = [by_step(trajectory), by_sample(trajectory)]
-    parts = attribute_by(trajectory, queries(), axes, head="logits")
+    parts = epk.attribute(trajectory, queries(), by=axes, head="logits")
     of_no_sample = parts.statistics_of_no_sample.abs().sum(dim=(0, 1)).flatten()
     assert parts.max_error <= 1e-12
     assert (of_no_sample > 1e-6).nonzero()[:, 0].tolist() == [2, 5, 8]

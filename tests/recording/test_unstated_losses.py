@@ -15,7 +15,6 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 import epk_gp as epk
 from epk_gp.core.step import NOT_OF_DATA
-from epk_gp.kernel_machine.attribute import attribute_by
 from epk_gp.kernel_machine.axes import by_step
 from epk_gp.kernel_machine.influence import self_influence
 from helpers import refusal
@@ -157,7 +156,7 @@ def test_contributions_are_the_parts_of_the_gradient_that_came_through_each_row(
     for value in parts.sources.values():
         assert (value - expected[..., 10]).abs().max() < 1e-8
         assert value.abs().max() > 1e-3
-    by_layer = attribute_by(recorder.trajectory, X_TEST, [by_step(recorder.trajectory)])
+    by_layer = epk.attribute(recorder.trajectory, X_TEST, by=[by_step(recorder.trajectory)])
     assert (by_layer.total - parts.total).abs().max() < 1e-10
     assert torch.allclose(by_layer.values.sum(dim=2), parts.samples.sum(dim=2), atol=1e-10)
 

@@ -6,7 +6,6 @@ import pytest
 import torch
 
 import epk_gp as epk
-from epk_gp.kernel_machine.attribute import attribute_by
 from epk_gp.kernel_machine.axes import by_layer, by_sample, by_step
 from epk_gp.report.explanations import LARGEST, choose_quantum, significant, to_units
 from report_cases import report_case, terms_of, written
@@ -71,7 +70,7 @@ def test_the_terms_are_those_of_the_attribution(reported):
     name, trajectory, X, content = reported
     edges = [first for first, _ in content["ranges"]][1:]
     axes = [by_sample(trajectory), by_layer(trajectory), by_step(trajectory, edges)]
-    expected, by_parts = epk.attribute(trajectory, X[:2]), attribute_by(trajectory, X[:2], axes).values
+    expected, by_parts = epk.attribute(trajectory, X[:2]), epk.attribute(trajectory, X[:2], by=axes).values
     L, R, quantum = len(content["layers"]), len(content["ranges"]), content["quantum"]
     limit = trajectory.num_points * L * R * quantum + (1e-5 if name == "float32" else 1e-12)  # each is rounded
     for n, c, explanation in explanations(content):

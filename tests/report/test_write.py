@@ -223,7 +223,7 @@ def test_what_cannot_be_reported_is_refused_before_anything_is_computed(
     run, tmp_path, unchecked, monkeypatch, change, kind, message
 ):
     trajectory, X, y = run
-    monkeypatch.setattr("epk_gp.report.explanations.attribute_many", lambda *args, **options: pytest.fail("computed"))
+    monkeypatch.setattr("epk_gp.report.explanations.attribute", lambda *args, **options: pytest.fail("computed"))
     given = {"trajectory": trajectory, "X": X, "y": y} | change
     with pytest.raises(kind, match=message):
         epk.write_report(tmp_path / "report.html", **given)

@@ -11,7 +11,6 @@ import torch
 from torch import nn
 
 import epk_gp as epk
-from epk_gp.kernel_machine.attribute import attribute_by
 from epk_gp.kernel_machine.axes import Axis
 from epk_gp.storage import partial_sums as checkpoints
 from epk_gp.storage.partial_sums import PartialSums
@@ -122,9 +121,9 @@ def test_a_checkpoint_of_something_else_is_refused(run, points, tmp_path):
         epk.gram_block(run, points, points, rule=RULE, checkpoint=tmp_path / "a")
     group = torch.zeros(run.num_points, dtype=torch.int64)
     one, two = Axis("sample", group, ("a",)), Axis("sample", group, ("a", "b"))
-    attribute_by(run, run.inputs[:2], [one], checkpoint=tmp_path / "c")
+    epk.attribute(run, run.inputs[:2], by=[one], checkpoint=tmp_path / "c")
     with pytest.raises(ValueError, match=COMPUTATION):
-        attribute_by(run, run.inputs[:2], [two], checkpoint=tmp_path / "c")
+        epk.attribute(run, run.inputs[:2], by=[two], checkpoint=tmp_path / "c")
 
 
 SCRIPT = """

@@ -13,7 +13,6 @@ import torch
 
 import epk_gp as epk
 from distributed_cases import CALLS, RULE, SMALL, Shuffled, alone, inputs, mixed, recorded, run_of, same
-from epk_gp.kernel_machine.attribute import attribute_by
 from epk_gp.kernel_machine.axes import by_sample
 from helpers import gram_diagonal_blocks, surprising_run
 
@@ -26,7 +25,7 @@ def test_budgets_and_splits_of_the_statistics_are_of_the_identity(folder, tmp_pa
     run, X, other = recorded("batch_norm", 2), inputs(2), tmp_path / "split"
     epk.attribute(run, X, rule=RULE, checkpoint=other)
     with pytest.raises(ValueError, match="must be of this very computation"):
-        attribute_by(run, X, [by_sample(run)], rule=RULE, checkpoint=other)
+        epk.attribute(run, X, by=[by_sample(run)], rule=RULE, checkpoint=other)
 
 
 @pytest.mark.parametrize("name", ["diagonal", "reconstruct", "features"])

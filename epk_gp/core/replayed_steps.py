@@ -1,0 +1,246 @@
+"""Recorded steps made once more: their gradients, alone or beside those of neighbours, and what follows from them.
+
+The gradients of different steps do not depend on each other. Where passes are those of the network in evaluation mode
+on recorded rows, the states of neighbouring steps lie side by side in one mapped pass, so that a small network does not
+wait for Python. Their gradients count where they make the recorded steps.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from epk_gp.core.gradients import PassData, TrainingReplay, batch_gradient, passes_of, stacked_gradients
+from epk_gp.core.model import FunctionalModel
+from epk_gp.core.plans import MemoryPlan, TensorSpec
+from epk_gp.core.step import Step
+from epk_gp.core.torch_overrides import MappedRows, disable_fused_attention, filter_own_warnings
+from epk_gp.core.trajectory import (
+    Trajectory,
+    batch_of,
+    flat_state,
+    flat_weights,
+    initial_momentum,
+    step_coefficients,
+)
+from epk_gp.core.update_law import UpdateLaw
+from epk_gp.optimizers.update_rules import UpdateCoefficients, largest_entry, predict_step, relative_rounding
+
+
+@dataclass(frozen=True, eq=False)
+class ReplayedStep:
+    """A step that was computed once more, from the training gradients.
+
+    Attributes:
+        step: Its learning rate, batch and forward passes.
+        w: The weights w_s before it.
+        d: The update w_{s+1} - w_s that the update rule predicts from exact gradients, with the move after the step.
+        momentum: The momentum buffer before it.
+        gradient: The exact gradient of its loss, not clipped.
+        as_trained: The update that it predicts from gradients in the precision of the training; `d` itself without
+            automatic mixed precision.
+        statistics_error: Largest difference of moving statistics after a pass from the recorded ones, in units of what
+            rounding explains; 0 without them.
+        by_options: The update that the optimizer's recorded options, and what it keeps, give on the gradients of
+            `as_trained`; None where it was not asked for, and where the recorded coefficients are those of the options.
+    """
+
+    step: Step
+    w: Float[Tensor, " P"]
+    d: Float[Tensor, " P"]
+    momentum: Float[Tensor, " P"]
+    gradient: Float[Tensor, " P"]
+    as_trained: Float[Tensor, " P"]
+    statistics_error: float = 0.0
+    by_options: Float[Tensor, " P"] | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class UnseenMove:
+    """A move of moving statistics between recorded passes: by passes without a loss, a reset, or to another process.
+
+    Attributes:
+        moved: Which statistics moved, by whole tensors.
+        values: All of them after the move.
+        is_reset: Whether those that moved are as in a new network, so that they do not depend on the weights.
+        returns: Whether all are those at the start of the step again, with which each process begins.
+    """
+
+    moved: Bool[Tensor, " Q"]
+    values: Float[Tensor, " Q"]
+    is_reset: bool
+    returns: bool
+
+
+def replayed_steps(
+    trajectory: Trajectory,
+    model: FunctionalModel,
+    reference: Tensor,
+    steps: slice = slice(None),
+    law: UpdateLaw | None = None,
+    plan: MemoryPlan | None = None,
+) -> Iterator[ReplayedStep]:
+    """Replay a run: yield each step with the update that the update rule predicts.
+
+    Args:
+        trajectory: The run; of an average the run that it is made of.
+        model: Its network in the dtype of the computation.
+        reference: Tensor whose dtype and device the computation has.
+        steps: Which steps; they must begin with the first one where a step follows from earlier ones (`has_memory`).
+        law: The steps as functions, for `by_options`.
+        plan: Chooses how many steps are computed together; None for one at a time.
+    """
+    trajectory = trajectory.trained
+    memory, run = None if law is None else law.initial(), RunReplay(trajectory, model, reference, plan)
+    # trained: in the precision of the training
+    momentum = momentum_trained = initial_momentum(trajectory, flat_weights(trajectory, 0, reference))
+    for step in trajectory.steps[steps]:
+        w, before, before_trained = flat_weights(trajectory, step.index, reference), momentum, momentum_trained
+        update = step_coefficients(trajectory, step.index, reference)
+        g, error, d, momentum = run.predict(step, update, w, before)
+        as_trained, g_trained, momentum_trained, by_options = d, g, momentum, None
+        # in another dtype rounding differs, and a preconditioner can amplify it
+        is_other_dtype = trajectory.dtype != model.spec.dtype
+        if step.passes and (is_other_dtype or any(forward.autocast is not None for forward in step.passes)):
+            g_trained, error = run.gradient(step, exact=False)
+            as_trained, momentum_trained = predict_step(update, model.sizes, w, g_trained, before_trained)
+        if law is not None and memory is not None:
+            memory = replace(memory, momentum=before_trained)
+            law.see_clip(step.index, g_trained)
+            by_options, memory = law.step(step.index).replayed(update, memory, w, g_trained)
+        d, as_trained = (trajectory.with_move(step, w, own) for own in (d, as_trained))
+        yield ReplayedStep(step, w, d, before, g, as_trained, error, by_options)
+
+
+def _num_rows(trajectory: Trajectory, step: Step) -> int:
+    return trajectory.num_points if step.batch is None else len(step.batch)
+
+
+class RunReplay:
+    """Recomputes the gradients of a run's steps; to be used by one thread.
+
+    Args:
+        trajectory: The run.
+        model: Its network in the dtype of the computation.
+        reference: Tensor whose dtype and device the computation has.
+        memory: Chooses how many neighbouring steps are computed together, of a computation that goes through all of
+            them; None for one at a time.
+    """
+
+    def __init__(
+        self, trajectory: Trajectory, model: FunctionalModel, reference: Tensor, memory: MemoryPlan | None = None
+    ) -> None:
+        self.trajectory, self.model, self.reference, self.memory = trajectory, model, reference, memory
+        self._together, self._held = MappedRows(), dict[int, Tensor]()  # gradients of the neighbours of a step
+
+    def data(self, step: Step) -> list[PassData]:
+        """Return the forward passes of a step with their data."""
+        return passes_of(step, self.trajectory.inputs, self.trajectory.targets, self.trajectory.loss)
+
+    @cached_property
+    def passes(self) -> TrainingReplay:
+        """Replays the forward passes, in the run's own dtype where random numbers are drawn."""
+        model = self.trajectory.model.variant(TensorSpec(self.trajectory.dtype, self.model.spec.device))
+        return TrainingReplay(model, self.trajectory.loss, self.model.spec)
+
+    def gradient(self, step: Step, *, exact: bool = True) -> tuple[Float[Tensor, " P"], float]:
+        """Return the gradient of a step's loss, and the error of its statistics in units of their rounding."""
+        return self.gradient_at(step, flat_state(self.trajectory, step.index, self.reference), exact=exact)
+
+    def predict(
+        self, step: Step, update: UpdateCoefficients, w: Float[Tensor, " P"], momentum: Float[Tensor, " B"]
+    ) -> tuple[Float[Tensor, " P"], float, Float[Tensor, " P"], Float[Tensor, " B"]]:
+        """Return what `gradient` does, and the step and the momentum after it that the update rule predicts.
+
+        A gradient that was computed beside those of other steps counts if it makes the recorded step, up to rounding.
+        For torch's rules for batches do not hold for every function: they forget the padding index of an embedding.
+        """
+        run, sizes = self.trajectory, self.model.sizes
+        if self.memory is not None and not step.passes:
+            if step.index not in self._held:
+                self._held = self._neighbours(step, self.memory)
+            g = self._held[step.index]
+            d, after = predict_step(update, sizes, w, g, momentum)
+            missed = flat_weights(run, step.index + 1, w) - w - run.with_move(step, w, d)
+            if largest_entry(missed) <= replay_rounding(w, d, max(run.dtype, w.dtype, key=_eps)):
+                return g, 0.0, d, after
+        g, error = self.gradient(step)
+        return g, error, *predict_step(update, sizes, w, g, momentum)
+
+    def _neighbours(self, step: Step, memory: MemoryPlan) -> dict[int, Tensor]:
+        """Return the gradients of a step and its neighbours, whose states and batches lie side by side in one pass."""
+        steps, num_rows = self.trajectory.steps, _num_rows(self.trajectory, step)
+        # torch computes convolutions with weights of their own by copies; rows of a graph share their pass
+        is_alone = memory.plan.calls_convolutions or self.model.signature.graph is not None
+        count = 1 if is_alone else memory.stacked_weights(max(1, num_rows))
+        first = step.index // count * count  # aligned: whatever the first step that is asked for, bytes are the same
+        alike = [s for s in steps[first : first + count] if not s.passes and _num_rows(self.trajectory, s) == num_rows]
+        batches = [batch_of(self.trajectory, s, self.reference) for s in alike]
+        states = [flat_state(self.trajectory, s.index, self.reference) for s in alike]
+
+        def single(k: int) -> list[Tensor]:
+            return [batch_gradient(self.model, states[k], *batches[k][:2], self.trajectory.loss, batches[k][2])]
+
+        def together() -> list[Tensor]:
+            X, y, c = map(torch.stack, zip(*batches, strict=True))
+            with filter_own_warnings("error", Warning):  # torch warns of its slow loops
+                return [stacked_gradients(self.model, torch.stack(states), X, y, self.trajectory.loss, c)]
+
+        with disable_fused_attention():
+            (gradients,) = self._together(len(alike), together, single, compares=True)
+        return dict(zip([s.index for s in alike], gradients, strict=True))
+
+    def gradient_at(
+        self, step: Step, state: Float[Tensor, " PQ"], *, exact: bool = True, reverse: bool = False
+    ) -> tuple[Float[Tensor, " P"], float]:
+        """Return the gradient of a step's loss at some state, and the error of its statistics.
+
+        The rows of a step without recorded passes may be summed in reverse order.
+        """
+        if not step.passes:
+            (data,) = self.data(step)
+            if reverse:
+                data = PassData(data.forward, *(v.flip(0) for v in (data.samples, data.X, data.y, data.c)))
+            return self.passes.gradient(state, data, exact=True).gradient, 0.0
+        run, end = self.trajectory, state.new_empty(0)
+        end = end if run.statistics is None else run.statistics[step.index + 1]
+        return self.passes.step_gradient(state, self.data(step), end, run.unexplained, exact=exact)
+
+    def unseen_moves(self, step: Step, passes: Sequence[PassData]) -> list[UnseenMove | None]:
+        """Return what moved the statistics before each pass of a step and after the last; None where nothing did."""
+        recorded = self.trajectory.statistics
+        if recorded is None:
+            return [None] * (len(passes) + 1)
+        start, end = recorded[step.index], recorded[step.index + 1]
+        forwards = [data.forward for data in passes]
+        starts = [start if forward.statistics is None else forward.statistics for forward in forwards]
+        ends = [end if forward.statistics_after is None else forward.statistics_after for forward in forwards]
+        return [self._unseen_move(a, b, start) for a, b in zip([start, *ends], [*starts, end], strict=True)]
+
+    def _unseen_move(self, end: Tensor, start: Tensor, first: Tensor) -> UnseenMove | None:
+        """Compare the statistics that one pass left with those that the next one found."""
+        sizes = [shape.numel() for shape in self.model.statistic_shapes]
+        moved, is_reset = torch.zeros_like(start, dtype=torch.bool), True
+        parts = zip(self.model.statistics, *(values.split(sizes) for values in (end, start, moved)), strict=True)
+        for name, before, after, is_moved in parts:
+            if not torch.equal(before, after.to(before)):
+                is_moved.fill_(True)
+                is_reset &= bool((after == (1.0 if name.endswith("running_var") else 0.0)).all())
+        return UnseenMove(moved, start, is_reset, torch.equal(start, first)) if bool(moved.any()) else None
+
+
+def replay_rounding(w: Float[Tensor, " P"], d: Float[Tensor, " P"], dtype: torch.dtype) -> float:
+    """Return the difference of a replayed step from the recorded one that is rounding without a closer look.
+
+    It is the rounding of the weights w and a small share of the step d, in the coarser dtype of run and computation.
+    """
+    eps = _eps(dtype)
+    share = 2**16 * eps if dtype == torch.float64 else relative_rounding(dtype)
+    return float(4 * eps * largest_entry(w) + share * largest_entry(d))
+
+
+def _eps(dtype: torch.dtype) -> float:
+    return torch.finfo(dtype).eps
