@@ -24,7 +24,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import epk_gp as epk
-from epk_gp.core.plans import MemoryPlan
 from epk_gp.core.states import averaged_trajectory
 from epk_gp.gram.path_kernel import PathKernel
 from epk_gp.kernel_machine.axes import by_label, by_layer, by_parameter, by_sample, by_step
@@ -37,7 +36,16 @@ TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-4}  # of the largest entry
 @contextmanager
 def states_together(count: int | None) -> Iterator[None]:
     """Evaluate so many states of a run together, of networks of which several can be; None for all of them."""
-    with patch.object(MemoryPlan, "fitting_lines", lambda self, *sizes, **named: count or 1 << 30):
+    most = count or 1 << 20
+    choices = {
+        "epk_gp.core.plans.MemoryPlan.fitting_lines": lambda self, *sizes: most,  # attributions and reconstructions
+        "epk_gp.core.plans.MemoryPlan.stacked_weights": lambda self, *sizes: most,  # kernels, steps that are replayed
+        "epk_gp.kernel_machine.loss_products.rows_per_pass": lambda *sizes: 1 if count == 1 else POINTS * most,
+        "epk_gp.kernel_machine.influence_pass.MAX_STEP_BATCH": most,
+    }
+    with ExitStack() as stack:
+        for name, choice in choices.items():
+            stack.enter_context(patch(name, choice))
         yield
 
 
@@ -72,9 +80,9 @@ class Problem:
         torch.manual_seed(self.seed)
         net = self.make()
         trained = [p for p in net.parameters() if p.requires_grad]
-        halves = [trained] if len(self.optimizers) == 1 else [trained[:1], trained[1:]]
+        halves = [trained] if len(self.optimizers) == 1 or len(trained) == 1 else [trained[:1], trained[1:]]
         optimizers = []
-        for (name, options), part in zip(self.optimizers, halves, strict=True):
+        for (name, options), part in zip(self.optimizers, halves, strict=False):  # one for one parameter
             kind, rate, choices = OPTIMIZERS[name]
             optimizers.append(kind(part, lr=0.5 * rate, weight_decay=self.decay, **choices[int(options)]))
         kept = {"folder": folder / "run", "storage": epk.Storage(steps=3)} if self.stored else {}
@@ -190,10 +198,20 @@ class Problem:
                 if not flat.is_floating_point():
                     return {"values": values}
                 return {"values": values.detach(), "gradient": torch.autograd.grad(values.square().sum(), a)[0]}
+            case "influence":
+                axes = {"label": by_label, "step": by_step, "sample": by_sample}
+                by = [axes[name](run) for name in options.pop("axes")]
+                return _fields(epk.influence(run, X, by=by or None, **options))
+            case "self_influence":
+                return {"values": epk.self_influence(run, **options)}
+            case "retrain":
+                weights = 2 * torch.rand(2, POINTS, generator=torch.Generator().manual_seed(self.seed)).double()
+                result = epk.retrain(run, weights, **options)
+                return {"outputs": result.outputs(X), "certified": result.certified}
             case "between":
                 net, states = self.make(), []
                 for s in sorted({0, run.num_steps // 2, run.num_steps}):
-                    nn.utils.vector_to_parameters(run.states[s], net.parameters())
+                    nn.utils.vector_to_parameters(run.states[s], [p for p in net.parameters() if p.requires_grad])
                     states.append({name: value.clone() for name, value in net.state_dict().items()})
                 return _fields(epk.between(net, states, X, **options))
         raise ValueError(self.question)
@@ -234,7 +252,7 @@ def draw_problem(seed: int) -> Problem:
     problem.dtype = torch.float32 if draw.random() < 0.1 else torch.float64
     problem.stored = draw.choice([None, None, None, "disk", "thinned"])
     problem.question = draw.choice(list(OPTIONS))
-    of_average = problem.question in ("attribute", "axes", "reconstruct")
+    of_average = problem.question in ("attribute", "axes", "reconstruct", "influence", "retrain")
     problem.of = draw.choice(["run", "run", "run", "until", "average" if of_average else "run"])
     problem.options = OPTIONS[problem.question](problem, draw)
     return problem
@@ -317,6 +335,17 @@ def _of_kernel(problem: Problem, draw: random.Random) -> dict[str, Any]:
     return _shared(draw, checkpoint=False) | options | {"head": _head(problem, draw), "cache_bytes": 0}
 
 
+def _of_influence(problem: Problem, draw: random.Random) -> dict[str, Any]:
+    axes = draw.choice([[], [], ["step"], ["sample", "step"]])
+    if problem.data[1].ndim == 1:
+        axes = draw.choice([axes, ["label"]])
+    options = _of_attribution(problem, draw) | {"axes": axes}
+    del options["path"], options["rule"]
+    if draw.random() < 0.2:
+        options["truncate"] = draw.randint(1, problem.steps)
+    return options
+
+
 OPTIONS: dict[str, Callable[[Problem, random.Random], dict[str, Any]]] = {
     "attribute": _of_attribution,
     "axes": _of_axes,
@@ -328,6 +357,9 @@ OPTIONS: dict[str, Callable[[Problem, random.Random], dict[str, Any]]] = {
     "features": _of_features,
     "reconstruct": _of_reconstruction,
     "kernel": _of_kernel,
+    "influence": _of_influence,
+    "self_influence": lambda problem, draw: _shared(draw),
+    "retrain": lambda problem, draw: _shared(draw),
     "between": lambda problem, draw: _shared(draw, checkpoint=False) | {"head": _head(problem, draw)},
 }
 
