@@ -30,6 +30,7 @@ from epk_gp.kernel_machine.axes import by_label, by_layer, by_parameter, by_samp
 
 ASKED = 3  # points
 COUNTS: tuple[int | None, ...] = (1, 2, 7, None)  # of states that are evaluated together; None: all of a run
+RATIOS = ("amplification", "growth", "adjoint_norms", "std")  # what is no term and no output
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-4}  # of the largest entry
 
 
@@ -429,8 +430,9 @@ def difference_of(one: dict[str, Any] | str, other: dict[str, Any] | str, tolera
 
 
 def _unit(numbers: dict[str, Any]) -> float:
-    """Return the largest entry of an answer: of terms that sum to outputs, one may be rounding alone."""
-    return max((float(v.abs().max()) for v in numbers.values() if isinstance(v, Tensor) and v.numel()), default=0.0)
+    """Return the largest entry of an answer but its ratios: of terms that sum to outputs, one may be rounding alone."""
+    terms = (v.detach() for name, v in numbers.items() if isinstance(v, Tensor) and name.split(".")[-1] not in RATIOS)
+    return max((float(v.abs().max()) for v in terms if v.numel()), default=0.0)
 
 
 def _in_words(answer: dict[str, Any] | str) -> str:
