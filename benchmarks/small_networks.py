@@ -7,6 +7,7 @@ Usage: python benchmarks/small_networks.py questions
 Times are the processor's: of one thread for questions, of whole processes for programs.
 """
 
+import importlib
 import json
 import os
 import resource
@@ -16,12 +17,11 @@ import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
-from unittest.mock import patch
 
 import torch
 import typer
@@ -29,7 +29,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import epk_gp as epk
-from epk_gp.core.plans import MemoryPlan
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent
@@ -131,11 +130,12 @@ def seconds(call: Callable[[], object]) -> float:
 def questions(
     rounds: Rounds = 5,
     only: Annotated[str, typer.Option(help="Measure questions with these words.")] = "",
+    steps: Annotated[int, typer.Option(help="Steps of the training.")] = 200,
     out: Out = HERE / "small_networks",
 ) -> None:
     """Measure questions about a network 2-32-32-3 with tanh: float64, 300 points, batches of 30, 200 steps."""
     torch.set_num_threads(1)
-    training = Training("MLP", mlp, normal(300, 2), normal(100, 2))
+    training = Training("MLP", mlp, normal(300, 2), normal(100, 2), steps=steps)
     rows = []
     for name, optimizer_of in OPTIMIZERS.items():
         run = training.run(optimizer_of, record=True)
@@ -155,11 +155,11 @@ def questions(
 # ---- states together -----------------------------------------------------------------------------------------------
 
 
-@contextmanager
-def states_together(count: int | None) -> Iterator[None]:
+def states_together(count: int | None) -> AbstractContextManager[None]:
     """Evaluate so many states of a run together where the network allows it; None for all of them."""
-    with patch.object(MemoryPlan, "fitting_lines", lambda self, *sizes, **named: count or 1 << 30):
-        yield
+    sys.path.insert(0, str(ROOT / "tests"))
+    context: AbstractContextManager[None] = importlib.import_module("odd_stretches").states_together(count)
+    return context
 
 
 class Recurrent(nn.Module):
@@ -217,7 +217,7 @@ def trainings() -> list[Training]:
         "dropout": (lambda: wide(lambda: nn.Dropout(0.3)), rows),
     }
     return [
-        Training(name, lambda make=make: make().double(), X, points, batch_size=10, steps=64)
+        Training(name, lambda make=make: make().double(), X, points, batch_size=10)
         for name, (make, (X, points)) in inputs.items()
     ]
 
@@ -225,7 +225,8 @@ def trainings() -> list[Training]:
 @app.command()
 def together(
     rounds: Rounds = 3,
-    only: Annotated[str, typer.Option(help="Measure the network of this name.")] = "",
+    only: Annotated[str, typer.Option(help="Measure networks with these words.")] = "",
+    steps: Annotated[int, typer.Option(help="Steps of the trainings.")] = 64,
     out: Out = HERE / "small_networks",
 ) -> None:
     """Measure questions with 1, 4, 16, 64 and all states of a run evaluated together, on networks of several kinds."""
@@ -234,6 +235,7 @@ def together(
     for training in trainings():
         if only not in training.name:
             continue
+        training = replace(training, steps=steps)
         run = training.run(OPTIMIZERS["Adam"], record=True)
         copies = (epk.Points(training.points, is_train=False), epk.Points(training.X[:30], is_train=True))
         calls: dict[str, Callable[[], object]] = {
@@ -263,10 +265,10 @@ def programs(
     out: Out = HERE / "small_networks",
 ) -> None:
     """Time the demo, a map of 60 × 60 points and the paper's figure 5, each as it comes, on one thread."""
-    demo = "from epk_gp.cli import main; main()"
+    command_line = str(Path(sys.executable).with_name("epk-gp"))
     with tempfile.TemporaryDirectory() as folder:
         commands = {
-            "make demo, after installation": ["-c", demo, "demo", "--out", f"{folder}/demo"],
+            "make demo, after installation": [command_line, "demo", "--out", f"{folder}/demo"],
             "map of two moons, 60 × 60, gauss_legendre(4)": [str(HERE / "paths.py"), "map", "--asked", "1:4"],
             "experiments/fig05_uncertainty.py": [
                 str(ROOT / "experiments/fig05_uncertainty.py"), "--out", f"{folder}/figure",
@@ -308,7 +310,12 @@ def _save(out: Path, part: str, rows: list[dict[str, Any]]) -> None:
     parts = json.loads(file.read_text()) if file.exists() else {}
     parts[part] = rows
     file.write_text(json.dumps(parts, indent=1, ensure_ascii=False) + "\n")
-    out.with_suffix(".md").write_text("\n".join(TABLES[name](parts[name]) for name in TABLES if name in parts))
+    out.with_suffix(".md").write_text(markdown(parts))
+
+
+def markdown(parts: dict[str, list[dict[str, Any]]]) -> str:
+    """Return the tables of all measured parts."""
+    return "\n".join(TABLES[name](parts[name]) for name in TABLES if name in parts)
 
 
 def _of_questions(rows: list[dict[str, Any]]) -> str:

@@ -17,234 +17,37 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from odd_parts import OPTIMIZERS
+from odd_networks import INPUTS, rows
+from odd_parts import CLASSES, OPTIMIZERS, POINTS
 from odd_programs import MEMORY, is_clear
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.nn.utils import parametrizations
 
 import epk_gp as epk
-from epk_gp.core.plans import MemoryPlan
 from epk_gp.core.states import averaged_trajectory
 from epk_gp.gram.path_kernel import PathKernel
 from epk_gp.kernel_machine.axes import by_label, by_layer, by_parameter, by_sample, by_step
 
-POINTS, CLASSES, ASKED = 10, 3, 3
+ASKED = 3  # points
 COUNTS: tuple[int | None, ...] = (1, 2, 7, None)  # of states that are evaluated together; None: all of a run
+RATIOS = ("amplification", "growth", "adjoint_norms", "std")  # what is no term and no output
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-4}  # of the largest entry
-ACTIVATIONS = (nn.Tanh, nn.ReLU, nn.GELU, nn.Softplus, nn.SiLU, nn.LeakyReLU, nn.Hardtanh, nn.ELU, nn.PReLU)
 
 
 @contextmanager
 def states_together(count: int | None) -> Iterator[None]:
     """Evaluate so many states of a run together, of networks of which several can be; None for all of them."""
-    with patch.object(MemoryPlan, "fitting_lines", lambda self, *sizes, **named: count or 1 << 30):
-        yield
-
-
-# ---- networks ------------------------------------------------------------------------------------------------------
-
-
-class Formula(nn.Module):
-    """A network whose forward pass is a function of its modules."""
-
-    def __init__(self, function: Callable[..., Tensor], *modules: nn.Module, **parameters: Tensor) -> None:
-        super().__init__()
-        self.function, self.inner = function, nn.ModuleList(modules)
-        for name, value in parameters.items():
-            self.register_parameter(name, nn.Parameter(value))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.function(self, *self.inner, x)
-
-
-class Cube(torch.autograd.Function):
-    """An operation of one's own, of which torch knows no map over weights."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        ctx.save_for_backward(x)
-        return x**3 / 3
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        return ctx.saved_tensors[0].square() * grad
-
-
-def rows(draw: random.Random) -> dict[str, Callable[[], nn.Module]]:
-    """Return networks of rows of four numbers."""
-    width, act = draw.randint(2, 6), draw.choice(ACTIVATIONS)
-    bias = draw.random() < 0.8
-
-    def lin(n: int, m: int) -> nn.Module:
-        return nn.Linear(n, m, bias=bias)
-
-    def layers(*between: Callable[[], nn.Module]) -> nn.Module:
-        made = [layer for n in (4, width) for layer in (lin(n, width), *(make() for make in between), act())]
-        return nn.Sequential(*made, lin(width, CLASSES))
-
-    def experts(net: Any, gate: nn.Module, one: nn.Module, two: nn.Module, x: Tensor) -> Tensor:
-        best = gate(x).argmax(dim=1)
-        return torch.stack([one(x), two(x)], dim=1)[torch.arange(len(x)), best] * gate(x).softmax(1).amax(1)[:, None]
-
-    def routed(net: Any, gate: nn.Module, one: nn.Module, two: nn.Module, x: Tensor) -> Tensor:
-        chosen = gate(x).argmax(dim=1) == 0
-        z = x.new_zeros(len(x), CLASSES)
-        return z.masked_scatter(chosen[:, None], one(x[chosen])).masked_scatter(~chosen[:, None], two(x[~chosen]))
-
-    return {
-        "linear": lambda: lin(4, CLASSES),
-        "mlp": layers,
-        "one_layer": lambda: nn.Sequential(lin(4, width), act(), lin(width, CLASSES)),
-        "layer_norm": lambda: layers(lambda: nn.LayerNorm(width)),
-        "group_norm": lambda: layers(lambda: nn.GroupNorm(1, width)),
-        "batch_norm": lambda: layers(lambda: nn.BatchNorm1d(width, momentum=draw.choice([0.1, None]))),
-        "dropout": lambda: layers(lambda: nn.Dropout(0.3)),
-        "both": lambda: layers(lambda: nn.BatchNorm1d(width), lambda: nn.Dropout(0.3)),
-        "weight_norm": lambda: nn.Sequential(parametrizations.weight_norm(lin(4, width)), act(), lin(width, CLASSES)),
-        "spectral_norm": lambda: nn.Sequential(
-            parametrizations.spectral_norm(lin(4, width)), act(), lin(width, CLASSES)
-        ),
-        "frozen": lambda: nn.Sequential(lin(4, width).requires_grad_(False), act(), layers_of(width, act)),
-        "residual": lambda: Formula(
-            lambda net, a, b, c, x: c(a(x) + torch.tanh(b(a(x)))), lin(4, width), lin(width, width), lin(width, CLASSES)
-        ),
-        "tied": lambda: Formula(
-            lambda net, a, b, x: b(F.linear(torch.tanh(a(x)), a.weight.T)), nn.Linear(4, width), lin(4, CLASSES)
-        ),
-        "called_twice": lambda: Formula(
-            lambda net, a, b, c, x: c(torch.tanh(b(torch.tanh(b(a(x)))))),
-            lin(4, width), lin(width, width), lin(width, CLASSES),
-        ),
-        "bare": lambda: Formula(
-            lambda net, a, x: a(torch.tanh(x @ net.w.square() + net.b)),
-            lin(width, CLASSES), w=torch.randn(4, width), b=torch.zeros(width),
-        ),
-        "scaled": lambda: Formula(
-            lambda net, a, b, x: net.s * b(torch.relu(a(x)) * net.t), lin(4, width), lin(width, CLASSES),
-            s=torch.tensor(1.3), t=torch.ones(width),
-        ),
-        "mixture": lambda: Formula(experts, lin(4, 2), lin(4, CLASSES), lin(4, CLASSES)),
-        "routed": lambda: Formula(routed, lin(4, 2), lin(4, CLASSES), lin(4, CLASSES)),
-        "branching": lambda: Formula(
-            lambda net, a, b, x: b(torch.tanh(a(x)) if float(a.weight.detach().sum()) > 0 else torch.relu(a(x))),
-            lin(4, width), lin(width, CLASSES),
-        ),
-        "own_operation": lambda: Formula(
-            lambda net, a, b, x: b(Cube.apply(a(x))), lin(4, width), lin(width, CLASSES)
-        ),
-        "stop_gradient": lambda: Formula(
-            lambda net, a, b, x: b(torch.tanh(a(x)) + a(x).detach().square()), lin(4, width), lin(width, CLASSES)
-        ),
-        "bilinear": lambda: Formula(
-            lambda net, a, b, x: b(torch.tanh(a(x[:, :2].contiguous(), x[:, 2:].contiguous()))),
-            nn.Bilinear(2, 2, width), lin(width, CLASSES),
-        ),
-        "in_place": lambda: Formula(
-            lambda net, a, b, x: b(F.relu(1.5 * a(x), inplace=True)), lin(4, width), lin(width, CLASSES)
-        ),
-        "one_output": lambda: nn.Sequential(lin(4, width), act(), lin(width, 1)),
-    }  # fmt: skip
-
-
-def layers_of(width: int, act: type[nn.Module]) -> nn.Module:
-    return nn.Sequential(nn.Linear(width, width), act(), nn.Linear(width, CLASSES))
-
-
-def images(draw: random.Random) -> dict[str, Callable[[], nn.Module]]:
-    """Return networks of images of 6 × 6 pixels."""
-    width, act = draw.randint(2, 4), draw.choice(ACTIVATIONS)
-    pool = draw.choice([nn.MaxPool2d, nn.AvgPool2d])
-
-    def two(*between: Callable[[], nn.Module], groups: int = 1) -> nn.Module:
-        first = [nn.Conv2d(1, width, 3, padding=1), *(make() for make in between), act(), pool(2)]
-        second = [nn.Conv2d(width, width, 2, groups=groups), act()]
-        return nn.Sequential(*first, *second, nn.Flatten(), nn.Linear(4 * width, CLASSES))
-
-    return {
-        "convolutions": two,
-        "convolutions_batch_norm": lambda: two(lambda: nn.BatchNorm2d(width)),
-        "convolutions_group_norm": lambda: two(lambda: nn.GroupNorm(1, width)),
-        "convolutions_dropout": lambda: two(lambda: nn.Dropout2d(0.3)),
-        "depthwise": lambda: two(groups=width),
-        "transposed": lambda: nn.Sequential(
-            nn.Conv2d(1, 2, 3, stride=3), act(), nn.ConvTranspose2d(2, 2, 2), nn.Flatten(), nn.Linear(18, CLASSES)
-        ),
-        "adaptive_pool": lambda: nn.Sequential(
-            nn.Conv2d(1, width, 3), act(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(width, CLASSES)
-        ),
+    most = count or 1 << 20
+    choices = {
+        "epk_gp.core.plans.MemoryPlan.fitting_lines": lambda self, *sizes: most,  # attributions and reconstructions
+        "epk_gp.core.plans.MemoryPlan.stacked_weights": lambda self, *sizes: most,  # kernels, steps that are replayed
+        "epk_gp.kernel_machine.loss_products.rows_per_pass": lambda *sizes: 1 if count == 1 else POINTS * most,
+        "epk_gp.kernel_machine.influence_pass.MAX_STEP_BATCH": most,
     }
-
-
-def series(draw: random.Random) -> dict[str, Callable[[], nn.Module]]:
-    """Return networks of series of five pairs."""
-    width = 2 * draw.randint(1, 2)
-
-    def recurrent(kind: type[nn.RNNBase], **options: Any) -> nn.Module:
-        return Formula(
-            lambda net, a, b, x: b(a(x)[0][:, -1]),
-            kind(2, width, batch_first=True, **options),
-            nn.Linear(width, CLASSES),
-        )
-
-    def attention(dropout: float, norm_first: bool) -> nn.Module:
-        block = nn.TransformerEncoderLayer(width, 2, 4, dropout=dropout, batch_first=True, norm_first=norm_first)
-        return Formula(
-            lambda net, a, b, c, x: c(b(a(x) + net.places).mean(dim=1)),
-            nn.Linear(2, width), block, nn.Linear(width, CLASSES), places=0.1 * torch.randn(5, width),
-        )  # fmt: skip
-
-    return {
-        "rnn": lambda: recurrent(nn.RNN),
-        "gru": lambda: recurrent(nn.GRU),
-        "lstm": lambda: recurrent(nn.LSTM),
-        "gru_two_layers": lambda: recurrent(nn.GRU, num_layers=2),
-        "attention": lambda: attention(0.0, False),
-        "attention_norm_first": lambda: attention(0.0, True),
-        "attention_dropout": lambda: attention(0.2, False),
-        "heads": lambda: Formula(
-            lambda net, q, o, x: o(
-                F.scaled_dot_product_attention(*q(x).unflatten(-1, (3, 2, -1)).permute(2, 0, 3, 1, 4))
-                .transpose(1, 2).flatten(2).amax(dim=1)
-            ),
-            nn.Linear(2, 6 * width), nn.Linear(2 * width, CLASSES),
-        ),
-        "convolution_1d": lambda: Formula(
-            lambda net, a, b, x: b(torch.relu(a(x.mT)).flatten(1)), nn.Conv1d(2, width, 3), nn.Linear(3 * width, CLASSES)
-        ),
-        "linear_positions": lambda: nn.Sequential(
-            nn.Linear(2, width), nn.Tanh(), nn.Linear(width, 2), nn.Flatten(), nn.Linear(10, CLASSES)
-        ),
-    }  # fmt: skip
-
-
-def tokens(draw: random.Random) -> dict[str, Callable[[], nn.Module]]:
-    """Return networks of texts of five tokens."""
-    width = draw.randint(2, 4)
-    return {
-        "embedding": lambda: Formula(
-            lambda net, e, a, x: a(torch.tanh(e(x)).flatten(1)), nn.Embedding(7, width), nn.Linear(5 * width, CLASSES)
-        ),
-        "embedding_places": lambda: Formula(
-            lambda net, e, p, n, a, x: a(n(e(x) + p(torch.arange(5))).mean(dim=1)),
-            nn.Embedding(7, width), nn.Embedding(5, width), nn.LayerNorm(width), nn.Linear(width, CLASSES),
-        ),
-        "embedding_tied": lambda: Formula(
-            lambda net, e, a, x: F.linear(torch.tanh(a(e(x).mean(dim=1))), e.weight)[:, :CLASSES],
-            nn.Embedding(7, width), nn.Linear(width, width),
-        ),
-        "embedding_bag": lambda: Formula(
-            lambda net, e, a, x: a(torch.tanh(e(x))), nn.EmbeddingBag(7, width), nn.Linear(width, CLASSES)
-        ),
-    }  # fmt: skip
-
-
-INPUTS: dict[str, tuple[Callable[[random.Random], dict[str, Callable[[], nn.Module]]], Callable[..., Tensor]]] = {
-    "rows": (rows, lambda n, g: torch.randn(n, 4, generator=g, dtype=torch.float64)),
-    "images": (images, lambda n, g: torch.randn(n, 1, 6, 6, generator=g, dtype=torch.float64)),
-    "series": (series, lambda n, g: torch.randn(n, 5, 2, generator=g, dtype=torch.float64)),
-    "tokens": (tokens, lambda n, g: torch.randint(0, 7, (n, 5), generator=g)),
-}
+    with ExitStack() as stack:
+        for name, choice in choices.items():
+            stack.enter_context(patch(name, choice))
+        yield
 
 
 # ---- problems ------------------------------------------------------------------------------------------------------
@@ -278,9 +81,9 @@ class Problem:
         torch.manual_seed(self.seed)
         net = self.make()
         trained = [p for p in net.parameters() if p.requires_grad]
-        halves = [trained] if len(self.optimizers) == 1 else [trained[:1], trained[1:]]
+        halves = [trained] if len(self.optimizers) == 1 or len(trained) == 1 else [trained[:1], trained[1:]]
         optimizers = []
-        for (name, options), part in zip(self.optimizers, halves, strict=True):
+        for (name, options), part in zip(self.optimizers, halves, strict=False):  # one for one parameter
             kind, rate, choices = OPTIMIZERS[name]
             optimizers.append(kind(part, lr=0.5 * rate, weight_decay=self.decay, **choices[int(options)]))
         kept = {"folder": folder / "run", "storage": epk.Storage(steps=3)} if self.stored else {}
@@ -396,10 +199,20 @@ class Problem:
                 if not flat.is_floating_point():
                     return {"values": values}
                 return {"values": values.detach(), "gradient": torch.autograd.grad(values.square().sum(), a)[0]}
+            case "influence":
+                axes = {"label": by_label, "step": by_step, "sample": by_sample}
+                by = [axes[name](run) for name in options.pop("axes")]
+                return _fields(epk.influence(run, X, by=by or None, **options))
+            case "self_influence":
+                return {"values": epk.self_influence(run, **options)}
+            case "retrain":
+                weights = 2 * torch.rand(2, POINTS, generator=torch.Generator().manual_seed(self.seed)).double()
+                result = epk.retrain(run, weights, **options)
+                return {"outputs": result.outputs(X), "certified": result.certified}
             case "between":
                 net, states = self.make(), []
                 for s in sorted({0, run.num_steps // 2, run.num_steps}):
-                    nn.utils.vector_to_parameters(run.states[s], net.parameters())
+                    nn.utils.vector_to_parameters(run.states[s], [p for p in net.parameters() if p.requires_grad])
                     states.append({name: value.clone() for name, value in net.state_dict().items()})
                 return _fields(epk.between(net, states, X, **options))
         raise ValueError(self.question)
@@ -440,7 +253,7 @@ def draw_problem(seed: int) -> Problem:
     problem.dtype = torch.float32 if draw.random() < 0.1 else torch.float64
     problem.stored = draw.choice([None, None, None, "disk", "thinned"])
     problem.question = draw.choice(list(OPTIONS))
-    of_average = problem.question in ("attribute", "axes", "reconstruct")
+    of_average = problem.question in ("attribute", "axes", "reconstruct", "influence", "retrain")
     problem.of = draw.choice(["run", "run", "run", "until", "average" if of_average else "run"])
     problem.options = OPTIONS[problem.question](problem, draw)
     return problem
@@ -523,6 +336,17 @@ def _of_kernel(problem: Problem, draw: random.Random) -> dict[str, Any]:
     return _shared(draw, checkpoint=False) | options | {"head": _head(problem, draw), "cache_bytes": 0}
 
 
+def _of_influence(problem: Problem, draw: random.Random) -> dict[str, Any]:
+    axes = draw.choice([[], [], ["step"], ["sample", "step"]])
+    if problem.data[1].ndim == 1:
+        axes = draw.choice([axes, ["label"]])
+    options = _of_attribution(problem, draw) | {"axes": axes}
+    del options["path"], options["rule"]
+    if draw.random() < 0.2:
+        options["truncate"] = draw.randint(1, problem.steps)
+    return options
+
+
 OPTIONS: dict[str, Callable[[Problem, random.Random], dict[str, Any]]] = {
     "attribute": _of_attribution,
     "axes": _of_axes,
@@ -534,6 +358,9 @@ OPTIONS: dict[str, Callable[[Problem, random.Random], dict[str, Any]]] = {
     "features": _of_features,
     "reconstruct": _of_reconstruction,
     "kernel": _of_kernel,
+    "influence": _of_influence,
+    "self_influence": lambda problem, draw: _shared(draw),
+    "retrain": lambda problem, draw: _shared(draw),
     "between": lambda problem, draw: _shared(draw, checkpoint=False) | {"head": _head(problem, draw)},
 }
 
@@ -603,8 +430,9 @@ def difference_of(one: dict[str, Any] | str, other: dict[str, Any] | str, tolera
 
 
 def _unit(numbers: dict[str, Any]) -> float:
-    """Return the largest entry of an answer: of terms that sum to outputs, one may be rounding alone."""
-    return max((float(v.abs().max()) for v in numbers.values() if isinstance(v, Tensor) and v.numel()), default=0.0)
+    """Return the largest entry of an answer but its ratios: of terms that sum to outputs, one may be rounding alone."""
+    terms = (v.detach() for name, v in numbers.items() if isinstance(v, Tensor) and name.split(".")[-1] not in RATIOS)
+    return max((float(v.abs().max()) for v in terms if v.numel()), default=0.0)
 
 
 def _in_words(answer: dict[str, Any] | str) -> str:

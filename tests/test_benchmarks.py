@@ -94,6 +94,13 @@ def some_paths(b):
     b.uncertainty_map(size=3, num_train=6, steps=4, width=4, asked="1:1,2:1", threads=1)
 
 
+def small_networks(b):
+    with tempfile.TemporaryDirectory() as folder:
+        b.questions(rounds=1, only="gram_block", steps=3, out=Path(folder) / "table")
+        b.together(rounds=1, only="MLP", steps=3, out=Path(folder) / "table")
+        b.typer.echo((Path(folder) / "table.md").read_text())
+
+
 SMALL = {  # benchmarks in their smallest form, and what they say
     "uncertainty_grid": (
         lambda b: b.main(grid=3, num_train=6, steps=1, outputs="independent", nodes=1, as_json=False),
@@ -118,6 +125,7 @@ SMALL = {  # benchmarks in their smallest form, and what they say
         "\n| 4 | ",
     ),
     "fewer_states": (fewer_states, '"residual": '),
+    "small_networks": (small_networks, "\n| MLP | attribute of 3 | "),
     "paths": (some_paths, "\n| 2 | 1 | "),
 }
 

@@ -236,7 +236,7 @@ class LeftFactor(ABC):
             values = values * weights.view(-1, *[1] * (values.ndim - rows - 1))
         return replace(self, **kept | {name: values.movedim(rows, inner).flatten(inner, inner + 1)})
 
-    def rows(self: J, rows: slice) -> J:
+    def rows(self: J, rows: slice | Int64[Tensor, " n"]) -> J:
         """Return some of the points."""
         some = {n: getattr(self, n)[(slice(None),) * dim + (rows,)] for n, dim in self.point_dims.items()}
         return replace(self, **some)

@@ -38,7 +38,7 @@ from epk_gp.core.plans import TensorSpec
 from epk_gp.core.replayed_steps import RunReplay
 from epk_gp.core.step import Step, tensor_bytes
 from epk_gp.core.torch_overrides import disable_fused_attention, kernels_of_the_loop
-from epk_gp.core.trajectory import Trajectory, aligned, has_momentum, initial_momentum
+from epk_gp.core.trajectory import Trajectory, aligned, initial_momentum
 from epk_gp.core.update_law import STILL, OptimizerMemory, UpdateLaw, restore_update, scaled_fields, still_weights
 from epk_gp.optimizers.torch_rules import RULES, state_of, states_before
 from epk_gp.optimizers.update_rules import (
@@ -383,5 +383,5 @@ def rule_steps(run: Trajectory, kept: Any, updates: Any, spec: TensorSpec) -> St
         d, momentum = predict_step(update, model.sizes, w, g, memory.momentum)
         return moved(run.steps[index], w + d, earlier), replace(memory, momentum=momentum), update
 
-    restarts = {0} if law is not None or has_momentum(run) else {*kept.numbers}
+    restarts = {0} if law is not None or run.has_momentum else {*kept.numbers}
     return Steps(kept, spec, restarts, lambda _: first, step)

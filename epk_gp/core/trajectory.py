@@ -302,6 +302,12 @@ class Trajectory(Displayed):
         )
 
     @cached_property
+    def has_momentum(self) -> bool:
+        """Whether the steps take a buffer of earlier gradients."""
+        updates = (held_coefficients(self, s) for s in range(self.num_steps))
+        return any(bool(u.second or (u.momentum_lr.any() and u.beta.any())) for u in updates)
+
+    @cached_property
     def loss_takes_outputs(self) -> bool:
         """Whether the loss depends on the network through its outputs (n, C) alone, and not on what else it returns."""
         model = self.model_for(self.inputs)
@@ -538,13 +544,7 @@ def initial_momentum(trajectory: Trajectory, reference: Float[Tensor, " P"]) -> 
 
 def has_memory(trajectory: Trajectory) -> bool:
     """Whether a step follows from earlier steps too, beside the weights before it: of momentum, or of an average."""
-    return trajectory.average is not None or has_momentum(trajectory)
-
-
-def has_momentum(trajectory: Trajectory) -> bool:
-    """Whether the steps of a run take a buffer of earlier gradients."""
-    updates = (held_coefficients(trajectory, s) for s in range(trajectory.num_steps))
-    return any(bool(u.second or (u.momentum_lr.any() and u.beta.any())) for u in updates)
+    return trajectory.average is not None or trajectory.has_momentum
 
 
 def network_outputs(

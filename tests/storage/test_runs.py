@@ -8,6 +8,8 @@ import torch
 from torch import nn
 
 import epk_gp as epk
+from epk_gp.core.trajectory import has_memory
+from epk_gp.storage import chunks
 from epk_gp.storage.journal import read_journal
 from loops import CASES, data, file_hashes, mlp, sgd, squares, trained
 from stored_runs import HEADER, chunk_files, opened, record, refused
@@ -41,6 +43,20 @@ def test_loading_unpickles_nothing_and_changes_neither_files_nor_the_given_netwo
     assert net.training
     assert all(p.requires_grad for p in net.parameters())
     assert file_hashes(run) == before
+
+
+def test_what_a_run_is_like_is_read_from_its_files_once(run, monkeypatch):
+    reads, opened_before = [], chunks.opened_chunk
+    monkeypatch.setattr(chunks, "opened_chunk", lambda *args: reads.append(args) or opened_before(*args))
+    trajectory = epk.load_trajectory(run, mlp())
+    assert trajectory.dtype == torch.float64
+    assert not has_memory(trajectory)
+    count = len(reads)
+    assert trajectory.dtype == trajectory.trained.dtype
+    assert not has_memory(trajectory)
+    assert len(reads) == count
+    assert len(trajectory.states[0]) == trajectory.num_weights
+    assert len(reads) == count + 1  # a state is read each time
 
 
 # --- Folders --------------------------------------------------------------------------------------------------------
