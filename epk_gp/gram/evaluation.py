@@ -37,7 +37,12 @@ class StateReader:
         reads = isinstance(trajectory.states, StoredStates) or reference.device != trajectory.device
         self._reader = ThreadPoolExecutor(1) if reads else None
         self._stream = torch.cuda.current_stream(reference.device) if reference.is_cuda else None
-        self._requested, self._last = dict[int, Future[Tensor] | Tensor](), -1
+        self._requested, self._step = dict[int, Future[Tensor] | Tensor](), 1
+
+    @property
+    def lowest(self) -> int:
+        """The first state that is held; 0 where none is."""
+        return min(self._requested, default=0)
 
     def get(self, state: int, keep: int = 1) -> Float[Tensor, " PQ"]:
         """Return a state.
@@ -46,19 +51,18 @@ class StateReader:
             state: s in 0 .. S.
             keep: How many states before it in the direction of the pass may be asked for again.
         """
-        forward, self._last = (1 if state >= self._last else -1), state
-        ahead = state + forward * (_AHEAD if self._reader else 0)
-        for number in range(state, min(max(ahead, 0), self.trajectory.num_steps) + forward, forward):
+        if self._requested and not self.lowest <= state <= max(self._requested):
+            self._step = -1 if state < self.lowest else 1
+        last = min(max(state + self._step * (_AHEAD if self._reader else 0), 0), self.trajectory.num_steps)
+        for number in range(state, last + self._step, self._step):
             if number not in self._requested:
-                self._requested[number] = self._fetch(number) if self._reader is None else self._submitted(number)
-        for number in [number for number in self._requested if (number - state) * forward < -keep]:
+                self._requested[number] = (
+                    self._reader.submit(self._fetch, number) if self._reader else self._fetch(number)
+                )
+        for number in [number for number in self._requested if (number - state) * self._step < -keep]:
             del self._requested[number]
         found = self._requested[state]
         return found if isinstance(found, Tensor) else found.result()
-
-    def _submitted(self, state: int) -> "Future[Tensor]":
-        reader = self._reader or ThreadPoolExecutor(1)
-        return reader.submit(self._fetch, state)
 
     def _fetch(self, state: int) -> Tensor:
         """Read a state; copy it to a GPU behind the work that is queued there, without waiting for that."""
@@ -120,7 +124,10 @@ class Evaluation:
     def integrate(self, stretches: Sequence[range], X: Shaped[Tensor, "n ..."]) -> tuple[WeightSegment, Integral]:
         """Integrate the outputs over stretches of the path, all together: the lines, and the integrals of each pair."""
         keep = 1 + stretches[-1].stop - stretches[0].start
-        states = {s: self.states.get(s, keep) for s in sorted({s for own in stretches for s in (own.start, own.stop)})}
+        numbers = sorted({s for own in stretches for s in (own.start, own.stop)})
+        if numbers[-1] <= self.states.lowest:  # a pass that goes back
+            numbers.reverse()
+        states = {s: self.states.get(s, keep) for s in numbers}
         starts, ends = ([states[s] for s in own] for own in zip(*((r.start, r.stop) for r in stretches), strict=True))
         w, end = (own[0] if len(own) == 1 else torch.stack(own) for own in (starts, ends))
         d = end - w

@@ -15,7 +15,7 @@ from epk_gp.autodiff.dense import Cotangents, PlannedModel, WeightSegment, all_o
 from epk_gp.autodiff.jacobians import WeightLocation, layer_jacobians, statistics_jacobian
 from epk_gp.autodiff.products import by_parameter
 from epk_gp.autodiff.representations import ContractionCost, NodeWeights
-from epk_gp.core.plans import rows_per_pass, weight_rows
+from epk_gp.core.plans import OPERATIONS_TOGETHER, rows_per_pass, weight_rows
 from epk_gp.core.replayed_steps import RunReplay
 from epk_gp.core.states import recomputation_of
 from epk_gp.core.step import NOT_OF_DATA, fingerprint
@@ -102,9 +102,11 @@ class Predictions(Evaluation):
     @cached_property
     def lines_together(self) -> int:
         """Number of stretches of the path whose averaged gradients are computed together."""
-        if self.is_layerwise:
+        K, N, run = self.num_outputs, len(self.X), self.recorded
+        most = max((run.num_points if step.batch is None else len(step.batch) for step in run.steps), default=0)
+        products = 2 * K * N * most * self.net.model.num_weights  # fewer of layers that stay factors
+        if self.is_layerwise or (run.is_vanilla_gd and products > OPERATIONS_TOGETHER):
             return 1
-        K, N = self.num_outputs, len(self.X)
         return self.memory.lines_together(2 * N * self.rule.num_contractions, K, K * N)
 
     def zeros(self, *shape: int) -> Tensor:
