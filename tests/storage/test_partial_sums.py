@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 import epk_gp as epk
+from epk_gp.core.plans import MemoryPlan
 from epk_gp.kernel_machine.axes import Axis
 from epk_gp.storage import partial_sums as checkpoints
 from epk_gp.storage.partial_sums import PartialSums
@@ -84,6 +85,7 @@ def killed_at(monkeypatch, moments, compute):
 
 
 def test_a_computation_resumes_where_it_was_stopped(run, points, tmp_path, monkeypatch):
+    monkeypatch.setattr(MemoryPlan, "lines_together", lambda *_: 1)  # ranges of 16 steps
     whole = epk.gram_block(run, points, points, rule=RULE, checkpoint=tmp_path / "whole")
     done, saves = killed_at(
         monkeypatch, (1, 3, 5), lambda: epk.gram_block(run, points, points, rule=RULE, checkpoint=tmp_path / "cut")
@@ -95,6 +97,7 @@ def test_a_computation_resumes_where_it_was_stopped(run, points, tmp_path, monke
 
 @pytest.mark.parametrize("options", [{}, {"momentum": 0.9, "weight_decay": 0.01}], ids=["plain", "momentum"])
 def test_an_attribution_resumes_where_it_was_stopped(tmp_path, monkeypatch, options):
+    monkeypatch.setattr(MemoryPlan, "lines_together", lambda *_: 1)  # else all six steps are one piece
     run = recorded(12, 6, activation=nn.ReLU, batch_size=5, **options)
     x = run.inputs[:4] + 0.1
     whole = epk.attribute(run, x, checkpoint=tmp_path / "whole")
