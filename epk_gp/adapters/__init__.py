@@ -1,5 +1,4 @@
-"""Adapters: a recorded run and its uncertainty under the names that other libraries call, one file for each library.
+"""Adapters: scores of a recorded run under the names that captum, cleanlab and dattri call, one file for each library.
 
-Start with `scores`, which says what the numbers are. A file imports its library when it is imported itself, and only
-where the library asks for its own classes.
+Start with `scores`, which says what the numbers are. Only `cleanlab` imports its library.
 """

@@ -1,7 +1,6 @@
-"""What adapters share: a message where a library is missing, and batches of its loaders as inputs and targets."""
+"""Batches of loaders as inputs and targets."""
 
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -14,15 +13,6 @@ from epk_gp.core.inputs import Inputs
 from epk_gp.core.step import fingerprint_data
 
 _SHUFFLING = RandomSampler, SubsetRandomSampler, WeightedRandomSampler
-
-
-@contextmanager
-def library(install: str) -> Iterator[None]:
-    """Say how to install the library of an adapter where its import fails."""
-    try:
-        yield
-    except ModuleNotFoundError as error:
-        raise ImportError(f"this adapter must find its library: {error}. Run `{install}`.") from error
 
 
 def ordered(batches: Iterable[Any], name: str) -> tuple[Inputs, Shaped[Tensor, "n ..."]]:

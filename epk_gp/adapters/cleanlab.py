@@ -2,13 +2,14 @@
 
 from typing import Any
 
-from epk_gp.adapters.batches import library
 from epk_gp.analysis.labels import label_errors
 from epk_gp.core.trajectory import Trajectory
 
-with library("pip install cleanlab"):
+try:
     import pandas as pd
     from cleanlab.datalab.internal.issue_manager import IssueManager
+except ModuleNotFoundError as error:
+    raise ImportError(f"this adapter must find its library: {error}. Run `pip install cleanlab`.") from error
 
 
 def label_issues(trajectory: Trajectory, **options: Any) -> pd.DataFrame:

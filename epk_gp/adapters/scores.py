@@ -1,4 +1,4 @@
-"""Scores of training samples, larger where a sample helps: of dattri, captum, quanda and OpenDataVal."""
+"""Scores of training samples, larger where a sample helps: of dattri and captum."""
 
 from collections.abc import Iterable, Iterator
 from hashlib import blake2b

@@ -1,4 +1,4 @@
-"""Scores of training samples by the names of dattri, captum and quanda, whose packages these adapters do not need."""
+"""Scores of training samples by the names of dattri and captum, whose packages these adapters do not need."""
 
 import adapter_cases as cases
 import pytest
@@ -9,7 +9,6 @@ from torch.utils.data import DataLoader, Subset, TensorDataset
 import epk_gp as epk
 from epk_gp.adapters.captum import EPKInfluence, MostInfluential
 from epk_gp.adapters.dattri import EPKAttributor
-from epk_gp.adapters.quanda import EPKExplainer
 from epk_gp.adapters.scores import SampleScorer
 from epk_gp.analysis.counterfactual import rank_agreement
 from helpers import refusal
@@ -25,7 +24,6 @@ def under_all_names(run, kind, **options):
         "dattri": EPKAttributor(run, **options).attribute(train, test).T,
         "captum": EPKInfluence(run, **options).influence((X, y)),
         "captum, a loader": EPKInfluence(run, **options).influence(test),
-        "quanda": EPKExplainer(trajectory=run, **options).explain(test_data=X, targets=y),
     }
 
 
@@ -82,7 +80,6 @@ def test_scores_of_samples_for_themselves_are_the_diagonal(scores):
         "dattri": EPKAttributor(run, **options).self_attribute(train),
         "captum": EPKInfluence(run, **options).self_influence(),
         "captum, a loader": EPKInfluence(run, **options).self_influence(train),
-        "quanda": EPKExplainer(trajectory=run, **options).self_influence(batch_size=3),
     }
     for name, own in found.items():
         assert_close(own, whole.diagonal(), rtol=0, atol=1e-10, msg=name)
@@ -173,12 +170,12 @@ def test_a_text_is_scored_by_the_loss_of_its_next_words():
             recorder.batch(None)
             optimizer.step()
     run, asked = recorder.trajectory, {name: value[:3] for name, value in rows.items()}
-    labels = words[:3].masked_fill(torch.arange(5) < 2, -100)
-    scores = EPKExplainer(trajectory=run, task="causal_lm", train_dataset=words).explain(asked, labels)
-    function = epk.loss_value(epk.next_words(labels))
-    assert torch.equal(scores, -epk.influence(run, asked, function=function).values[:, 0])
-    batches = [{**rows, "labels": epk.next_words(words)}]
-    assert_close(EPKAttributor(run).self_attribute(batches), EPKExplainer(trajectory=run).self_influence())
+    labels = epk.next_words(words[:3].masked_fill(torch.arange(5) < 2, -100))
+    attributor, batches = EPKAttributor(run), [{**rows, "labels": epk.next_words(words)}]
+    scores = attributor.attribute(batches, [{**asked, "labels": labels}])
+    function = epk.loss_value(labels)
+    assert torch.equal(scores.T, -epk.influence(run, asked, function=function).values[:, 0])
+    assert_close(attributor.self_attribute(batches), EPKInfluence(run, scores="influence").self_influence())
 
 
 def test_float_targets_may_be_narrow_as_inputs_may():
@@ -242,16 +239,6 @@ def test_what_means_nothing_is_refused():
             )
         ),
         (ValueError, "there must be a batch", lambda: attributor.attribute([], test)),
-        (
-            ValueError,
-            "train_dataset must be the run's 12 .*: got 6",
-            lambda: EPKExplainer(None, range(6), trajectory=run),
-        ),
-        (
-            ValueError,
-            "task must be one of .*: got 'regression'",
-            lambda: EPKExplainer(trajectory=run, task="regression"),
-        ),
         (ValueError, "k must be at most 12, .*: got 13", lambda: EPKInfluence(run).influence(inputs, k=13)),
         (ValueError, "inputs must hold samples .*: row 0", lambda: EPKInfluence(run).self_influence(inputs)),
     ):

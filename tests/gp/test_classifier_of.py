@@ -11,7 +11,6 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import epk_gp as epk
 from epk_gp.adapters.captum import EPKInfluence
-from epk_gp.adapters.uncertainty import UncertaintyScorer
 from epk_gp.analysis.counterfactual import leave_one_out
 from epk_gp.gram import sketch
 from epk_gp.gram.path_features import path_features
@@ -177,14 +176,13 @@ def test_targets_of_data_sets_are_numbers_of_outputs_whatever_the_names(names):
         epk.UncertainClassifier.of(net, data, classes=names).fit(validation),
         epk.UncertainClassifier.of(net, X, named[y], classes=names).fit(validation),
         epk.UncertainClassifier.of(net, data, classes=names).fit(V, named[labels]),
-        UncertaintyScorer(epk.UncertainClassifier.of(net, data, classes=names)).fit(validation).classifier,
     ):
         torch.testing.assert_close(judged.predict_proba(V), expected.predict_proba(V), rtol=0, atol=1e-12)
         assert judged.stacking_ == expected.stacking_
         assert (judged.predict(V) == named[expected.predict(V)]).all()
     wrong = DataLoader(TensorDataset(V, labels - 1), 8)  # -1 is no class, though NumPy takes it as the last
     with pytest.raises(ValueError, match=r"y must lie in 0\.\.2: got -1\.\.1"):
-        UncertaintyScorer(epk.UncertainClassifier.of(net, data, classes=names)).fit(wrong)
+        epk.UncertainClassifier.of(net, data, classes=names).fit(wrong)
 
 
 class Beside(nn.Module):
