@@ -93,7 +93,7 @@ class MovedWeights(ParameterInterception):
             return self._products(call)
         if call.function in NORMALISATIONS:
             return self._scaled(call)
-        return torch.cat([self._on_line(*of_line) for of_line in self._lines(call)])
+        return torch.cat([self._on_line(*of_line) for of_line in self._lines(call, x)])
 
     def _on_line(self, call: FunctionCall, direction: Mapping[int, Tensor], t: Tensor | None) -> Tensor:
         """Make a jointly linear call of rows on one line."""
@@ -144,13 +144,20 @@ class MovedWeights(ParameterInterception):
                 result = result * rows if name == "weight" else result + rows
         return result
 
-    def _lines(self, call: FunctionCall) -> Iterator[tuple[FunctionCall, dict[int, Tensor], Tensor | None]]:
-        """Return a call of each line's rows with its weights, the direction of these, and the rows' positions."""
+    def _lines(
+        self, call: FunctionCall, of_rows: Tensor | None = None
+    ) -> Iterator[tuple[FunctionCall, dict[int, Tensor], Tensor | None]]:
+        """Return a call of each line's rows with its weights, the direction of these, and the rows' positions.
+
+        Args:
+            call: The call.
+            of_rows: An argument that has rows whether it was computed from the inputs or not.
+        """
         G, tensors = self.num_lines, list(tensors_in((call.args, call.kwargs)))
         of_lines = {
             id(v): v.unflatten(0, (G, -1))
             for v in tensors
-            if (has_rows(v) or v is call.input) and v.shape[:1] == (self.num_rows,)
+            if (has_rows(v) or v is of_rows) and v.shape[:1] == (self.num_rows,)
         }
         moving = {key: value for key, value in self.start.items() if any(id(v) == key for v in tensors)}
         steps, t = self.direction or self.start, None if self.t is None else self.t.view(G, -1)

@@ -90,17 +90,20 @@ class ParameterGradients:
         """Multiply adjoints of some rows of the parameter with the gradients of one output at each point."""
         if isinstance(self.jacobian, EmbeddingJacobian):
             return self.jacobian.products(H, rows)
-        products: Tensor = self.written(rows)[0].to(H) @ H.T  # in this order, as there are fewer rows than adjoints
-        return products.T
+        return self.products_of_steps(H[None], rows)[0].T
 
-    def products_of_steps(self, H: Float[Tensor, "T R size"]) -> Float[Tensor, "T B R"]:
-        """Multiply adjoints of T steps with the gradients of one output at B points of each step."""
+    def products_of_steps(self, H: Float[Tensor, "T R size"], rows: slice = _ALL) -> Float[Tensor, "T B R"]:
+        """Multiply adjoints of T steps with the gradients of one output at B points of each step.
+
+        Few adjoints are multiplied with the inputs first: nothing is written out.
+        """
         own, (T, R, _) = self.jacobian, H.shape
         products: Tensor
         if type(own) is not OuterProductJacobian or own.inputs.shape[1] > 1 or self.is_bias or self.width <= R:
-            products = self.written()[0].unflatten(0, (T, -1)) @ H.mT
+            products = self.written(rows)[0].to(H).unflatten(0, (T, -1)) @ H.mT
             return products
-        inputs, delta = (x.flatten(0, -2).unflatten(0, (T, -1)) for x in (own.inputs, own.output_grads[0]))
+        factors = own.inputs, own.output_grads[0][..., rows]
+        inputs, delta = (x.to(H).flatten(0, -2).unflatten(0, (T, -1)) for x in factors)
         of_outputs = (H.reshape(T, -1, self.width) @ inputs.mT).unflatten(1, (R, -1))  # T R n_out B
         products = (of_outputs * delta.mT[:, None]).sum(dim=2).mT
         return products

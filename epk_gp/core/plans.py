@@ -122,7 +122,7 @@ MAX_STEP_BATCH = 16
 MIN_STACKED, MAX_STACKED = 8, 256
 
 # Lines that are evaluated together, at most, and multiplications beside which the calls of a pass are small.
-MAX_LINES, _OPERATIONS_TOGETHER = 256, 10**8
+MAX_LINES, OPERATIONS_TOGETHER = 256, 10**8
 
 # Numbers that are asked for whose adjoints go through a run together in any case, mapped to temporary files where they
 # have no room in memory: each block of them repeats the passes of the training. A choice.
@@ -201,7 +201,7 @@ class MemoryPlan:
         vector_bytes = self.itemsize * self.num_weights * (num_vectors + 2)
         operations = 2 * num_rows * self.num_weights * (num_outputs + 2)
         fitting = min(PASS_BYTES, self.budget // 32) // max(pass_bytes, vector_bytes)
-        return max(1, min(fitting, -(-_OPERATIONS_TOGETHER // operations), MAX_LINES))
+        return max(1, min(fitting, -(-OPERATIONS_TOGETHER // operations), MAX_LINES))
 
     def steps_per_batch(self, feature_bytes: int) -> int:
         """Count the steps or nodes whose layer Jacobians fit into an eighth of the budget.

@@ -176,8 +176,8 @@ class Trajectory(Displayed):
             own = {entry.name: getattr(self, entry.name) for entry in fields(self)}
             return {name: value for name, value in own.items() if value is not getattr(recorded, name)}
         state = self.__dict__.copy() | {"live": None}  # at once: another thread may be adding the cached property
-        for name in ("is_vanilla_gd", "loss_takes_outputs", "identity_finding", "sources", "moves"):  # found out again
-            state.pop(name, None)
+        for name in [name for name, value in vars(type(self)).items() if isinstance(value, cached_property)]:
+            state.pop(name, None)  # found out again
         for name in ("states", "statistics"):
             if isinstance(state[name], tuple):
                 clones = {id(value): value.clone() for value in state[name]}  # one state that comes again stays one

@@ -194,7 +194,7 @@ class _Side:
         """Return the weights at the nodes of steps: at the start of each for training copies, else along its chord."""
         ends = [(s, s) if self.is_train else (kernel.stretch(s).start, kernel.stretch(s).stop) for s, _ in steps]
         keep = max(b for _, b in ends) - min(a for a, _ in ends) + 1
-        states = {state: kernel.prefetcher.get(state, keep) for state in sorted({s for pair in ends for s in pair})}
+        states = {state: kernel.states.get(state, keep) for state in sorted({s for pair in ends for s in pair})}
         return [torch.lerp(states[a], states[b], t) for a, b in ends for t, _ in nodes]
 
     def jacobians(self, derivative: _Derivative, weights: list[Tensor], at_once: int) -> list[LayerJacobian]:

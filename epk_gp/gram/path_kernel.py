@@ -178,7 +178,8 @@ class PathKernel:
             is_traced: Only their sum is wanted.
         """
         run, etas = self.trajectory, _parse_step_weights(self.trajectory, self.step_weights)
-        return PlannedKernel(run, net, self.head, self.rule, etas, self.path, options, is_per_class, is_traced)
+        asked = net, run, self.head, self.rule, self.path, options.memory_budget
+        return PlannedKernel(*asked, etas, options, is_per_class, is_traced)
 
     def end_outputs(self, X: Shaped[Tensor, "n ..."]) -> tuple[Float[Tensor, "n C"], Float[Tensor, "n C"]]:
         """Return the outputs of the initial and of the trained network for parsed inputs, under the head."""

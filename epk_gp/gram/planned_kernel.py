@@ -4,17 +4,15 @@ Training copies are evaluated at the start of each step, test copies at the node
 """
 
 from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import groupby, islice
-from typing import Any
 
 import torch
 from jaxtyping import Float, Shaped
 from torch import Tensor
 
-from epk_gp.autodiff.dense import PlannedModel, WeightSegment, all_outputs
+from epk_gp.autodiff.dense import WeightSegment, all_outputs
 from epk_gp.autodiff.jacobians import (
     WeightLocation,
     joined_jacobians,
@@ -24,14 +22,12 @@ from epk_gp.autodiff.jacobians import (
 from epk_gp.autodiff.moved_weights import equal_groups
 from epk_gp.autodiff.representations import ContractionCost, LayerJacobian, LeftFactor, NodeWeights, concat_rows
 from epk_gp.core.checks import ComputeOptions
-from epk_gp.core.losses import Head
-from epk_gp.core.plans import MAX_STEP_BATCH, MemoryPlan
+from epk_gp.core.plans import MAX_STEP_BATCH
 from epk_gp.core.show import warn_uncertified
-from epk_gp.core.trajectory import Trajectory, flat_state
 from epk_gp.gram.accumulator import NodeBatch
+from epk_gp.gram.evaluation import Evaluation
 from epk_gp.quadrature import rules
-from epk_gp.quadrature.adaptive import Integral, integrate, union_mesh
-from epk_gp.storage.chunks import StoredStates
+from epk_gp.quadrature.adaptive import Integral, union_mesh
 from epk_gp.work.run import Sums
 
 Steps = list[tuple[int, float]]  # (s, eta_s)
@@ -39,52 +35,6 @@ Averages = dict[int, LeftFactor]  # by number of the layer
 
 # Steps whose products are taken at once: fewer gain nothing. And their products, which stay in the cache: choices.
 _FEW_STEPS, MOST_STEPS, _PRODUCTS = 4, 64, 1 << 19
-_PREFETCH = 2  # states read ahead: the two that the next step needs; a choice, other numbers were not timed
-
-
-class WeightPrefetcher:
-    """Flat weights of a run, and its moving statistics behind them, for a pass from its first step to its last.
-
-    States in memory are returned as they are. Others are read by a thread of their own, two before they are asked for,
-    and kept for a while: states on disk, and states that go to another device.
-
-    Args:
-        trajectory: The run.
-        reference: Gives dtype and device.
-    """
-
-    def __init__(self, trajectory: Trajectory, reference: Float[Tensor, "..."]) -> None:
-        self.trajectory, self.reference = trajectory, reference
-        reads = isinstance(trajectory.states, StoredStates) or reference.device != trajectory.device
-        self._reader = ThreadPoolExecutor(1) if reads else None
-        self._stream = torch.cuda.current_stream(reference.device) if reference.is_cuda else None
-        self._requested: dict[int, Future[Tensor]] = {}
-
-    def get(self, state: int, keep: int) -> Float[Tensor, " PQ"]:
-        """Return a state.
-
-        Args:
-            state: s in 0 .. S.
-            keep: How many states before it may be asked for again.
-        """
-        if self._reader is None:
-            return flat_state(self.trajectory, state, self.reference)
-        if state not in self._requested and self._requested and state < min(self._requested):
-            self._requested.clear()  # another pass
-        for number in range(state, min(state + _PREFETCH, self.trajectory.num_steps) + 1):
-            if number not in self._requested:
-                self._requested[number] = self._reader.submit(self._fetch, number)
-        for number in [number for number in self._requested if number < state - keep]:
-            del self._requested[number]
-        return self._requested[state].result()
-
-    def _fetch(self, state: int) -> Tensor:
-        """Read a state; copy it to a GPU behind the work that is queued there, without waiting for that."""
-        if self._stream is None or self.trajectory.device.type != "cpu":
-            return flat_state(self.trajectory, state, self.reference)
-        row = flat_state(self.trajectory, state, self.reference.new_empty(0, device="cpu"))
-        with torch.cuda.stream(self._stream):
-            return row.pin_memory().to(self.reference.device, non_blocking=True)
 
 
 def warn_of_integrals(sums: Sums) -> None:
@@ -107,53 +57,28 @@ def warn_of_integrals(sums: Sums) -> None:
 
 
 @dataclass(eq=False)
-class PlannedKernel:
+class PlannedKernel(Evaluation):
     """A path kernel while it is being evaluated: each thread has its own.
 
     Attributes:
-        trajectory: The run.
-        net: Its network in the computation's dtype and on its device, with its plan.
-        head: Whether f is the logits or their log-softmax.
-        rule: Quadrature rule.
         step_weights: eta_s of each of the S steps.
-        path: Along which test copies move.
         options: How to compute.
         is_per_class: Only pairs of equal classes are wanted.
         is_traced: Only the sum over pairs of equal classes is wanted; these are then pairs of equal classes, too.
-        prefetcher: Reads weight states ahead of their use.
         integrations: How many integrals of an adaptive rule have each status, and their largest residuals, since they
             were taken the last time.
     """
 
-    trajectory: Trajectory
-    net: PlannedModel
-    head: Head
-    rule: rules.Rule
     step_weights: tuple[float, ...]
-    path: rules.WeightPath
     options: ComputeOptions
     is_per_class: bool = False
     is_traced: bool = False
-    prefetcher: WeightPrefetcher = field(init=False)
     integrations: Sums = field(init=False, default_factory=Sums)
-
-    def __post_init__(self) -> None:
-        """Make the reader of weight states; nothing is read yet."""
-        self.prefetcher = WeightPrefetcher(self.trajectory, self.reference)
-
-    def __reduce__(self) -> tuple[type["PlannedKernel"], tuple[Any, ...]]:
-        """Return the pickled form, without what belongs to a thread."""
-        return PlannedKernel, tuple(getattr(self, entry.name) for entry in fields(self) if entry.init)
 
     def take_integrations(self) -> Sums:
         """Return the counts of integrals, and count anew."""
         found, self.integrations = self.integrations, Sums()
         return found
-
-    @cached_property
-    def reference(self) -> Float[Tensor, " 0"]:
-        """An empty tensor of the computation's dtype and device."""
-        return torch.empty(0, dtype=self.net.model.spec.dtype, device=self.net.model.spec.device)
 
     @property
     def sum_dtype(self) -> torch.dtype:
@@ -180,10 +105,6 @@ class PlannedKernel:
         """The steps that count."""
         return [(s, eta) for s, eta in enumerate(self.step_weights) if eta > 0]
 
-    def stretch(self, s: int) -> range:
-        """Return the steps of the stretch of the path that a step belongs to."""
-        return rules.stretch_of(self.path, s, self.trajectory.num_steps)
-
     def stretches(self, steps: Steps) -> list[tuple[int, Steps]]:
         """Group steps that count, in their order, by the stretch that they belong to, which its first step names."""
         return [(first, list(own)) for first, own in groupby(steps, key=lambda entry: self.stretch(entry[0]).start)]
@@ -207,11 +128,6 @@ class PlannedKernel:
     def mixed_cost(self) -> ContractionCost:
         """The cost between test and training copies: all steps of a chord meet the same test side."""
         return self.cost(self.rule.num_contractions * min(self.path.every, max(1, self.trajectory.num_steps)))
-
-    @cached_property
-    def memory(self) -> MemoryPlan:
-        """Turns the budget into block sizes."""
-        return self.net.memory_plan(self.options.memory_budget)
 
     @property
     def tile_points(self) -> int:
@@ -297,7 +213,7 @@ class PlannedKernel:
             weights = self.reference.new_tensor(self.rule.weights).repeat_interleave(N).repeat(T)
             pair = torch.arange(T * N, device=X.device).view(T, 1, N).expand(-1, len(self.rule), -1).flatten()
             return NodeBatch(jacobians, NodeWeights(weights, pair, T * N))
-        lines, integral = self._integrate(steps, X, self.rule)
+        lines, integral = self._integrate(steps, X)
         parts, places, count = list[list[LayerJacobian]](), torch.zeros_like(integral.point), 0
         for part, rows, first in lines.passes(integral.point // N, self.memory.directional_rows()):
             at = WeightLocation(part.w, part.d, integral.t[rows])
@@ -308,11 +224,11 @@ class PlannedKernel:
         return NodeBatch(jacobians, NodeWeights(integral.weight[rows] * is_first, integral.point[rows], T * N))
 
     def _weights_at(self, s: int, t: float, keep: int) -> Float[Tensor, " PQ"]:
-        start = self.prefetcher.get(s, keep)
+        start = self.states.get(s, keep)
         if t == 0:
             return start
         stretch = self.stretch(s)
-        return torch.lerp(start, self.prefetcher.get(stretch.stop, keep + len(stretch)), t)
+        return torch.lerp(start, self.states.get(stretch.stop, keep + len(stretch)), t)
 
     def node_batches(
         self, steps: list[int], X: Shaped[Tensor, "n ..."], cost: ContractionCost
@@ -326,15 +242,15 @@ class PlannedKernel:
         """
         if isinstance(self.rule, rules.AdaptiveRule):
             for s in steps:
-                yield self._point_nodes(s, X, self.rule, cost)
+                yield self._point_nodes(s, X, cost)
             return
         jacobians = self.jacobians([(s, t) for s in steps for t, _ in self.rule], X, cost)
         weights = [NodeWeights(weight, None, len(X)) for _, weight in self.rule]
         for _ in steps:
             yield map(NodeBatch, islice(jacobians, len(weights)), weights)
 
-    def _point_nodes(self, s: int, X: Tensor, rule: rules.AdaptiveRule, cost: ContractionCost) -> Iterator[NodeBatch]:
-        segment, integral = self._integrate([s], X, rule)
+    def _point_nodes(self, s: int, X: Tensor, cost: ContractionCost) -> Iterator[NodeBatch]:
+        segment, integral = self._integrate([s], X)
         for rows in torch.arange(len(integral.point), device=X.device).split(len(X)):
             points = integral.point[rows]
             at = WeightLocation(segment.w, segment.d, integral.t[rows])
@@ -360,22 +276,14 @@ class PlannedKernel:
             if isinstance(self.rule, rules.QuadratureRule):
                 of_stretch = list(self.rule)
             else:
-                of_stretch = union_mesh(self._integrate([first], X, self.rule)[1], self.rule)
+                of_stretch = union_mesh(self._integrate([first], X)[1], self.rule)
             nodes += [(first, t, sum(eta for _, eta in own) * weight) for t, weight in of_stretch]
         return nodes
 
-    def _integrate(self, steps: list[int], X: Tensor, rule: rules.AdaptiveRule) -> tuple[WeightSegment, Integral]:
+    def _integrate(self, steps: list[int], X: Tensor) -> tuple[WeightSegment, Integral]:
         """Integrate the outputs over the stretches of some steps, and count the integrals on the device."""
-        stretches = [self.stretch(s) for s in steps]
-        keep = 1 + stretches[-1].stop - stretches[0].start
-        starts, ends = (
-            [self.prefetcher.get(s, keep) for s in states]
-            for states in zip(*((stretch.start, stretch.stop) for stretch in stretches), strict=True)
-        )
-        w, end = (states[0] if len(steps) == 1 else torch.stack(states) for states in (starts, ends))
-        segment = WeightSegment(self.net, w, end - w, self.head, self.options.memory_budget)
-        integral = integrate(segment, X, rule, len(rules.stretches_of(self.path, self.trajectory.num_steps)))
+        lines, integral = self.integrate([self.stretch(s) for s in steps], X)
         has_it = integral.status[:, None] == torch.arange(len(rules.QuadratureStatus), device=integral.status.device)
         residuals = (integral.residual[:, None] * has_it).nan_to_num(0.0).amax(dim=0)
         self.integrations.merge(Sums({"integrals": has_it.sum(dim=0)}, {"residuals": residuals.double()}))
-        return segment, integral
+        return lines, integral

@@ -244,7 +244,7 @@ def layerwise_average(block: Predictions, steps: range, max_nodes: int, take: Ta
     change, size, num_layers = *w.new_zeros(2, len(X), block.num_outputs), 1
     few = block.memory_budget // (16 * net.itemsize * net.plan.activations_per_sample)
     for points in torch.arange(len(X), device=X.device).split(max(1, rows // 2, min(few, _FEW_ROWS))):
-        shared, held = (block.cotangents(points), block.cost, block.kernel.head), block.products(int(points[0]), steps)
+        shared, held = (block.cotangents(points), block.cost, block.head), block.products(int(points[0]), steps)
         z, layers, part = secant_jacobians(net, (w, d), X[points], *shared, held=held)
         found.append((z.transpose(0, 1), part))
         own, num_layers = slice(int(points[0]), int(points[-1]) + 1), len(layers)
@@ -262,9 +262,8 @@ def layerwise_average(block: Predictions, steps: range, max_nodes: int, take: Ta
     whole = change + (of_statistics @ d[P:]).T
     error = (block.select_outputs(end - start) - whole).abs().amax(dim=1)
     total = whole if block.classes is None else (end - start).scatter(1, block.classes[:, None], whole)
-    if isinstance(rule := block.kernel.rule, AdaptiveRule):
-        share = len(stretches_of(block.kernel.path, block.trajectory.num_steps))
-        status = residual_status(error, torch.maximum(of_outputs, rounding), rule.tol / share)
+    if isinstance(rule := block.rule, AdaptiveRule):
+        status = residual_status(error, torch.maximum(of_outputs, rounding), rule.tol / block.num_stretches)
         status = torch.where(status == OPEN, QuadratureStatus.INCONSISTENT_DERIVATIVE, status)
         status = torch.where(error.isfinite(), status, QuadratureStatus.NOT_FINITE)
     else:

@@ -369,7 +369,8 @@ def attribution_work(
 ) -> AttributionWork:
     """Return the pass over the run that adds up all terms, of a kind if one is given; its arguments were checked."""
     classes = None if classes is None else classes.to(X.device, torch.int64)
-    whole = Predictions(net, kernel, X.detach(), classes, options.memory_budget, recorded_net)
+    asked = net, kernel.trajectory, kernel.head, kernel.rule, kernel.path, options.memory_budget
+    whole = Predictions(*asked, X.detach(), classes, recorded_net)
     K, shared = whole.num_outputs, (kernel, whole.X, options.memory_budget, classes, groupings, splits_statistics)
     is_asked = kernel.trajectory.asked_of is not None
     if kind is None and not is_asked and whole.lines_together == 1 and is_plain_descent(whole, groupings):

@@ -15,48 +15,37 @@ from epk_gp.autodiff.dense import Cotangents, PlannedModel, WeightSegment, all_o
 from epk_gp.autodiff.jacobians import WeightLocation, layer_jacobians, statistics_jacobian
 from epk_gp.autodiff.products import by_parameter
 from epk_gp.autodiff.representations import ContractionCost, NodeWeights
-from epk_gp.core.plans import MemoryPlan, rows_per_pass, weight_rows
+from epk_gp.core.plans import OPERATIONS_TOGETHER, rows_per_pass, weight_rows
 from epk_gp.core.replayed_steps import RunReplay
 from epk_gp.core.states import recomputation_of
 from epk_gp.core.step import NOT_OF_DATA, fingerprint
 from epk_gp.core.trajectory import Trajectory, flat_state, has_coarse_steps
 from epk_gp.gram.accumulator import NodeBatch
+from epk_gp.gram.evaluation import Evaluation
 from epk_gp.gram.path_kernel import PathKernel
 from epk_gp.kernel_machine.axes import Axis, CombinedAxes, parameter_parts
 from epk_gp.kernel_machine.certificate import StepResiduals, coarsest_dtype, integral_sums
-from epk_gp.quadrature.adaptive import Integral, integrate
+from epk_gp.quadrature.adaptive import Integral
 from epk_gp.quadrature.rules import LayerwisePath, path_identity, stretches_of
 from epk_gp.work.run import Piece, Place, RunWork, Sums, pieces_of_ranges
 
 Groupings = tuple[tuple[Axis, ...], ...]
 
 
-@dataclass(frozen=True, eq=False)
-class Predictions:
+@dataclass(eq=False)
+class Predictions(Evaluation):
     """Predictions that are to be split into contributions.
 
     Attributes:
-        net: The network in the computation's dtype, with its plan.
-        kernel: The run's path kernel: trajectory, head, and how each step's integral is taken.
         X: n inputs.
         classes: One output per input, or None for all C.
-        memory_budget: Bytes.
     """
 
-    net: PlannedModel
-    kernel: PathKernel
     X: Shaped[Tensor, "n ..."]
     classes: Int64[Tensor, " n"] | None
-    memory_budget: int
     _recorded_net: PlannedModel | None = None
-    _held: dict[int, Tensor] = field(default_factory=dict, init=False, repr=False)
     # of passes of some rows, by the first of them: the state, and its products
     _products: dict[int, tuple[int, HeldProducts]] = field(default_factory=dict, init=False, repr=False)
-
-    @property
-    def trajectory(self) -> Trajectory:
-        """The run; one that is asked for numbers has the network that gives them (`autodiff.scalars`)."""
-        return self.kernel.trajectory
 
     @property
     def recorded(self) -> Trajectory:
@@ -73,18 +62,13 @@ class Predictions:
         """Number K of outputs that are asked for at each point."""
         return self.trajectory.num_outputs if self.classes is None else 1
 
-    @property
-    def memory(self) -> MemoryPlan:
-        """Turns the budget into block sizes."""
-        return self.net.memory_plan(self.memory_budget)
-
     @cached_property
     def cost(self) -> ContractionCost:
         """What decides the representations of layer Jacobians."""
         return ContractionCost(
             num_output_pairs=self.num_outputs,
-            num_contractions=self.kernel.rule.num_contractions,
-            cotangents_are_constant=self.kernel.head == "logits",
+            num_contractions=self.rule.num_contractions,
+            cotangents_are_constant=self.head == "logits",
             all_dense=not self.net.plan.supports_interpolation,
             keeps_factors=self.is_layerwise or self.lines_together > 1,
         )
@@ -92,15 +76,11 @@ class Predictions:
     @property
     def is_layerwise(self) -> bool:
         """Whether derivatives of operations are averaged, rather than integrated along a line of the weights."""
-        return isinstance(self.kernel.path, LayerwisePath)
+        return isinstance(self.path, LayerwisePath)
 
     def state(self, s: int) -> Float[Tensor, " PQ"]:
-        """Read a state of the path; the last two are held, as both ends of a step are read again for others."""
-        if s not in self._held:
-            while len(self._held) > 1:
-                self._held.pop(max(self._held, key=lambda held: abs(held - s)))
-            self._held[s] = flat_state(self.trajectory, s, self.X)
-        return self._held[s]
+        """Read a state of the path."""
+        return self.states.get(s)
 
     def trained_state(self, s: int) -> Float[Tensor, " PQ"]:
         """Read a state of the run: that of the path, but for averaged weights."""
@@ -122,10 +102,12 @@ class Predictions:
     @cached_property
     def lines_together(self) -> int:
         """Number of stretches of the path whose averaged gradients are computed together."""
-        if self.is_layerwise:
+        K, N, run = self.num_outputs, len(self.X), self.recorded
+        most = max((run.num_points if step.batch is None else len(step.batch) for step in run.steps), default=0)
+        products = 2 * K * N * most * self.net.model.num_weights  # fewer of layers that stay factors
+        if self.is_layerwise or (run.is_vanilla_gd and products > OPERATIONS_TOGETHER):
             return 1
-        K, N = self.num_outputs, len(self.X)
-        return self.memory.lines_together(2 * N * self.kernel.rule.num_contractions, K, K * N)
+        return self.memory.lines_together(2 * N * self.rule.num_contractions, K, K * N)
 
     def zeros(self, *shape: int) -> Tensor:
         """Return zeros of the computation's dtype and device."""
@@ -142,7 +124,7 @@ class Predictions:
         The last layer takes the representation of any other layer (`head=None`), as in the loss gradients that its
         Jacobian is multiplied with. The head of a layerwise path is one of the operations.
         """
-        head = "logits" if self.is_layerwise else self.kernel.head
+        head = "logits" if self.is_layerwise else self.head
         if self.classes is None:
             return replace(all_outputs(head), head=None)
         return chosen_outputs(head, self.classes[points])
@@ -226,15 +208,8 @@ def integrate_stretches(block: Predictions, stretches: Sequence[range], max_node
             after the last.
         max_nodes: Nodes evaluated at a time.
     """
-    X, net, kernel = block.X, block.net, block.kernel
-    states = [block.state(s) for s in (*(steps.start for steps in stretches), stretches[-1].stop)]
-    w, d = states[0], states[1] - states[0]
-    if len(stretches) > 1:
-        every = torch.stack(states)
-        w, d = every[:-1], every.diff(dim=0)
-    size = min(max_nodes, rows_per_pass(net.plan, net.itemsize, block.num_outputs))
-    lines = WeightSegment(net, w, d, kernel.head, block.memory_budget)
-    integral = integrate(lines, X, kernel.rule, len(stretches_of(kernel.path, block.trajectory.num_steps)))
+    size = min(max_nodes, rows_per_pass(block.net.plan, block.net.itemsize, block.num_outputs))
+    lines, integral = block.integrate(stretches, block.X)
     return IntegratedLines(block, lines, integral, size)
 
 
@@ -495,7 +470,9 @@ class AttributionWork(PathWork):
     @cached_property
     def whole(self) -> Predictions:
         """The predictions."""
-        return Predictions(self.net, self.kernel, self.X, self.classes, self.memory_budget, self.recorded_net)
+        kernel = self.kernel
+        asked = self.net, kernel.trajectory, kernel.head, kernel.rule, kernel.path, self.memory_budget
+        return Predictions(*asked, self.X, self.classes, self.recorded_net)
 
     @cached_property
     def parts(self) -> Int64[Tensor, " L"]:

@@ -223,6 +223,11 @@ def _stand_differently(
                 found.append(evaluate(part, X[pair[rows] % len(X)], t[rows])[own])
             calls.append(recorder.calls)
         outputs.append(tuple(found))
+        if len(calls[0]) != len(calls[1]):
+            raise ValueError(
+                "the network must call the same functions at both ends of a step: it takes another branch there (an "
+                "`if` on a weight or an activation). Compute both branches, and choose by torch.where."
+            )
         for at_a, at_b in zip(*calls, strict=True):
             switches[rows[own]] |= at_a.differ(at_b).any(dim=1).to(X.device)[own]
     rows, *of_ends = (torch.cat(values) for values in zip(*outputs, strict=True))

@@ -21,7 +21,7 @@ from epk_gp.autodiff.representations import ContractionCost, LogitsLastLayer, So
 from epk_gp.autodiff.verification import plan_for
 from epk_gp.core import plans as huge_pages
 from epk_gp.core.trajectory import flat_weights
-from epk_gp.gram.planned_kernel import WeightPrefetcher
+from epk_gp.gram.evaluation import StateReader
 from epk_gp.storage.chunks import StoredStates
 from helpers import NETWORKS, assert_blocks, assert_close, gram_diagonal_blocks, make_case
 
@@ -178,6 +178,6 @@ def test_states_on_disk_are_read_once_and_in_order(tmp_path: Path, monkeypatch: 
     block = epk.gram_block(run, a, b, rule=RULE, path=path)
     assert len(read) <= 41 + 1  # one pass, and the state that the plan was made at
     diagonal = gram_diagonal_blocks(run, a, rule=RULE, path=path)
-    monkeypatch.setattr(WeightPrefetcher, "get", lambda self, state, keep: flat_weights(run, state, run.inputs))
+    monkeypatch.setattr(StateReader, "get", lambda self, state, keep: flat_weights(run, state, run.inputs))
     assert torch.equal(epk.gram_block(run, a, b, rule=RULE, path=path), block)
     assert torch.equal(gram_diagonal_blocks(run, a, rule=RULE, path=path), diagonal)

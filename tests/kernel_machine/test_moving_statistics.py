@@ -112,7 +112,7 @@ def test_averaged_gradients_in_weights_and_statistics_give_the_integral(name, cl
     _, trajectory, X = recorded(name, num_points=3, num_steps=2)
     kernel = PathKernel(trajectory, head, adaptive())
     net = plan_for(trajectory, trajectory.model_for(X))
-    problem = Predictions(net, kernel, X, classes, 1 << 26)
+    problem = Predictions(net, trajectory, kernel.head, kernel.rule, kernel.path, 1 << 26, X, classes)
     for step in trajectory.steps:
         line = integrate_stretches(problem, [range(step.index, step.index + 1)], 7)
         of_weights = X.new_empty(3, problem.num_outputs, trajectory.num_weights)
