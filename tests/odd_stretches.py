@@ -44,7 +44,7 @@ def states_together(count: int | None) -> Iterator[None]:
         "epk_gp.gram.planned_kernel._FEW_STEPS": 1,
         "epk_gp.gram.planned_kernel.MOST_STEPS": most,
         "epk_gp.gram.planned_kernel._PRODUCTS": 1 << 40,
-        "epk_gp.kernel_machine.loss_products.rows_per_pass": lambda *sizes: 1 if count == 1 else POINTS * most,
+        "epk_gp.kernel_machine.loss_products.rows_per_pass": lambda *sizes: POINTS * most,
         "epk_gp.kernel_machine.influence_pass.MAX_STEP_BATCH": most,
     }
     with ExitStack() as stack:
