@@ -22,6 +22,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
+from unittest.mock import patch
 
 import torch
 import typer
@@ -29,6 +30,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import epk_gp as epk
+from epk_gp.core.plans import MemoryPlan
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent
@@ -155,6 +157,22 @@ def questions(
 # ---- states together -----------------------------------------------------------------------------------------------
 
 
+def chosen(call: Callable[[], object]) -> dict[str, Any]:
+    """Return how many states the package evaluates together in a call, at most, and why there is one where there is."""
+    found, choose = [], MemoryPlan.lines_together
+
+    def lines_together(memory: MemoryPlan, *sizes: int) -> int:
+        found.append((choose(memory, *sizes), memory.plan))
+        return found[-1][0]
+
+    with patch.object(MemoryPlan, "lines_together", lines_together):
+        call()
+    count = max((count for count, _ in found), default=1)
+    plans = [plan for _, plan in found]
+    missing = [name for name in ("supports_stacking", "supports_jvp") if not all(getattr(p, name) for p in plans)]
+    return {"chosen": count, "alone": " ".join(missing) if count == 1 else ""}
+
+
 def states_together(count: int | None) -> AbstractContextManager[None]:
     """Evaluate so many states of a run together where the network allows it; None for all of them."""
     sys.path.insert(0, str(ROOT / "tests"))
@@ -243,15 +261,15 @@ def together(
             "gram_block 3 × 30": lambda run=run, copies=copies: epk.gram_block(run, *copies),
         }
         plain = min(seconds(lambda t=training: t.run(OPTIMIZERS["Adam"])) for _ in range(rounds + 1))
-        row: dict[str, Any] = {"network": training.name, "step_ms": 1000 * plain / training.steps}
         for question, call in calls.items():
-            taken = {"by itself": min(seconds(call) for _ in range(rounds + 1)) / plain}
+            row: dict[str, Any] = {"network": training.name, "step_ms": 1000 * plain / training.steps}
+            row |= {"question": question, **chosen(call)}
+            row["by itself"] = min(seconds(call) for _ in range(rounds + 1)) / plain
             for count in STATES:
                 with states_together(count):
-                    taken[str(count or "all")] = min(seconds(call) for _ in range(rounds + 1)) / plain
-            row[question] = taken
-        rows.append(row)
-        typer.echo(json.dumps(row, ensure_ascii=False))
+                    row[str(count or "all")] = min(seconds(call) for _ in range(rounds + 1)) / plain
+            rows.append(row)
+            typer.echo(json.dumps(row, ensure_ascii=False))
     _save(out, "together", rows)
 
 
@@ -326,13 +344,14 @@ def _of_questions(rows: list[dict[str, Any]]) -> str:
 
 
 def _of_together(rows: list[dict[str, Any]]) -> str:
-    kinds = [key for key in rows[0] if isinstance(rows[0][key], dict)]
-    lines = [
-        [row["network"], question, *(f"{value:.2f}" for value in row[question].values())]
-        for row in rows
-        for question in kinds
-    ]
-    return _table(["network", "in trainings", *rows[0][kinds[0]]], lines)
+    times = ["by itself", *(str(count or "all") for count in STATES)]
+    words = {"supports_stacking": "no rows with weights of their own", "supports_jvp": "no forward mode"}
+    lines = []
+    for row in rows:
+        reason = ": " + ", ".join(words[name] for name in row["alone"].split()) if row["alone"] else ""
+        numbers = [f"{row[name]:.2f}" for name in times]
+        lines.append([row["network"], row["question"], f"{row['chosen']}{reason}", *numbers])
+    return _table(["network", "in trainings", "chosen", *times], lines)
 
 
 def _of_programs(rows: list[dict[str, Any]]) -> str:

@@ -47,8 +47,10 @@ def rows(draw: random.Random) -> dict[str, Callable[[], nn.Module]]:
     def lin(n: int, m: int) -> nn.Module:
         return nn.Linear(n, m, bias=bias)
 
-    def layers(*between: Callable[[], nn.Module]) -> nn.Module:
-        made = [layer for n in (4, width) for layer in (lin(n, width), *(make() for make in between), act())]
+    def layers(*between: Callable[[], nn.Module], is_centred: bool = False) -> nn.Module:
+        # a bias before BatchNorm has gradients of rounding, of which Adam makes full steps
+        first = (nn.Linear(n, width, bias=bias and not is_centred) for n in (4, width))
+        made = [layer for linear in first for layer in (linear, *(make() for make in between), act())]
         return nn.Sequential(*made, lin(width, CLASSES))
 
     def experts(net: Any, gate: nn.Module, one: nn.Module, two: nn.Module, x: Tensor) -> Tensor:
@@ -66,9 +68,11 @@ def rows(draw: random.Random) -> dict[str, Callable[[], nn.Module]]:
         "one_layer": lambda: nn.Sequential(lin(4, width), act(), lin(width, CLASSES)),
         "layer_norm": lambda: layers(lambda: nn.LayerNorm(width)),
         "group_norm": lambda: layers(lambda: nn.GroupNorm(1, width)),
-        "batch_norm": lambda: layers(lambda: nn.BatchNorm1d(width, momentum=draw.choice([0.1, None]))),
+        "batch_norm": lambda: layers(
+            lambda: nn.BatchNorm1d(width, momentum=draw.choice([0.1, None])), is_centred=True
+        ),
         "dropout": lambda: layers(lambda: nn.Dropout(0.3)),
-        "both": lambda: layers(lambda: nn.BatchNorm1d(width), lambda: nn.Dropout(0.3)),
+        "both": lambda: layers(lambda: nn.BatchNorm1d(width), lambda: nn.Dropout(0.3), is_centred=True),
         "weight_norm": lambda: nn.Sequential(parametrizations.weight_norm(lin(4, width)), act(), lin(width, CLASSES)),
         "spectral_norm": lambda: nn.Sequential(
             parametrizations.spectral_norm(lin(4, width)), act(), lin(width, CLASSES)
@@ -124,14 +128,14 @@ def images(draw: random.Random) -> dict[str, Callable[[], nn.Module]]:
     width, act = draw.randint(2, 4), draw.choice(ACTIVATIONS)
     pool = draw.choice([nn.MaxPool2d, nn.AvgPool2d])
 
-    def two(*between: Callable[[], nn.Module], groups: int = 1) -> nn.Module:
-        first = [nn.Conv2d(1, width, 3, padding=1), *(make() for make in between), act(), pool(2)]
+    def two(*between: Callable[[], nn.Module], groups: int = 1, is_centred: bool = False) -> nn.Module:
+        first = [nn.Conv2d(1, width, 3, padding=1, bias=not is_centred), *(make() for make in between), act(), pool(2)]
         second = [nn.Conv2d(width, width, 2, groups=groups), act()]
         return nn.Sequential(*first, *second, nn.Flatten(), nn.Linear(4 * width, CLASSES))
 
     return {
         "convolutions": two,
-        "convolutions_batch_norm": lambda: two(lambda: nn.BatchNorm2d(width)),
+        "convolutions_batch_norm": lambda: two(lambda: nn.BatchNorm2d(width), is_centred=True),
         "convolutions_group_norm": lambda: two(lambda: nn.GroupNorm(1, width)),
         "convolutions_dropout": lambda: two(lambda: nn.Dropout2d(0.3)),
         "depthwise": lambda: two(groups=width),

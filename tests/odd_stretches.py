@@ -41,7 +41,10 @@ def states_together(count: int | None) -> Iterator[None]:
     choices = {
         "epk_gp.core.plans.MemoryPlan.fitting_lines": lambda self, *sizes: most,  # attributions and reconstructions
         "epk_gp.core.plans.MemoryPlan.stacked_weights": lambda self, *sizes: most,  # kernels, steps that are replayed
-        "epk_gp.kernel_machine.loss_products.rows_per_pass": lambda *sizes: 1 if count == 1 else POINTS * most,
+        "epk_gp.gram.planned_kernel._FEW_STEPS": 1,
+        "epk_gp.gram.planned_kernel.MOST_STEPS": most,
+        "epk_gp.gram.planned_kernel._PRODUCTS": 1 << 40,
+        "epk_gp.kernel_machine.loss_products.rows_per_pass": lambda *sizes: POINTS * most,
         "epk_gp.kernel_machine.influence_pass.MAX_STEP_BATCH": most,
     }
     with ExitStack() as stack:
