@@ -107,16 +107,16 @@ class ParameterGradients:
 
         Few adjoints are multiplied with the inputs first: nothing is written out.
         """
-        own, (T, R, _), products = self.jacobian, H.shape, torch.empty(0)
+        own, (T, R, _) = self.jacobian, H.shape
         if type(own) is OuterProductJacobian and own.inputs.shape[1] == 1 and not self.is_bias:
             B = len(own.inputs) // T
             if R * (B + self.width) < B * self.width:  # numbers for each output of the layer, and gradients
                 factors = own.inputs, own.output_grads[0][..., rows]
                 inputs, delta = (x.to(H).flatten(0, -2).unflatten(0, (T, -1)) for x in factors)
                 of_outputs = (H.reshape(T, -1, self.width) @ inputs.mT).unflatten(1, (R, -1))  # T R n_out B
-                products = (of_outputs * delta.mT[:, None]).sum(dim=2).mT
-                return products
-        products = self.written(rows)[0].to(H).unflatten(0, (T, -1)) @ H.mT
+                few: Tensor = (of_outputs * delta.mT[:, None]).sum(dim=2).mT
+                return few
+        products: Tensor = self.written(rows)[0].to(H).unflatten(0, (T, -1)) @ H.mT
         return products
 
 
