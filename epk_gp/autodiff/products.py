@@ -13,13 +13,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from epk_gp.autodiff.dense import PlannedModel
-from epk_gp.autodiff.representations import (
-    DenseJacobian,
-    LayerJacobian,
-    NodeWeights,
-    OuterProductJacobian,
-    expect_representation,
-)
+from epk_gp.autodiff.representations import DenseJacobian, LayerJacobian, NodeWeights, OuterProductJacobian
 from epk_gp.autodiff.uses import EmbeddingJacobian
 
 _ALL = slice(None)
@@ -72,15 +66,10 @@ class ParameterGradients:
             values = nodes.add(None, self.written(), 1).transpose(0, 1)
             out.add_(values) if adds else out.copy_(values)
             return
-        jacobian, groups = self.jacobian, nodes.by_point
-        if jacobian.commutes_with_average:  # then it is one product for each point
-            every = torch.arange(len(out), device=out.device)
-            groups = [(every, every[:, None], out.new_ones(len(out), 1))]
-            jacobian = expect_representation(OuterProductJacobian, jacobian.average(None, nodes))
-        grads, inputs = jacobian.output_grads.permute(1, 0, 3, 2), jacobian.inputs  # E K n_out L, E L n_in
-        if not adds and sum(len(points) for points, *_ in groups) < len(out):
+        grads, inputs = self.jacobian.output_grads.permute(1, 0, 3, 2), self.jacobian.inputs  # E K n_out L, E L n_in
+        if not adds and sum(len(points) for points, *_ in nodes.by_point) < len(out):
             out.zero_()
-        for points, rows, weights in groups:
+        for points, rows, weights in nodes.by_point:
             is_whole, size = len(points) == len(out), max(1, _AVERAGED // out[0].numel())
             for part in (slice(first, first + size) for first in range(0, len(points), size)):
                 own = rows[part]

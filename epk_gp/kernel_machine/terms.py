@@ -4,7 +4,7 @@ from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import ClassVar
+from typing import ClassVar, cast
 
 import torch
 from jaxtyping import Float, Int64, Shaped
@@ -14,13 +14,13 @@ from epk_gp.autodiff.averages import HeldProducts
 from epk_gp.autodiff.dense import Cotangents, PlannedModel, WeightSegment, all_outputs, chosen_outputs
 from epk_gp.autodiff.jacobians import WeightLocation, layer_jacobians, statistics_jacobian
 from epk_gp.autodiff.products import by_parameter
-from epk_gp.autodiff.representations import ContractionCost, NodeWeights
+from epk_gp.autodiff.representations import ContractionCost, LayerJacobian, LeftFactor, NodeWeights
 from epk_gp.core.plans import OPERATIONS_TOGETHER, rows_per_pass, weight_rows
 from epk_gp.core.replayed_steps import RunReplay
 from epk_gp.core.states import recomputation_of
 from epk_gp.core.step import NOT_OF_DATA, fingerprint
 from epk_gp.core.trajectory import Trajectory, flat_state, has_coarse_steps
-from epk_gp.gram.accumulator import NodeBatch
+from epk_gp.gram.accumulator import NodeBatch, add_to_averages
 from epk_gp.gram.evaluation import Evaluation
 from epk_gp.gram.path_kernel import PathKernel
 from epk_gp.kernel_machine.axes import Axis, CombinedAxes, parameter_parts
@@ -161,6 +161,7 @@ class IntegratedLines:
     def average_into(self, Phi: Float[Tensor, "G N K P"]) -> None:
         """Overwrite a vector of weights for each output of each pair with the outputs' averaged gradients."""
         block, (G, N, _, _), sizes = self.block, Phi.shape, list(self.block.net.model.sizes)
+        all_dense = block.cost.all_dense
         at_once = max(1, min(self.max_rows, block.memory.adjoint_points(block.num_outputs) // 8))
         for lines in torch.arange(G).split(max(1, at_once // N)):
             first, last = int(lines[0]), int(lines[-1]) + 1
@@ -168,10 +169,19 @@ class IntegratedLines:
                 points = slice(start, min(start + at_once, N))
                 columns = Phi[first:last, points].flatten(0, 1).split(sizes, dim=2)
                 pairs = range(first * N + points.start, (last - 1) * N + points.stop)
+                averages, layers = dict[int, LeftFactor](), list[LayerJacobian]()
                 for number, batch in enumerate(self.node_batches(pairs)):
-                    gradients = by_parameter(block.net, batch.jacobians, all_dense=block.cost.all_dense)
-                    for own, out in zip(gradients, columns, strict=True):
-                        own.write_average(batch.nodes, out, adds=number > 0)
+                    add_to_averages(averages, batch)
+                    layers = [*batch.jacobians]
+                    for own, out in zip(by_parameter(block.net, layers, all_dense=all_dense), columns, strict=True):
+                        if not own.jacobian.commutes_with_average:
+                            own.write_average(batch.nodes, out, adds=number > 0)
+                layers = [cast(LayerJacobian, averages.get(k, own)) for k, own in enumerate(layers)]
+                each = torch.arange(len(pairs), device=Phi.device)
+                nodes = NodeWeights(torch.ones_like(each, dtype=Phi.dtype), each, len(each))
+                for own, out in zip(by_parameter(block.net, layers, all_dense=all_dense), columns, strict=True):
+                    if own.jacobian.commutes_with_average:
+                        own.write_average(nodes, out, adds=False)
 
     def averaged_statistics_jacobian(self) -> Float[Tensor, "K GN Q"]:
         """Average the outputs' gradients in the moving statistics, at the nodes of those in the weights.
