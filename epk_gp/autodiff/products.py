@@ -13,7 +13,13 @@ from jaxtyping import Float
 from torch import Tensor
 
 from epk_gp.autodiff.dense import PlannedModel
-from epk_gp.autodiff.representations import DenseJacobian, LayerJacobian, NodeWeights, OuterProductJacobian
+from epk_gp.autodiff.representations import (
+    DenseJacobian,
+    LayerJacobian,
+    NodeWeights,
+    OuterProductJacobian,
+    expect_representation,
+)
 from epk_gp.autodiff.uses import EmbeddingJacobian
 
 _ALL = slice(None)
@@ -66,11 +72,15 @@ class ParameterGradients:
             values = nodes.add(None, self.written(), 1).transpose(0, 1)
             out.add_(values) if adds else out.copy_(values)
             return
-        grads, inputs = self.jacobian.output_grads.permute(1, 0, 3, 2), self.jacobian.inputs  # E K n_out L, E L n_in
-        has_all = sum(len(points) for points, *_ in nodes.by_point) == len(out)
-        if not (adds or has_all):
+        jacobian, groups = self.jacobian, nodes.by_point
+        if jacobian.commutes_with_average:  # then it is one product for each point
+            every = torch.arange(len(out), device=out.device)
+            groups = [(every, every[:, None], out.new_ones(len(out), 1))]
+            jacobian = expect_representation(OuterProductJacobian, jacobian.average(None, nodes))
+        grads, inputs = jacobian.output_grads.permute(1, 0, 3, 2), jacobian.inputs  # E K n_out L, E L n_in
+        if not adds and sum(len(points) for points, *_ in groups) < len(out):
             out.zero_()
-        for points, rows, weights in nodes.by_point:
+        for points, rows, weights in groups:
             is_whole, size = len(points) == len(out), max(1, _AVERAGED // out[0].numel())
             for part in (slice(first, first + size) for first in range(0, len(points), size)):
                 own = rows[part]
@@ -98,14 +108,15 @@ class ParameterGradients:
         Few adjoints are multiplied with the inputs first: nothing is written out.
         """
         own, (T, R, _) = self.jacobian, H.shape
-        products: Tensor
-        if type(own) is not OuterProductJacobian or own.inputs.shape[1] > 1 or self.is_bias or self.width <= R:
-            products = self.written(rows)[0].to(H).unflatten(0, (T, -1)) @ H.mT
-            return products
-        factors = own.inputs, own.output_grads[0][..., rows]
-        inputs, delta = (x.to(H).flatten(0, -2).unflatten(0, (T, -1)) for x in factors)
-        of_outputs = (H.reshape(T, -1, self.width) @ inputs.mT).unflatten(1, (R, -1))  # T R n_out B
-        products = (of_outputs * delta.mT[:, None]).sum(dim=2).mT
+        if type(own) is OuterProductJacobian and own.inputs.shape[1] == 1 and not self.is_bias:
+            B = len(own.inputs) // T
+            if R * (B + self.width) < B * self.width:  # numbers for each output of the layer, and gradients
+                factors = own.inputs, own.output_grads[0][..., rows]
+                inputs, delta = (x.to(H).flatten(0, -2).unflatten(0, (T, -1)) for x in factors)
+                of_outputs = (H.reshape(T, -1, self.width) @ inputs.mT).unflatten(1, (R, -1))  # T R n_out B
+                few: Tensor = (of_outputs * delta.mT[:, None]).sum(dim=2).mT
+                return few
+        products: Tensor = self.written(rows)[0].to(H).unflatten(0, (T, -1)) @ H.mT
         return products
 
 

@@ -168,7 +168,7 @@ def test_axes_and_classes_that_are_not_of_the_run_are_refused():
             epk.attribute(trajectory, X, **options(trajectory))
 
 
-@pytest.mark.parametrize("options", [{}, {"function": lambda z: z[:, 0]}, {"by": []}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"function": lambda z: z[:, 0]}, {"by": []}], ids=["plain", "function", "by"])
 def test_a_request_is_parsed_once(run, options):
     """At the door: the inputs, the head, the rule and the path, however the outputs are evaluated afterwards."""
     calls, parsers = [], ("parse_inputs", "resolve_head", "validate_rule", "validate_path", "parse_axes")
