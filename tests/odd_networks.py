@@ -158,6 +158,7 @@ def series(draw: random.Random) -> dict[str, Callable[[], nn.Module]]:
 
     def attention(dropout: float, norm_first: bool) -> nn.Module:
         block = nn.TransformerEncoderLayer(width, 2, 4, dropout=dropout, batch_first=True, norm_first=norm_first)
+        block.self_attn.register_parameter("in_proj_bias", None)  # the gradient of a bias of keys is rounding, as above
         return Formula(
             lambda net, a, b, c, x: c(b(a(x) + net.places).mean(dim=1)),
             nn.Linear(2, width), block, nn.Linear(width, CLASSES), places=0.1 * torch.randn(5, width),
@@ -176,7 +177,7 @@ def series(draw: random.Random) -> dict[str, Callable[[], nn.Module]]:
                 F.scaled_dot_product_attention(*q(x).unflatten(-1, (3, 2, -1)).permute(2, 0, 3, 1, 4))
                 .transpose(1, 2).flatten(2).amax(dim=1)
             ),
-            nn.Linear(2, 6 * width), nn.Linear(2 * width, CLASSES),
+            nn.Linear(2, 6 * width, bias=False), nn.Linear(2 * width, CLASSES),
         ),
         "convolution_1d": lambda: Formula(
             lambda net, a, b, x: b(torch.relu(a(x.mT)).flatten(1)),
