@@ -201,7 +201,7 @@ def _tables(page: Path, name: str, *tables: str) -> str:
 
 
 def headline() -> str:
-    """Return the three results of the index and the README, each with what it is measured beside."""
+    """Return the four results of the index and the README, each with what it is measured beside."""
     r = _saved("fig04_machine")["results"]
     errors = dict(zip(r["rules"], r["max_error"], strict=True))
     adaptive = next(i for i, name in enumerate(r["rules"]) if name.startswith("adaptive"))
@@ -216,7 +216,9 @@ def headline() -> str:
         for name in ("influence", "contributions", "TracIn (captum)")
         for kind in ("tanh", "relu", "")
     }
-    areas = _areas()
+    areas, small = _areas(), json.loads((ROOT / "benchmarks" / "small_networks.json").read_text())
+    trainings = {(row["question"], row["optimizer"]): f"{row['trainings']:.1f}" for row in small["questions"]}
+    one, ten = ([trainings[f"attribute of {n}", name] for name in ("SGD", "Adam")] for n in (1, 10))
     lines = [
         ["Is it exact?", f"{exact} ({cost})", f"the paper's rule, 100 nodes: {errors['left Riemann 100']:.1e}"],
         [
@@ -231,6 +233,12 @@ def headline() -> str:
             f"area under the ROC curve **{areas['EPK-GP']}** (MNIST and Fashion-MNIST, against each other and KMNIST)",
             f"softmax {areas['softmax, as trained']}; nearest training image {areas['kNN, pixels']}; "
             f"NTK at the last step {areas['NTK-GP, last step']}",
+        ],
+        [
+            "What does a question cost?",
+            "of a small network (2-32-32-3, batches of 30 of 300 points, 200 steps) "
+            f"**{one[0]}** (SGD) and **{one[1]}** (Adam) trainings",
+            f"ten questions {ten[0]} and {ten[1]}; three, one state at a time: {small['together'][0]['1']:.0f}",
         ],
     ]
     return METHODS.markdown_table(["question", "result", "beside it"], lines)

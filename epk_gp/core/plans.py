@@ -188,19 +188,18 @@ class MemoryPlan:
     def fitting_lines(self, num_rows: int, num_outputs: int, num_vectors: int) -> int:
         """Count the lines that gain by being evaluated together.
 
-        What is computed of one more line is added to the same calls. So lines are joined up to the arithmetic that
-        makes calls small beside it, and to what stays in the cache: a forward and backward pass, and vectors of P
-        numbers. An eighth of the budget holds both, 4 times over.
+        What is computed of one more line is added to the same calls. So lines are joined up to the arithmetic beside
+        which calls are small, as long as vectors of P numbers of all of them stay in the cache, and take a 32nd of the
+        budget.
 
         Args:
             num_rows: Rows evaluated on each line.
             num_outputs: Outputs whose gradients are taken.
-            num_vectors: Vectors of P numbers of each line.
+            num_vectors: Vectors of P numbers of each line, beside its start and its direction.
         """
-        pass_bytes = num_rows * self._activation_bytes * (num_outputs + 2)
         vector_bytes = self.itemsize * self.num_weights * (num_vectors + 2)
         operations = 2 * num_rows * self.num_weights * (num_outputs + 2)
-        fitting = min(PASS_BYTES, self.budget // 32) // max(pass_bytes, vector_bytes)
+        fitting = min(PASS_BYTES, self.budget // 32) // vector_bytes
         return max(1, min(fitting, -(-OPERATIONS_TOGETHER // operations), MAX_LINES))
 
     def steps_per_batch(self, feature_bytes: int) -> int:
