@@ -17,7 +17,7 @@ from epk_gp.datasets import digits
 from epk_gp.kernel_machine import adjoint
 from epk_gp.kernel_machine.adjoint import StretchAverage, average_over
 from epk_gp.kernel_machine.axes import by_sample
-from epk_gp.kernel_machine.terms import IntegratedLine, Predictions
+from epk_gp.kernel_machine.terms import IntegratedLines, Predictions
 from epk_gp.plots.style import GREY, PALETTE, new_figure, styled
 from epk_gp.quadrature.adaptive import integrate
 from harness import Experiment, main, uncertified_results
@@ -115,15 +115,19 @@ def run(config: Config) -> Result:
 
 
 def average_module_by_module(
-    problem: Predictions, steps: range, max_nodes: int, Phi: Tensor, *, splits_statistics: bool
-) -> StretchAverage:
-    """Average the gradients over a step in which the weights of one module move after another, in their order.
+    problem: Predictions, stretches: Sequence[range], max_nodes: int, Phi: Tensor, *, splits_statistics: bool
+) -> list[StretchAverage]:
+    """Average the gradients over steps in each of which the weights of one module move after another, in their order.
 
     Each weight has the average over the line on which it moves, so that the terms sum to the change of the outputs as
     along a straight step; nothing else of an attribution depends on the path. It takes the place of `average_over`.
     """
-    if len(steps) > 1 or (splits_statistics and problem.trajectory.statistics is not None):
+    if len(stretches[0]) > 1 or (splits_statistics and problem.trajectory.statistics is not None):
         raise ValueError("modules move one after another in single steps of networks without moving statistics.")
+    return [_average_of_modules(problem, steps, max_nodes, own) for steps, own in zip(stretches, Phi, strict=True)]
+
+
+def _average_of_modules(problem: Predictions, steps: range, max_nodes: int, Phi: Tensor) -> StretchAverage:
     X, net, trajectory = problem.X, problem.net, problem.trajectory
     w, end = (flat_state(trajectory, s, X) for s in (steps.start, steps.stop))
     named, first = zip(net.model.names, net.model.sizes, strict=True), 0
@@ -132,10 +136,9 @@ def average_module_by_module(
         part = slice(first, first + sum(size for _, size in members))
         d = torch.zeros_like(w)
         d[part] = end[part] - w[part]
-        segment = WeightSegment(net, w, d, problem.kernel.head, problem.memory_budget)
-        integral = integrate(segment, X, problem.kernel.rule, trajectory.num_steps)
-        line = IntegratedLine(problem, segment, integral, max_nodes)
-        line.average_into(Phi)
+        segment = WeightSegment(net, w, d, problem.head, problem.memory_budget)
+        integral = integrate(segment, X, problem.rule, trajectory.num_steps)
+        IntegratedLines(problem, segment, integral, max_nodes).average_into(Phi[None])
         averages.append(Phi[:, :, part].clone())
         integrals.append(integral)
         w, first = w + d, part.stop
@@ -145,7 +148,8 @@ def average_module_by_module(
         total=torch.stack([integral.total for integral in integrals]).sum(dim=0),
         evaluations=torch.stack([integral.evaluations for integral in integrals]).sum(dim=0),
     )
-    return StretchAverage(steps, torch.cat(averages, dim=2), None, whole)
+    of_weights = Phi.copy_(torch.cat(averages, dim=2))
+    return StretchAverage(steps, of_weights, None, whole, whole.total, problem.select_outputs(whole.total))
 
 
 @styled

@@ -23,6 +23,7 @@ OVER = "over"
 COUNT = 6  # squares that tests of faults compute
 RESULT = [n * n for n in range(COUNT)]
 WIDTH, POINTS, STEPS = 40, 10, 18  # steps: ranges of 16 and 2
+LONG = 200  # steps: ranges of 64 where few points go through several steps together
 
 
 def make_net(extra: nn.Module | None = None, dtype: torch.dtype = torch.float64) -> nn.Module:
@@ -119,7 +120,7 @@ CALLS = {
         Call("per_class", "momentum", _block(5, 4, gram_block_per_class)),
         Call("trace", "plain", _trace),
         Call("tiles", "plain", _block(100, rule=epk.left_endpoint(), memory_budget=SMALL), steps=2),
-        Call("adaptive", "plain", _block(2, 1, rule=_ADAPTIVE), steps=17),
+        Call("adaptive", "plain", _block(2, 1, rule=_ADAPTIVE), steps=LONG),
         Call("float32", "plain", _block(9, accumulate=torch.float64), torch.float32),
         Call("attribute", "plain", _ATTRIBUTE, steps=3),
         Call("classes", "momentum", _explained(epk.attribute, 150, rule=RULE, classes=torch.arange(150) % 3), steps=3),
@@ -132,8 +133,8 @@ CALLS = {
         Call("influence", "adam", _explained(epk.influence, 9), steps=3),
         Call("retrain", "adam", _retrain, steps=3),
         Call("posterior", "plain", _posterior),
-        Call("diagonal", "plain", lambda run, **o: gram_diagonal_blocks(run, mixed(9), rule=RULE, **o)),
-        Call("reconstruct", "plain", _explained(epk.reconstruct, 4, rule=_ADAPTIVE), steps=34),
+        Call("diagonal", "plain", lambda run, **o: gram_diagonal_blocks(run, mixed(9), rule=RULE, **o), steps=LONG),
+        Call("reconstruct", "plain", _explained(epk.reconstruct, 4, rule=_ADAPTIVE), steps=LONG),
         Call("reconstruct_momentum", "momentum", _explained(epk.reconstruct, 300, rule=_ADAPTIVE), steps=2),
         Call("features", "plain", lambda run, **o: epk.path_features(run, inputs(2100), 16, nodes=4, num_probe=0, **o)),
     )

@@ -242,8 +242,8 @@ def _interpolated_outputs(trial: _Trial, plan: DifferentiationPlan) -> Pair:
 
 
 def _on_lines(trial: _Trial, plan: DifferentiationPlan) -> Iterator[Pair]:
-    """Compare outputs, slopes and Jacobians of rows on several lines with those on each of them."""
-    X, w, d = trial.X, trial.w, trial.d
+    """Compare outputs, slopes and Jacobians of a few rows on two lines with those on each of them."""
+    X, w, d, of_rows = trial.X[:3], trial.w, trial.d, trial.cotangents[:, :3]  # which are all held at once
     line = replace(trial.segment(plan), w=torch.stack([w, 0.9 * w + d]), d=torch.stack([d, 2 * d]))
     pair = torch.arange(2 * len(X), device=X.device)
     t = (0.9 + 0.31 * pair.to(w)) % 1
@@ -252,12 +252,12 @@ def _on_lines(trial: _Trial, plan: DifferentiationPlan) -> Iterator[Pair]:
         by_line = [directional_derivatives(own, X, u) for own, u in zip(alone, t.split(len(X)), strict=True)]
         together = directional_derivatives(line, X, t, pair)
         yield from zip(together, (torch.cat(values) for values in zip(*by_line, strict=True)), strict=True)
-    rows, cotangents = X.repeat(2, *[1] * (X.ndim - 1)), trial.cotangents.repeat(1, 2, 1)
+    rows, cotangents = X.repeat(2, *[1] * (X.ndim - 1)), of_rows.repeat(1, 2, 1)
     for places in (None, t):
         parts = [None] * 2 if places is None else t.split(len(X))
         ats = [WeightLocation(own.w, None if u is None else own.d, u) for own, u in zip(alone, parts, strict=True)]
         at = WeightLocation(line.w, None if places is None else line.d, places)
-        fixed = [Cotangents(lambda _: trial.cotangents), Cotangents(lambda _: cotangents)]
+        fixed = [Cotangents(lambda _: of_rows), Cotangents(lambda _: cotangents)]
         expected = [layer_jacobians(line.net, own, X, fixed[0], ContractionCost(1, 1)) for own in ats]
         found = layer_jacobians(line.net, at, rows, fixed[1], ContractionCost(1, 1))
         for layer, own in enumerate(found):

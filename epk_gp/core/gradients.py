@@ -387,15 +387,20 @@ def seen_targets(y: Shaped[Tensor, "n ..."], seen: SeenRows | None) -> Shaped[Te
 
 
 def some_rows(data: PassData, rows: Int64[Tensor, " b"]) -> PassData:
-    """Return some rows of a pass that computes each by itself."""
+    """Return some rows of a pass that computes each by itself; a row may come again."""
     forward, n, rows = data.forward, len(data.X), rows.to(data.X.device)
-    place = torch.full((n,), -1, device=rows.device).index_copy(0, rows, torch.arange(len(rows), device=rows.device))
 
     def own(seen: SeenRows | None) -> SeenRows | None:  # those of these rows
         if seen is None:
             return None
-        index = place[seen.index.to(rows.device)]
-        return SeenRows(index[index >= 0], seen.values.to(rows.device)[index >= 0]) if (index >= 0).any() else None
+        index, number = seen.index.to(rows.device), torch.arange(len(seen.index), device=rows.device)
+        found = torch.full((n,), -1, device=rows.device).index_copy(0, index, number)[rows]
+        is_seen = found >= 0
+        return (
+            SeenRows(is_seen.nonzero().squeeze(1), seen.values.to(rows.device)[found[is_seen]])
+            if is_seen.any()
+            else None
+        )
 
     forward = replace(
         forward, num_rows=len(rows), inputs=None, targets=own(forward.targets), cotangents=own(forward.cotangents)

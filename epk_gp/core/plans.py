@@ -44,9 +44,9 @@ class DifferentiationPlan:
             it, or None.
         dense_params: All other trained parameters. Their Jacobians are computed sample by sample.
         supports_interpolation: Rows at different points of a segment of weights can share two calls per layer
-            (`autodiff.interception.InterpolatedWeights`).
+            (`autodiff.moved_weights.MovedWeights`).
         supports_stacking: Equal parts of the rows can have weights of their own
-            (`autodiff.interception.StackedWeights`).
+            (`autodiff.moved_weights.MovedWeights`).
         supports_jvp: Forward-mode derivatives work, also of rows at different points of a segment that share calls.
         calls_convolutions: The network calls convolutions. torch maps their second derivatives, and their passes over
             weights, by loops and copies, so that neither is mapped.

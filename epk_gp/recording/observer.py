@@ -1,5 +1,6 @@
 """The observer of a training loop: its forward passes, the batches it announces, and the steps of its optimizers."""
 
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import replace
@@ -35,6 +36,10 @@ from epk_gp.recording.setup import TrainingSetup
 _MAX_WAITING = 16
 _UNKNOWN = ForwardPass(0)  # the record of a pass that is not over
 _FEW_ENOUGH = 1 << 21  # weights whose optimizer's state is joined; joining more costs more than reading one by one
+# Observers that hear of every optimizer's steps, through one hook that stays: torch goes through the hooks of all
+# optimizers while other threads step, and fails where one is registered or removed meanwhile.
+_LISTENERS = list["StepObserver"]()
+_LISTENING, _LOCK = list[Any](), threading.Lock()
 
 
 class StepObserver:
@@ -136,7 +141,10 @@ class StepObserver:
             self._hooks.append(optimizer.register_step_post_hook(hidden(self._after_step)))
         self._hooks.append(self._called.register_forward_pre_hook(hidden(self._before_forward), with_kwargs=True))
         self._hooks.append(self._called.register_forward_hook(hidden(self._after_forward), with_kwargs=True))
-        self._hooks.append(register_optimizer_step_post_hook(hidden(self._after_other_step)))
+        with _LOCK:
+            if not _LISTENING:
+                _LISTENING.append(register_optimizer_step_post_hook(hidden(_tell_listeners)))
+        _LISTENERS.append(self)
         self._statistics = self.setup.model.statistics_of(net)
 
     def _present_statistics(self) -> Float[Tensor, " Q"]:
@@ -148,6 +156,8 @@ class StepObserver:
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
+        if self in _LISTENERS:
+            _LISTENERS.remove(self)
 
     def announce(self, indices: object, weight: object, index: int, targets: Tensor | None = None) -> None:
         """Add a batch to the next step, whose number is `index`; see `Recorder.batch`.
@@ -412,7 +422,7 @@ class StepObserver:
             self._shapes = {inputs.shape: targets_like(setup.model.signature, setup.loss, setup.X, inputs, targets)[0]}
         return self._shapes[inputs.shape]
 
-    def _after_other_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:  # torch's hook signature
+    def note_step(self, optimizer: Optimizer) -> None:
         """Note the step of an optimizer that the recorder did not get, if it holds weights that are recorded."""
         held = (self._names.get(id(p)) for group in optimizer.param_groups for p in group["params"])
         if (
@@ -535,3 +545,9 @@ class StepObserver:
             else:
                 linear = replace(linear, grad_scale=0.0)
             self._step.coefficients[name] = linear
+
+
+def _tell_listeners(optimizer: Optimizer, args: Any, kwargs: Any) -> None:  # torch's hook signature
+    """Tell all observers of an optimizer's step."""
+    for own in [*_LISTENERS]:
+        own.note_step(optimizer)

@@ -84,7 +84,7 @@ class Work:
         return MEASURED.format(prepare=prepare, work=work, name=name)
 
 
-WHOLE = "MemoryPlan.adjoint_points = MemoryPlan.influence_points = lambda *args: 1"
+WHOLE = "MemoryPlan.adjoint_points = MemoryPlan.influence_points = lambda *args: 1 << 20"
 MANY_OUTPUTS = "run, X = many_outputs(torch.optim.AdamW, 1e-3)"
 WORKS = {  # those whose control loses its plan come last: it does not come back
     # 3000 points of 400 numbers, 10 MB, times the nodes of the adaptive rule; one panel of points, as a run of many
@@ -135,9 +135,9 @@ WORKS = {  # those whose control loses its plan come last: it does not come back
         "epk.attribute(run, X[:1], memory_budget={budget})",
         budget=32, more=10, result=200 * 20 * 8, lost="MemoryPlan.node_bytes = 1 << 40",
     ),
-    # the adjoints of all 200 outputs of a point take 180 MB and more: outputs are computed apart
+    # the adjoints of all 200 outputs of a point take 60 MB and more: outputs are computed apart
     "adjoints": Work(
-        MANY_OUTPUTS, "epk.attribute(run, X[:1], memory_budget={budget})", budget=32, more=48, lost=WHOLE
+        MANY_OUTPUTS, "epk.attribute(run, X[:1], memory_budget={budget})", budget=32, more=24, lost=WHOLE
     ),
     "adjoints of influence": Work(
         MANY_OUTPUTS, "epk.influence(run, X[:1], memory_budget={budget})", budget=32, more=64, lost=WHOLE

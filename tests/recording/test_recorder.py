@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import epk_gp as epk
 from loops import CASES, RunCase, by_hand, data, flat, mlp, record, regression_data, sgd, trained
@@ -162,6 +163,26 @@ def test_a_trajectory_taken_during_training_does_not_grow():
     assert taken.num_steps == 2
     assert len(taken.states) == 3
     assert taken.digest == trained(RunCase("two", steps=2)).digest != recorder.trajectory.digest
+
+
+def test_a_recording_may_begin_and_end_during_a_step_of_another():
+    """As it does in another thread: torch goes through the hooks of all optimizers while they change."""
+    inner, (X, y) = list[epk.Trajectory](), data()
+
+    def train_another(*_):
+        if not inner:
+            inner.append(None)
+            net = mlp()
+            inner[0] = epk.train(net, X, y, optimizer=sgd(net), steps=2)
+
+    net = mlp()
+    with epk.Recorder(net, sgd(net), X, y) as recorder:
+        hook = register_optimizer_step_post_hook(train_another)
+        try:
+            make_step(recorder), make_step(recorder)
+        finally:
+            hook.remove()
+    assert recorder.trajectory.digest == inner[0].digest
 
 
 @pytest.mark.parametrize("where", ["memory", "disk"])
