@@ -191,8 +191,8 @@ class RunReplay:
         run, first = self.trajectory, step.index // self._at_once * self._at_once  # aligned, for equal bytes
         near = (own for own in run.steps[first : first + self._at_once] if own.index in self.within and not own.passes)
         alike = [own for own in near if _num_rows(run, own) == _num_rows(run, step)]
-        batches = [batch_of(run, own, self.reference) for own in alike]
         states = [flat_state(run, own.index, self.reference) for own in alike]
+        batches = [batch_of(run, own, state) for own, state in zip(alike, states, strict=True)]
 
         def single(k: int) -> list[Tensor]:
             return [self.gradient_at(alike[k], states[k])[0]]

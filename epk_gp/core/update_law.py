@@ -162,12 +162,12 @@ class OptimizerMemory:
     Attributes:
         momentum: The momentum buffer, (..., P).
         kept: What the preconditioner of each part keeps.
-        counts: Number of steps that each parameter has made, (L,).
+        counts: Number of steps that each parameter has made, (..., L).
     """
 
     momentum: Float[Tensor, "... P"]
     kept: tuple[Memory, ...]
-    counts: Float[Tensor, " L"]
+    counts: Float[Tensor, "... L"]
 
     def tensors(self) -> list[Tensor]:
         """Return all tensors of the size of weights, the momentum first."""
