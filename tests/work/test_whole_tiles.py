@@ -15,12 +15,14 @@ from epk_gp.gram import tiles
 from epk_gp.storage.partial_sums import PartialSums
 from epk_gp.work import run as carried
 
-TILES, RANGES = 3, 2  # training x training, training x test, test x test copies
+TILES, RANGES, STEPS = 3, 2, 70  # training x training, training x test, test x test copies; ranges of 64 and 6
 
 
 def block(**options):
     points = mixed(45)
-    return epk.gram_block(recorded("plain"), points, points, rule=epk.left_endpoint(), memory_budget=SMALL, **options)
+    return epk.gram_block(
+        recorded("plain", STEPS), points, points, rule=epk.left_endpoint(), memory_budget=SMALL, **options
+    )
 
 
 @lru_cache
