@@ -23,6 +23,7 @@ from epk_gp.core.trajectory import (
     batch_of,
     flat_state,
     flat_weights,
+    has_coarse_steps,
     initial_momentum,
     step_coefficients,
 )
@@ -182,6 +183,8 @@ class RunReplay:
         # torch computes convolutions with weights of their own by copies, rows of a graph share their pass, and states
         # that are computed one after another are not read twice
         is_alone = self.model.signature.graph is not None or hasattr(run.states, "at")
+        # what is left of a step in less than float64 is a term of its own, and rounding is another beside other steps
+        is_alone = is_alone or {run.dtype, self.model.spec.dtype} != {torch.float64} or has_coarse_steps(run)
         if memory is None or is_alone or memory.plan.calls_convolutions:
             return 1
         return memory.stacked_weights(max([1, *(_num_rows(run, step) for step in run.steps)]))

@@ -495,9 +495,7 @@ class AttributionWork(PathWork):
         whole, keeps_all = self.whole, leaves_residuals(self.whole)
         most = weight_rows(self.memory_budget, whole.net.itemsize, whole.net.model.num_weights)
         net = whole.recorded_net
-        # rounding is not the same beside other steps: what is left of a step is a term of its own in float32
-        memory = None if keeps_all else net.memory_plan(self.memory_budget)
-        run = RunReplay(whole.recorded, net.model, whole.X, memory)
+        run = RunReplay(whole.recorded, net.model, whole.X, net.memory_plan(self.memory_budget))
         return StepResiduals(run, most, keeps=self.keeps_residuals, keeps_all=keeps_all)
 
     @property
