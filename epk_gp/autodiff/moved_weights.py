@@ -174,12 +174,8 @@ class MovedWeights(ParameterInterception):
         If no argument has rows, neither has the result: it moves as a parameter does, along a direction of its own.
         """
         has_batch = any(map(has_rows, tensors_in((call.args, call.kwargs))))
-        of_lines, of_steps, result, rows = (
-            list[list[Tensor]](),
-            list[list[Tensor]](),
-            None,
-            self.num_rows // self.num_lines,
-        )
+        of_lines, of_steps = list[list[Tensor]](), list[list[Tensor]]()
+        result, rows = None, self.num_rows // self.num_lines
         for own, direction, t in self._lines(call) if self.start else [(call, self.direction, self.t)]:
             result = own.run()
             values = list(tensors_in((result,)))

@@ -41,15 +41,8 @@ from epk_gp.core.model import (
 )
 from epk_gp.core.plans import TensorSpec
 from epk_gp.core.step import ForwardPass, SeenRows, Step
-from epk_gp.core.torch_overrides import (
-    KeptActivations,
-    disable_fused_attention,
-    quiet_checkpoints,
-    with_tensors,
-)
-from epk_gp.core.trajectory import (
-    aligned,
-)
+from epk_gp.core.torch_overrides import KeptActivations, disable_fused_attention, quiet_checkpoints, with_tensors
+from epk_gp.core.trajectory import aligned
 from epk_gp.optimizers.update_rules import relative_rounding
 
 # How many times larger than the rounding of a gradient its difference from another computation of it may be, where
@@ -395,12 +388,8 @@ def some_rows(data: PassData, rows: Int64[Tensor, " b"]) -> PassData:
             return None
         index, number = seen.index.to(rows.device), torch.arange(len(seen.index), device=rows.device)
         found = torch.full((n,), -1, device=rows.device).index_copy(0, index, number)[rows]
-        is_seen = found >= 0
-        return (
-            SeenRows(is_seen.nonzero().squeeze(1), seen.values.to(rows.device)[found[is_seen]])
-            if is_seen.any()
-            else None
-        )
+        places = (found >= 0).nonzero().squeeze(1)
+        return SeenRows(places, seen.values.to(rows.device)[found[places]]) if len(places) else None
 
     forward = replace(
         forward, num_rows=len(rows), inputs=None, targets=own(forward.targets), cotangents=own(forward.cotangents)

@@ -169,7 +169,7 @@ class RunReplay:
             g = self._held[step.index]
             d, after = predict_step(update, sizes, w, g, momentum)
             missed = flat_weights(run, step.index + 1, w) - w - run.with_move(step, w, d)
-            if largest_entry(missed) <= replay_rounding(w, d, max(run.dtype, w.dtype, key=_eps)):
+            if largest_entry(missed) <= replay_rounding(w, d, w.dtype):
                 if self.memory and len(self._accepted) < weight_rows(self.memory.budget // 2, w.element_size(), len(w)):
                     self._accepted[step.index] = g
                 return g, 0.0, d, after
@@ -207,9 +207,8 @@ class RunReplay:
 
         with disable_fused_attention():
             (gradients,) = self._together(len(alike), together, single, compares=True)
-        others = {
-            index: g for index, g in self._held.items() if first <= index < first + self._at_once
-        }  # of batches of another size
+        # of batches of another size
+        others = {index: g for index, g in self._held.items() if first <= index < first + self._at_once}
         return others | dict(zip([own.index for own in alike], gradients, strict=True))
 
     def gradient_at(
@@ -256,10 +255,6 @@ def replay_rounding(w: Float[Tensor, " P"], d: Float[Tensor, " P"], dtype: torch
 
     It is the rounding of the weights w and a small share of the step d, in the coarser dtype of run and computation.
     """
-    eps = _eps(dtype)
+    eps = torch.finfo(dtype).eps
     share = 2**16 * eps if dtype == torch.float64 else relative_rounding(dtype)
     return float(4 * eps * largest_entry(w) + share * largest_entry(d))
-
-
-def _eps(dtype: torch.dtype) -> float:
-    return torch.finfo(dtype).eps

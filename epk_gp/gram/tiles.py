@@ -328,18 +328,14 @@ def add_shared_nodes(
 ) -> None:
     """Add sum_q w_q J_sq(x) J_sq(y)^T for each step, between copies of one kind: one product per node."""
     points = X if tile.is_symmetric else torch.cat([X, Y])
-    nodes, together = (
-        kernel.shared_nodes(steps, points, are_training=are_training),
-        kernel.steps_together(len(X), len(Y)),
-    )
+    nodes = kernel.shared_nodes(steps, points, are_training=are_training)
+    together = kernel.steps_together(len(X), len(Y))
     size = together * kernel.rule.num_contractions if together > 1 else kernel.batch_size(len(X) + len(Y))
     for batch in (nodes[first : first + size] for first in range(0, len(nodes), size)):
         at_nodes = [(s, t) for s, t, _ in batch]
         if together > 1:
-            cost, weights = (
-                replace(kernel.cost(), joins_states=True),
-                kernel.reference.new_tensor([w for *_, w in batch]),
-            )
+            cost = replace(kernel.cost(), joins_states=True)
+            weights = kernel.reference.new_tensor([w for *_, w in batch])
             of_x = kernel.jacobians_together(at_nodes, X, cost)
             of_y = of_x if tile.is_symmetric else kernel.jacobians_together(at_nodes, Y, cost)
             pair = torch.arange(len(batch) * len(X), device=X.device)

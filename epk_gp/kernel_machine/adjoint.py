@@ -457,6 +457,8 @@ class AdjointTerms(AttributionWork):
                 carried[name] = self._buffer(block).zero_()
             passes, recorded, num_held = products.passes(step), [], 0
             is_joint = s in products.together and not self.takes_whole(totals, passes)
+            if found and is_joint != found[-1].is_joint:
+                break
             for data in [] if is_joint else passes:
                 recorded.append(products.start(step, data, R, num_held))
                 num_held += len(data.X)
@@ -470,8 +472,6 @@ class AdjointTerms(AttributionWork):
             own = StepBack(
                 step, u, w, d, residual, passes, recorded, names, averages[s], Phi, held, whole, values, sums
             )
-            if found and is_joint != found[-1].is_joint:
-                break
             found.append(own)
             names, size = names - ended_moves(trajectory, s, names), own.nbytes
             left -= size

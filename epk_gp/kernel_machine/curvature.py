@@ -178,10 +178,8 @@ class LossCurvature:
                 )
                 made = make_graph()
                 # adjoints that go back together fit into memory
-                R, count = (
-                    len(of_gradient),
-                    self.memory.curvature_adjoints(len(data.X) if graph is None else graph.num_nodes),
-                )
+                num_rows = len(data.X) if graph is None else graph.num_nodes
+                R, count = len(of_gradient), self.memory.curvature_adjoints(num_rows)
                 found = list[tuple[Tensor, ...]]()
                 for first in range(0, R, count):
                     given = list(self.net.model.unflatten(of_gradient[first : first + count]).values())

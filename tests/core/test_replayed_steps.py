@@ -1,8 +1,10 @@
 """Recorded steps made once more: gradients that are taken together are those that are taken one at a time."""
 
+from unittest import mock
+
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.utils.parametrizations import weight_norm
 from weighted_loops import CLASSES, INPUTS, POINTS, Apply, mlp, record
 
@@ -39,9 +41,9 @@ NETWORKS = {
 }  # fmt: skip
 
 
-def run_of(make, dtype: torch.dtype):
+def run_of(make, dtype: torch.dtype, X: Tensor | None = None):
     torch.manual_seed(1)
-    net, X = make().to(dtype), torch.randn(POINTS, INPUTS, dtype=dtype)
+    net, X = make().to(dtype), torch.randn(POINTS, INPUTS, dtype=dtype) if X is None else X
     batches = [torch.randperm(POINTS)[: 5 if step % 7 else 4] for step in range(STEPS)]
     optimizer = torch.optim.SGD(net.parameters(), lr=0.2, momentum=0.8)
     return record(net, optimizer, X, torch.arange(POINTS) % CLASSES, batches)
@@ -60,7 +62,18 @@ def test_gradients_of_steps_together_are_those_of_each_alone(make, dtype):
     expected = [step.gradient for step in replayed_steps(alone)]
     for g, own in zip(found, expected, strict=True):
         assert (g - own).abs().max() <= 64 * torch.finfo(dtype).eps * own.abs().max().clamp(min=1e-3)
-    assert num_calls <= STEPS // 3
+    # rounding is another beside other steps, and what it leaves of a step in float32 is a term of an attribution
+    assert num_calls <= STEPS // 3 if dtype == torch.float64 else all(map(torch.equal, found, expected))
+
+
+def test_batches_of_whole_numbers_are_taken_together_too():
+    """The weights of their rows, as 1/5, are no whole numbers."""
+    words = torch.randint(7, (POINTS, INPUTS), generator=torch.Generator().manual_seed(0))
+    run = run_of(lambda: nn.Sequential(*[*tokens()][1:]), torch.float64, words)
+    net = plan_for(run, run.model_for(words))
+    replay = RunReplay(run, net.model, words, net.memory_plan(1 << 30))
+    with mock.patch.object(RunReplay, "gradient", side_effect=AssertionError("one step alone")):
+        assert len(list(replayed_steps(replay))) == STEPS
 
 
 def test_gradients_of_a_small_budget_are_those_of_a_large_one():
