@@ -1,0 +1,1 @@
+"""What would change without many of the training points: path training and path ridge."""

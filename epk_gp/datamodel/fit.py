@@ -1,0 +1,226 @@
+"""The datamodel of a recorded run, of several, or of anybody's checkpoints."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, Unpack
+
+import torch
+from jaxtyping import Int64, Shaped
+from torch import Tensor
+
+from epk_gp.autodiff.dense import PlannedModel
+from epk_gp.autodiff.scalars import Function, ask
+from epk_gp.autodiff.verification import with_plan
+from epk_gp.core.checks import (
+    ComputeOptions,
+    ComputeSettings,
+    door,
+    parse_options,
+    validate_count,
+    validate_integer,
+    validate_labels,
+    validate_tensor,
+)
+from epk_gp.core.inputs import Inputs
+from epk_gp.core.losses import Head, resolve_head
+from epk_gp.core.trajectory import Trajectory, outputs_at, parse_inputs, validate_trajectory, warn_unless_live
+from epk_gp.datamodel.coordinates import Coordinates
+from epk_gp.datamodel.kernels import KernelWork, Questions
+from epk_gp.datamodel.model import CORRECTION, Datamodel, joined
+from epk_gp.datamodel.nodes import NUM_STATES, PathNodes, path_nodes
+from epk_gp.datamodel.training import PathTraining
+from epk_gp.kernel_machine.certificate import run_findings, warn_unless_certified
+from epk_gp.kernel_machine.influence import Influence, influence
+from epk_gp.kernel_machine.retrain import require_loss_as_function
+from epk_gp.work.run import run as run_pieces
+
+_EXACT = 1e10  # multiplications of all kernels up to which the metric goes into outer products exactly: some .3 s
+
+
+@door
+def datamodel(
+    trajectory: Trajectory | Sequence[Trajectory],
+    X: Inputs,
+    y: Shaped[Tensor, "n ..."] | None = None,
+    *,
+    head: Head | None = None,
+    classes: Int64[Tensor, " n"] | None = None,
+    function: Function | None = None,
+    derivative: Influence | bool = False,
+    pairs: int = 0,
+    seed: int = 0,
+    **options: Unpack[ComputeSettings],
+) -> Datamodel:
+    """Predict what a network would say after training on other subsets of its samples: all of them, all questions.
+
+    One pass over six states of the recorded run gives the path kernel of its loss in the metric of its optimizer. The
+    kernel simulates the training on any subset (`Datamodel.predict`), and its ridge scores each sample
+    (`Datamodel.scores`). docs/theory.md, section 12, has the derivation.
+
+    Args:
+        trajectory: Recorded run on M samples; or several on the same samples, such as on random halves of them, whose
+            predictions are averaged.
+        X: n inputs, of the structure of the training inputs.
+        y: The class of each input, whose log-odds is explained. Not needed with classes or a function; with squared
+            error the outputs are explained, whatever y is.
+        head: "logits" or "log_softmax" of outputs; None follows the loss.
+        classes: Explain one output of each input in place of log-odds.
+        function: Explain what a function makes of what the network returns, as of `attribute`: (n,) or (n, K) numbers,
+            which are n K questions, input by input.
+        derivative: Add a quarter of the difference of an exact derivative from that of the path training, which is best
+            where few samples are left out: what `influence` returned for the same questions, or True to compute it.
+        pairs: So many pairs of complementary random halves are trained again (`retrain`): for the unit of predictions,
+            the better method, and a forecast of the linear datamodeling score.
+        seed: Draws the halves.
+        options: `memory_budget`, `progress`, `checkpoint` and `executor`; see `ComputeOptions`.
+
+    Returns:
+        The datamodel, in the dtype of X (of the weights, for integers).
+
+    Raises:
+        TypeError, ValueError: As `attribute`; or the loss is not stated; the run is shorter than six steps; its steps
+            have no number for each weight (Muon, Shampoo, SOAP); runs are of other data; or the kernel does not fit
+            into half of `memory_budget`.
+    """
+    parsed = parse_options("datamodel", ("accumulate",), **options)
+    validate_count(pairs, "pairs", minimum=0)
+    validate_integer(seed, "seed")
+    runs = tuple(trajectory) if isinstance(trajectory, Sequence) else (trajectory,)
+    for run in runs:
+        validate_trajectory(run)
+    if any(run.data_digest != runs[0].data_digest for run in runs):
+        raise ValueError("runs must have the same training samples, in the same order: got others. Record all of them.")
+    if derivative is not False and len(runs) > 1:
+        raise ValueError("derivative must be of one run: got several. Leave it out.")
+    asked: dict[str, Any] = {"head": head, "classes": classes, "function": function}
+    models = [_of_run(run, X, y, asked, parsed) for run in runs]
+    model = joined(models)
+    if derivative is not False:
+        model = _corrected(model, X, y, asked, derivative, options)
+    if pairs:
+        model = model.with_forecast(pairs, seed, **options)
+    warn_unless_certified("the datamodel", model.findings)
+    return model
+
+
+def _of_run(run: Trajectory, X: Any, y: Any, asked: dict[str, Any], options: ComputeOptions) -> Datamodel:
+    require_loss_as_function(run, "epk_gp.datamodel")
+    warn_unless_live(run)
+    X = parse_inputs(run, X).detach()
+    coordinates = Coordinates(run.loss, run.targets, run.num_outputs)
+    questions = _questions(run, X, y, coordinates, **asked)
+    nodes = path_nodes(run.trained)
+
+    def compute(net: PlannedModel, recorded_net: PlannedModel) -> Datamodel:
+        return _fitted(net, recorded_net, nodes, coordinates, questions, options)
+
+    return with_plan(compute, X, questions.run, run)
+
+
+def _questions(
+    run: Trajectory, X: Tensor, y: Any, coordinates: Coordinates, *, head: Any, classes: Any, function: Any
+) -> Questions:
+    if function is not None:
+        if not (head is None and classes is None and y is None):
+            raise ValueError("y, head or classes, and function, must not be given together: let the function choose.")
+        return Questions(*ask(run, X, function), None, "logits")
+    if classes is not None:
+        validate_labels(classes, len(X), run.num_outputs, name="classes")
+        own = resolve_head(head, run.loss, run.num_outputs)
+        return Questions(run, X, classes.to(X.device, torch.int64), own)
+    if coordinates.are_margins or (y is not None and run.num_outputs == 1 and coordinates.is_logit):
+        if y is None:
+            raise ValueError("y must have the class of each input, whose log-odds is explained: got None.")
+        validate_labels(y, len(X), max(2, run.num_outputs), name="y")
+        return Questions(run, X, y.to(X.device, torch.int64), None)
+    if y is not None:
+        validate_tensor(y, "y")
+    return Questions(run, X, None, resolve_head(head, run.loss, run.num_outputs))
+
+
+def _fitted(
+    net: PlannedModel,
+    recorded_net: PlannedModel,
+    nodes: PathNodes,
+    coordinates: Coordinates,
+    questions: Questions,
+    options: ComputeOptions,
+) -> Datamodel:
+    """Compute the kernels of a run, and what path training needs beside them."""
+    run, X = nodes.run, questions.X
+    N = coordinates.per_sample * run.num_points
+    rows = N + len(X) * questions.per_input
+    is_exact = NUM_STATES * rows * N * run.num_weights <= _EXACT
+    is_asked = questions.run.asked_of is not None
+    work = KernelWork(
+        nodes=nodes,
+        coordinates=coordinates,
+        questions=questions,
+        is_exact=is_exact,
+        memory_budget=options.memory_budget,
+        plan=net.plan,
+        recorded_plan=recorded_net.plan if is_asked else None,
+    )
+    fitting = options.memory_budget // 2 // work.piece_bytes
+    groups = next((count for count in (NUM_STATES, 3, 2, 1) if count <= fitting), 0)
+    if not groups:
+        raise ValueError(
+            f"half of memory_budget must hold the kernel of {N:,} training coordinates, {work.piece_bytes:,} bytes: "
+            f"got memory_budget={options.memory_budget:,}. Pass a larger one, or record fewer samples."
+        )
+    kernels, along, sizes = list[Tensor](), list[Tensor](), list[float]()
+    for number, (_, sums) in enumerate(run_pieces(work, options, "datamodel")):
+        kernel = sums.added["kernel"]
+        along.append(sums.added["coordinates"])
+        sizes.append(float(kernel[:N].diagonal().mean()))
+        if number * groups % NUM_STATES < groups:
+            kernels.append(kernel)
+        else:
+            kernels[-1] += kernel
+    first = recorded_net.model.spec.cast(run.inputs)
+    start = torch.cat([coordinates.of(outputs_at(run, first, 0, "logits")), questions.values(0)])
+    forces, curvatures = coordinates.along(torch.stack(along, dim=1))
+    weights = start.new_tensor(sizes)
+    training = PathTraining(
+        kernels=tuple(kernels),
+        start=start,
+        recorded=questions.values(-1),
+        coordinates=coordinates,
+        sample_weights=nodes.sample_weights.to(start),
+        forces=forces.mean(dim=1),
+        curvature=float(curvatures @ weights / weights.sum()),
+        steps=nodes.steps,
+        time=nodes.time,
+    )
+    if not torch.stack([kernel.sum() for kernel in kernels]).isfinite().all():
+        raise ValueError("kernels must be finite: gradients along the run overflow, or hold NaN.")
+    return Datamodel(
+        outputs=training.recorded,
+        scores=training.ridge(),
+        trainings=(training,),
+        trajectories=(questions.run.recorded,),
+        questions=questions,
+        metric="exact" if is_exact or nodes.is_even else "factored",
+        findings=tuple(run_findings(run)),
+    )
+
+
+def _corrected(
+    model: Datamodel, X: Any, y: Any, asked: dict[str, Any], derivative: Any, options: ComputeSettings
+) -> Datamodel:
+    """Return a datamodel with a share of an exact derivative's difference from its own."""
+    if derivative is True:
+        own = model.questions.as_function
+        explained = asked if own is None else {"function": own}
+        derivative = influence(model.trajectories[0], X, **explained, **options)
+    if not isinstance(derivative, Influence):
+        raise TypeError(f"derivative must be what epk_gp.influence returned, or True: got {derivative!r}.")
+    E = derivative.values.reshape(-1, derivative.values.shape[-1]).to(model.scores)
+    if E.shape != model.scores.shape or not torch.allclose(
+        derivative.outputs.flatten().to(model.outputs), model.outputs, rtol=1e-3, atol=1e-3
+    ):
+        raise ValueError(
+            f"derivative must be of the same {len(model.outputs)} numbers and {model.scores.shape[1]} samples: got "
+            f"values {tuple(derivative.values.shape)}, of other numbers. Pass derivative=True."
+        )
+    return replace(model, correction=CORRECTION * (E - model.derivative()))

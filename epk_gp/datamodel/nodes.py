@@ -1,0 +1,115 @@
+"""What path training takes from a run: a few of its states, the metric of the steps there, and the weights of samples.
+
+Near step s the weights move by -H_s g for a gradient g that changes slowly, with one number for each weight,
+
+    H_s = grad_scale (lr + momentum_lr q_s),   q_s = beta q_{s-1} + one_minus_dampening,
+
+of the recorded coefficients (`epk_gp.optimizers.update_rules`): eps / (sqrt(v) + delta) under Adam, and under SGD
+eps / (1 - momentum) once its momentum has grown. A run of T = sum_s eps_s is divided into parts of equal time, each of
+which has the metric and the gradients of the state in its middle.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float, Float64
+from torch import Tensor
+
+from epk_gp.core.losses import sample_weights
+from epk_gp.core.trajectory import Trajectory, held_coefficients, step_coefficients
+from epk_gp.optimizers.update_rules import broadcast_to_params
+
+NUM_STATES = 6  # of the path: measured, 12 and 24 give the same predictions (docs/capabilities/datamodel.md)
+
+
+@dataclass(frozen=True, eq=False)
+class PathNodes:
+    """Some states of a run, each of which stands for an equal part of its time.
+
+    Attributes:
+        run: The run.
+        steps: The steps s that begin at these states.
+        factors: The momentum's q_s at these steps, (L,) or (P,).
+        times: How many steps like it each of them stands for, sum of eps over the part divided by eps_s.
+        time: T, the sum of the learning rates of all steps.
+        sample_weights: Mean weight of each sample's loss in the loss of a step, (M,): 1 / M of an even training.
+    """
+
+    run: Trajectory
+    steps: tuple[int, ...]
+    factors: tuple[Float64[Tensor, " _"], ...]
+    times: tuple[float, ...]
+    time: float
+    sample_weights: Float64[Tensor, " M"]
+
+    @property
+    def is_even(self) -> bool:
+        """Whether all weights of a parameter have the same number, as under SGD."""
+        L, updates = len(self.run.model.sizes), (held_coefficients(self.run, s) for s in self.steps)
+        return all(len(value) == L for update in updates for value in (update.lr, update.momentum_lr))
+
+    def metric(self, node: int, reference: Tensor) -> Float[Tensor, " P"]:
+        """Return the sum of H_s over the part of the run that a node stands for.
+
+        Raises:
+            ValueError: A step moves weights up the gradient.
+        """
+        sizes, update = self.run.model.sizes, step_coefficients(self.run, self.steps[node], reference)
+        scale, lr, momentum_lr, factor = (
+            broadcast_to_params(value, sizes, reference)
+            for value in (update.grad_scale, update.lr, update.momentum_lr, self.factors[node])
+        )
+        H = scale * (lr + momentum_lr * factor) * self.times[node]
+        if not bool((H >= 0).all() & H.isfinite().all()):
+            raise ValueError(
+                "a datamodel needs steps down the gradient, with a finite number >= 0 for each weight: step "
+                f"{self.steps[node]} has others (maximize=True, or a learning rate below 0)."
+            )
+        return H
+
+
+def path_nodes(run: Trajectory) -> PathNodes:
+    """Return the nodes of a run's path.
+
+    Raises:
+        ValueError: The run is too short, or its steps have no number for each weight.
+    """
+    S, rates = run.num_steps, torch.tensor([step.lr for step in run.steps], dtype=torch.float64)
+    if S < NUM_STATES or not bool((rates >= 0).all()) or not 0 < (time := float(rates.sum())) < float("inf"):
+        raise ValueError(
+            f"a datamodel needs {NUM_STATES} steps at least, with learning rates >= 0, not all 0: got a run of {S}."
+        )
+    ends = rates.cumsum(0)
+    middles = (torch.arange(NUM_STATES, dtype=torch.float64) + 0.5) * time / NUM_STATES
+    steps = torch.searchsorted(ends, middles).clamp(max=S - 1).tolist()
+    factors = dict[int, Tensor]()
+    factor = torch.zeros(len(run.model.sizes), dtype=torch.float64)
+    for s in range(steps[-1] + 1):
+        update = held_coefficients(run, s)
+        if update.has_matrices:
+            raise ValueError(
+                f"a datamodel needs steps with one number for each weight: those of {run.update_rule} have matrices, "
+                "or two buffers. Ask epk_gp.attribute, or train on subsets in a loop of your own."
+            )
+        factor = update.beta.double().cpu() * factor + update.one_minus_dampening.double().cpu()
+        factors[s] = factor
+    times = tuple(time / NUM_STATES / float(rates[s]) for s in steps)
+    return PathNodes(run, tuple(steps), tuple(factors[s] for s in steps), times, time, _mean_weights(run, rates))
+
+
+def _mean_weights(run: Trajectory, rates: Float64[Tensor, " S"]) -> Float64[Tensor, " M"]:
+    total = torch.zeros(run.num_points + 1, dtype=torch.float64)  # the last one of rows that are no training points
+    for samples, weights, rate in _batches(run, rates):
+        total.index_add_(0, samples, weights * rate)
+    return total[:-1] / rates.sum()
+
+
+def _batches(run: Trajectory, rates: Float64[Tensor, " S"]) -> Iterator[tuple[Tensor, Tensor, float]]:
+    """Yield samples of each step, the weights of their losses, and the learning rate."""
+    every, targets = torch.arange(run.num_points), run.targets.cpu()
+    for step, rate in zip(run.steps, rates.tolist(), strict=True):
+        samples = every if step.batch is None else step.batch.cpu()
+        weights = step.sample_weights
+        weights = sample_weights(run.loss, targets[samples]) if weights is None else weights.cpu()
+        yield samples, weights.double(), rate

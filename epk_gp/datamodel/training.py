@@ -1,0 +1,171 @@
+"""Training in the path kernel: what the network would give with other weights of the samples, from kernels alone.
+
+    du / dt = K_l (w * a * force(u)),   0 <= t <= 1 in each part l of the run, one after the other,
+
+with u the coordinates of all samples and the numbers that are asked, from their recorded values before the first step;
+K_l the kernel of part l times its time, a the weights of the samples in the loss, w those that are asked about. Without
+a free number: steps of Euler's method, of at most 1.2 / (largest eigenvalue of K_l a times mean curvature), since the
+equation is stiff.
+
+Path ridge is its closed form with means over the path in the place of kernels, forces and curvatures:
+
+    scores = k A (K A + 1 / c)^-1 r / c,   K = sum_l K_l, A = diag(a), r the mean force, c = alpha * mean curvature
+
+for a share alpha of the samples that stays: the mean of a Gaussian process with the path kernel as prior covariance.
+"""
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from jaxtyping import Float
+from linear_operator.utils import linear_cg
+from torch import Tensor
+
+from epk_gp.datamodel.coordinates import Coordinates, alternating
+
+LARGEST_DENSE = 5000  # coordinates up to which the ridge is solved by Cholesky
+SHARE = 0.5  # alpha: of the samples that stay, in the curvature of the ridge
+_EULER, _FLATTEST = 1.2, 0.002  # of 2, where Euler's method is stable; the smallest mean curvature of a step
+_POWERS, _CG_STEPS, _CG_TOLERANCE = 15, 100, 1e-3
+
+
+@dataclass(frozen=True, eq=False)
+class PathTraining:
+    """The training of a run in its path kernel.
+
+    Attributes:
+        kernels: Of consecutive parts of the run, each times its time; questions behind the N training coordinates.
+        start: Coordinates and asked numbers before the first step.
+        recorded: The asked numbers of the trained network.
+        coordinates: Of the samples.
+        sample_weights: Mean weight of each sample in the loss of a step; 0 of one that the training did not see.
+        forces: Mean force on each coordinate along the recorded path, (N,).
+        curvature: Mean curvature of the loss along the path.
+        steps: The steps whose states have the kernels.
+        time: Sum of the learning rates of the run.
+    """
+
+    kernels: tuple[Float[Tensor, "NQ N"], ...]
+    start: Float[Tensor, " NQ"]
+    recorded: Float[Tensor, " Q"]
+    coordinates: Coordinates
+    sample_weights: Float[Tensor, " M"]
+    forces: Float[Tensor, " N"]
+    curvature: float
+    steps: tuple[int, ...] = ()
+    time: float = float("nan")
+
+    @cached_property
+    def present(self) -> Float[Tensor, " M"]:
+        """1 for each sample that the training saw, 0 for the others."""
+        return (self.sample_weights > 0).to(self.start)
+
+    @cached_property
+    def share(self) -> Float[Tensor, " N"]:
+        """Weight of the loss of each coordinate; of a sample that was not seen the mean of the others."""
+        seen = self.sample_weights[self.sample_weights > 0]
+        own = torch.where(self.sample_weights > 0, self.sample_weights, seen.mean())
+        return own.to(self.start).repeat(self.coordinates.per_sample)
+
+    @property
+    def num_coordinates(self) -> int:
+        """N."""
+        return len(self.forces)
+
+    @cached_property
+    def repeated(self) -> Float[Tensor, " Q"]:
+        """What training in the path kernel gives with the samples of the recorded training."""
+        found: Tensor = self.simulate(self.present[None])[0]
+        return found
+
+    def predict(self, weights: Float[Tensor, "s M"]) -> Float[Tensor, "s Q"]:
+        """Predict the asked numbers after training with other weights: the recorded ones plus the simulated change."""
+        return self.recorded + (self.simulate(weights) - self.repeated)
+
+    def of_coordinates(self, weights: Float[Tensor, "s M"]) -> Float[Tensor, "N s"]:
+        """Return the weight of each coordinate's sample, times its share."""
+        return weights.T.repeat(self.coordinates.per_sample, 1) * self.share[:, None]
+
+    def of_samples(self, scores: Float[Tensor, "Q N"]) -> Float[Tensor, "Q M"]:
+        """Add the scores of the coordinates of each sample."""
+        return scores.unflatten(1, (self.coordinates.per_sample, -1)).sum(dim=1)
+
+    @cached_property
+    def largest(self) -> list[float]:
+        """The largest eigenvalue of K_l diag(a), for each part."""
+        N, found = self.num_coordinates, list[float]()
+        root = self.share.sqrt()
+        v = torch.ones_like(root)
+        for kernel in self.kernels:
+            for _ in range(_POWERS):
+                v = root * (kernel[:N] @ (root * v))
+                v = v / (size := v.norm()).clamp(min=torch.finfo(v.dtype).tiny)
+            found.append(float(size))
+        return found
+
+    def simulate(self, weights: Float[Tensor, "s M"]) -> Float[Tensor, "s Q"]:
+        """Train with other weights of the samples, s times, and return the numbers that are asked."""
+        found: Tensor = self._steps(weights)[0][self.num_coordinates :].T
+        return found
+
+    def derivative(self) -> Float[Tensor, "Q M"]:
+        """Differentiate what training gives in the weight of each sample, at those of the recorded training."""
+        N = self.num_coordinates
+        _, steps = self._steps(self.present[None], keeps=True)
+        Q, present = len(self.start) - N, self.present.repeat(self.coordinates.per_sample)[:, None]
+        adjoint, total = self.share.new_zeros(N, Q), self.share.new_zeros(N, Q)
+        for part, size, u in reversed(steps):
+            kernel = self.kernels[part]
+            back = (kernel[:N].T @ adjoint + kernel[N:].T) * (self.share * size)[:, None]
+            forces, slopes = self.coordinates.pull(u.expand(-1, Q), back * present)
+            total += back * forces
+            adjoint += slopes
+        return self.of_samples(total.T)
+
+    def _steps(
+        self, weights: Float[Tensor, "s M"], *, keeps: bool = False
+    ) -> tuple[Float[Tensor, "NQ s"], list[tuple[int, Tensor, Tensor]]]:
+        N, a = self.num_coordinates, self.of_coordinates(weights)
+        u, kept = self.start[:, None].repeat(1, len(weights)), list[tuple[int, Tensor, Tensor]]()
+        signs = alternating(u[:N])
+        present = weights.sum(dim=1).clamp(min=1.0) / weights.shape[1]
+        for part, (kernel, largest) in enumerate(zip(self.kernels, self.largest, strict=True)):
+            left = torch.ones_like(u[0])
+            while bool((left > 0).any()):
+                forces, slopes = self.coordinates.pull(u[:N], signs)
+                curvature = -(slopes * signs * a).sum(dim=0) / (present * self.share.sum())
+                longest = _EULER / (largest * curvature.clamp(min=_FLATTEST))
+                size = torch.minimum(left, longest)
+                if keeps:
+                    kept.append((part, size, u[:N].clone()))
+                u += kernel @ (a * forces * size)
+                left = torch.where(size < left, left - size, 0.0)
+        return u, kept
+
+    @property
+    def damping(self) -> float:
+        """The damping of the ridge, relative to the mean diagonal of what it is added to."""
+        N = self.num_coordinates
+        return 1 / (SHARE * self.curvature * float(sum(k[:N].diagonal() @ self.share for k in self.kernels)) / N)
+
+    def ridge(self) -> Float[Tensor, "Q M"]:
+        """Return the change of each number by the whole of each sample, by path ridge."""
+        N, root = self.num_coordinates, self.share.sqrt()
+        total = self.kernels[0] if len(self.kernels) == 1 else sum(self.kernels[1:], self.kernels[0].clone())
+        c = SHARE * self.curvature
+        right = (total[N:] * root).T  # N Q
+        A = total[:N]
+        if N <= LARGEST_DENSE:
+            A = root[:, None] * A * root
+            A.diagonal().add_(1 / c)
+            solved = torch.cholesky_solve(right, torch.linalg.cholesky(A))
+        else:
+            solved = linear_cg(
+                lambda v: root[:, None] * (A @ (root[:, None] * v)) + v / c,
+                right,
+                max_iter=_CG_STEPS,
+                max_tridiag_iter=0,
+                tolerance=_CG_TOLERANCE,
+            )
+        return self.of_samples((solved * (root * self.forces)[:, None]).T / c)
