@@ -85,11 +85,13 @@ class PathTraining:
 
     def of_coordinates(self, weights: Float[Tensor, "s M"]) -> Float[Tensor, "N s"]:
         """Return the weight of each coordinate's sample, times its share."""
-        return weights.T.repeat(self.coordinates.per_sample, 1) * self.share[:, None]
+        repeated: Tensor = weights.T.repeat(self.coordinates.per_sample, 1)
+        return repeated * self.share[:, None]
 
     def of_samples(self, scores: Float[Tensor, "Q N"]) -> Float[Tensor, "Q M"]:
         """Add the scores of the coordinates of each sample."""
-        return scores.unflatten(1, (self.coordinates.per_sample, -1)).sum(dim=1)
+        found: Tensor = scores.unflatten(1, (self.coordinates.per_sample, -1)).sum(dim=1)
+        return found
 
     @cached_property
     def largest(self) -> list[float]:
@@ -100,7 +102,8 @@ class PathTraining:
         for kernel in self.kernels:
             for _ in range(_POWERS):
                 v = root * (kernel[:N] @ (root * v))
-                v = v / (size := v.norm()).clamp(min=torch.finfo(v.dtype).tiny)
+                size = v.norm()
+                v = v / size.clamp(min=torch.finfo(v.dtype).tiny)
             found.append(float(size))
         return found
 
@@ -154,18 +157,80 @@ class PathTraining:
         N, root = self.num_coordinates, self.share.sqrt()
         total = self.kernels[0] if len(self.kernels) == 1 else sum(self.kernels[1:], self.kernels[0].clone())
         c = SHARE * self.curvature
-        right = (total[N:] * root).T  # N Q
-        A = total[:N]
-        if N <= LARGEST_DENSE:
-            A = root[:, None] * A * root
-            A.diagonal().add_(1 / c)
-            solved = torch.cholesky_solve(right, torch.linalg.cholesky(A))
-        else:
-            solved = linear_cg(
-                lambda v: root[:, None] * (A @ (root[:, None] * v)) + v / c,
-                right,
-                max_iter=_CG_STEPS,
-                max_tridiag_iter=0,
-                tolerance=_CG_TOLERANCE,
-            )
+        solved = _solve(total[:N], root, 1 / c, (total[N:] * root).T)
         return self.of_samples((solved * (root * self.forces)[:, None]).T / c)
+
+
+def _solve(K: Float[Tensor, "N N"], root: Float[Tensor, " N"], shift: float, b: Float[Tensor, "N r"]) -> Tensor:
+    """Solve (S K S + shift I) x = b, S = diag(root): by Cholesky, or of many rows by conjugate gradients."""
+    if len(K) <= LARGEST_DENSE:
+        A = root[:, None] * K * root
+        A.diagonal().add_(shift)
+        return torch.cholesky_solve(b, torch.linalg.cholesky(A))
+
+    def multiply(v: Tensor) -> Tensor:
+        return root[:, None] * (K @ (root[:, None] * v)) + shift * v
+
+    found: Tensor = linear_cg(multiply, b, max_iter=_CG_STEPS, max_tridiag_iter=0, tolerance=_CG_TOLERANCE)
+    return found
+
+
+@dataclass(frozen=True, eq=False)
+class GaussNewton:
+    """The linearised end of a training whose curvature is that of drawn labels, for losses without margins.
+
+        scores = a_i g_x^T (alpha sum_j a_j R_j R_j^T / s + G^-1)^-1 g_i,   G = T H
+
+    with g_i minus the gradient of a sample's loss, R_j those of s drawn labels, H the metric of a late state: solved in
+    the space of the gradients, and averaged over the last half of the nodes.
+
+    Attributes:
+        scores: The change of each number by the whole of each sample, (Q, M).
+        recorded: The numbers of the trained network.
+        present: 1 for each sample that the training saw, else 0.
+        steps: The steps whose states have the gradients.
+        time: Sum of the learning rates of the run.
+    """
+
+    scores: Float[Tensor, "Q M"]
+    recorded: Float[Tensor, " Q"]
+    present: Float[Tensor, " M"]
+    steps: tuple[int, ...]
+    time: float
+
+    @property
+    def repeated(self) -> Float[Tensor, " Q"]:
+        """The recorded numbers: it says nothing of how they came to be."""
+        return self.recorded
+
+    def predict(self, weights: Float[Tensor, "s M"]) -> Float[Tensor, "s Q"]:
+        """Add scores to the recorded numbers."""
+        change: Tensor = (weights - self.present) @ self.scores.T
+        return self.recorded + change
+
+    def derivative(self) -> Float[Tensor, "Q M"]:
+        """Return the scores."""
+        return self.scores
+
+    def ridge(self) -> Float[Tensor, "Q M"]:
+        """Return the scores."""
+        return self.scores
+
+
+def gauss_newton_scores(
+    kernel: Float[Tensor, "NQ N"], sample_weights: Float[Tensor, " M"], draws: int
+) -> Float[Tensor, "Q M"]:
+    """Return the scores of one state from the products of all gradients, as of `GaussNewton`; those of losses last.
+
+    Args:
+        kernel: Products of drawn and recorded gradients of M samples, draw by draw, in the metric of the whole run; the
+            questions behind.
+        sample_weights: Mean weight of each sample in the loss of a step.
+        draws: Labels that were drawn for each sample.
+    """
+    M = len(sample_weights)
+    N, end = draws * M, (draws + 1) * M
+    root = (sample_weights / draws).sqrt().repeat(draws)
+    solved = _solve(kernel[:N, :N], root, 1 / SHARE, root[:, None] * kernel[:N, N:])
+    scores = kernel[end:, N:] - (kernel[end:, :N] * root) @ solved
+    return scores * sample_weights
