@@ -1,12 +1,13 @@
 """The datamodel of a recorded run, of several, or of anybody's checkpoints."""
 
-from collections.abc import Sequence
+import os
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, Unpack
+from typing import Any, Literal, Unpack
 
 import torch
 from jaxtyping import Int64, Shaped
-from torch import Tensor
+from torch import Tensor, nn
 
 from epk_gp.autodiff.dense import PlannedModel
 from epk_gp.autodiff.scalars import Function, ask, log_probability, scores_of_loss
@@ -22,16 +23,18 @@ from epk_gp.core.checks import (
     validate_tensor,
 )
 from epk_gp.core.inputs import Inputs
-from epk_gp.core.losses import ClassLoss, Head, resolve_head
+from epk_gp.core.losses import ClassLoss, CrossEntropy, Head, Loss, resolve_head
 from epk_gp.core.trajectory import Trajectory, outputs_at, parse_inputs, validate_trajectory, warn_unless_live
 from epk_gp.datamodel.coordinates import Coordinates, PseudoLabels
 from epk_gp.datamodel.kernels import KernelWork, Questions
 from epk_gp.datamodel.model import CORRECTION, LINEAR, TRAINING, Datamodel, joined
-from epk_gp.datamodel.nodes import NUM_STATES, path_nodes
+from epk_gp.datamodel.nodes import NUM_STATES, CheckpointNodes, checkpoint_nodes, path_nodes
 from epk_gp.datamodel.training import LARGEST_DENSE, GaussNewton, PathTraining, gauss_newton_scores
 from epk_gp.kernel_machine.certificate import run_findings, warn_unless_certified
 from epk_gp.kernel_machine.influence import Influence, influence
 from epk_gp.kernel_machine.retrain import require_loss_as_function
+from epk_gp.trained.between import CHECKPOINTS, path_of_checkpoints
+from epk_gp.trained.checkpoints import Checkpoint, listed
 from epk_gp.work.run import run as run_pieces
 
 _DRAWS = 8  # labels that are drawn for each sample, at most: measured, 1 to 8 give LDS .69, .74, .76, .78 (letters)
@@ -40,7 +43,7 @@ _EXACT = 1e10  # multiplications of all kernels up to which the metric goes into
 
 @door
 def datamodel(
-    trajectory: Trajectory | Sequence[Trajectory],
+    trajectory: Trajectory | Sequence[Trajectory] | Sequence[Checkpoint] | str | os.PathLike[str],
     X: Inputs,
     y: Shaped[Tensor, "n ..."] | None = None,
     *,
@@ -50,6 +53,11 @@ def datamodel(
     derivative: Influence | bool = False,
     pairs: int = 0,
     seed: int = 0,
+    data: tuple[Inputs, Shaped[Tensor, "M ..."]] | None = None,
+    network: nn.Module | None = None,
+    loss: Loss | nn.Module | None = None,
+    optimizer: Literal["Adam", "SGD"] | None = None,
+    output: Callable[[Any], Tensor] | None = None,
     **options: Unpack[ComputeSettings],
 ) -> Datamodel:
     """Predict what a network would say after training on other subsets of its samples: all of them, all questions.
@@ -60,7 +68,8 @@ def datamodel(
 
     Args:
         trajectory: Recorded run on M samples; or several on the same samples, such as on random halves of them, whose
-            predictions are averaged.
+            predictions are averaged. Or six checkpoints, or more, as `between` takes them, at even times from the
+            initial network to the trained one.
         X: n inputs, of the structure of the training inputs.
         y: The class of each input, whose log-odds is explained. Not needed with classes or a function; with squared
             error the outputs are explained, whatever y is.
@@ -73,6 +82,12 @@ def datamodel(
         pairs: So many pairs of complementary random halves are trained again (`retrain`): for the unit of predictions,
             the better method, and a forecast of the linear datamodeling score.
         seed: Draws the halves.
+        data: With checkpoints, training inputs and targets.
+        network: With checkpoints, the network.
+        loss: With checkpoints, the loss; cross entropy by default.
+        optimizer: With checkpoints, whose steps were scaled as "Adam" or "SGD" does; None takes the one whose steps go
+            along the ways between checkpoints.
+        output: With checkpoints, as of `Recorder`.
         options: `memory_budget`, `progress`, `checkpoint` and `executor`; see `ComputeOptions`.
 
     Returns:
@@ -86,7 +101,16 @@ def datamodel(
     parsed = parse_options("datamodel", ("accumulate",), **options)
     validate_count(pairs, "pairs", minimum=0)
     validate_integer(seed, "seed")
-    runs = tuple(trajectory) if isinstance(trajectory, Sequence) else (trajectory,)
+    runs: tuple[Any, ...] = tuple(trajectory) if isinstance(trajectory, list | tuple) else (trajectory,)
+    if network is not None or data is not None:
+        if network is None or data is None:
+            raise ValueError(
+                f"checkpoints need both data= and network=: got data={data!r:.40}, network={network!r:.40}."
+            )
+        if optimizer not in (None, "Adam", "SGD"):
+            raise ValueError(f'optimizer must be "Adam", "SGD" or None: got {optimizer!r}.')
+        stated = CrossEntropy() if loss is None else loss
+        runs = (path_of_checkpoints(network, listed(trajectory), data, stated, output)[0],)
     for run in runs:
         validate_trajectory(run)
     if any(run.data_digest != runs[0].data_digest for run in runs):
@@ -94,7 +118,7 @@ def datamodel(
     if derivative is not False and len(runs) > 1:
         raise ValueError("derivative must be of one run: got several. Leave it out.")
     asked: dict[str, Any] = {"head": head, "classes": classes, "function": function}
-    models = [_of_run(run, X, y, asked, parsed) for run in runs]
+    models = [_of_run(run, X, y, asked, parsed, optimizer) for run in runs]
     model = joined(models)
     if derivative is not False:
         model = _corrected(model, X, y, asked, derivative, options)
@@ -104,13 +128,15 @@ def datamodel(
     return model
 
 
-def _of_run(run: Trajectory, X: Any, y: Any, asked: dict[str, Any], options: ComputeOptions) -> Datamodel:
+def _of_run(
+    run: Trajectory, X: Any, y: Any, asked: dict[str, Any], options: ComputeOptions, optimizer: str | None
+) -> Datamodel:
     require_loss_as_function(run, "epk_gp.datamodel")
     warn_unless_live(run)
     X = parse_inputs(run, X).detach()
     trained, coordinates = _training_side(run)
     questions = _questions(run, X, y, coordinates, **asked)
-    nodes = path_nodes(run.trained)
+    nodes = checkpoint_nodes(run, optimizer) if run.update_rule == CHECKPOINTS else path_nodes(run.trained)
 
     def compute(net: PlannedModel, trained_net: PlannedModel) -> Datamodel:
         work = KernelWork(
@@ -220,6 +246,8 @@ def _fitted(work: KernelWork, options: ComputeOptions) -> Datamodel:
             steps=nodes.steps,
             time=nodes.time,
         )
+        if isinstance(nodes, CheckpointNodes):
+            training = training.with_time(coordinates.forces(along[-1][:, None]))
     scores = training.ridge()
     if not bool(scores.isfinite().all()):
         raise ValueError("scores must be finite: gradients along the run overflow, or hold NaN.")

@@ -16,6 +16,7 @@ from epk_gp.datamodel.kernels import Questions
 from epk_gp.datamodel.training import GaussNewton, PathTraining
 from epk_gp.kernel_machine.axes import PointsTable, by_sample, group_name
 from epk_gp.kernel_machine.retrain import retrain
+from epk_gp.trained.between import CHECKPOINTS
 
 TRAINING, RIDGE, LINEAR = "path training", "path ridge", "linearised training"
 CORRECTION = 0.25  # of an exact derivative's difference from that of path training (docs/capabilities/datamodel.md)
@@ -85,6 +86,13 @@ class Datamodel(Tabular):
         """The weights at which predictions are `outputs`: 1, but for samples that no run saw."""
         return torch.stack([own.present for own in self.trainings]).mean(dim=0)
 
+    @property
+    def miss(self) -> float:
+        """By how much the repeated training misses the outputs, relative to their change in training, by norms."""
+        parts = [(own.repeated - own.recorded, own.change) for own in self.trainings]
+        missed, change = (torch.cat(values).norm() for values in zip(*parts, strict=True))
+        return float(missed / change.clamp(min=torch.finfo(change.dtype).tiny))
+
     def derivative(self) -> Float[Tensor, "Q M"]:
         """Return the derivative of the predictions in the weight of each sample at `present`, without a correction."""
         if self.method != TRAINING:
@@ -138,10 +146,10 @@ class Datamodel(Tabular):
         self, weights: Float[Tensor, "s M"], options: ComputeSettings
     ) -> tuple[Float[Tensor, "s Q"], tuple[str, ...]]:
         """Train again, and return the numbers of these networks, and why they are not certified."""
-        if not bool((self.present == 1).all()):
+        if not bool((self.present == 1).all()) or self.trajectories[0].update_rule == CHECKPOINTS:
             raise ValueError(
-                "networks are trained again as a run that saw all samples: these runs saw some of them. Record a run "
-                "on all samples, and ask of it alone."
+                "networks are trained again as a recorded run that saw all samples: got a run that saw some of them, "
+                "or checkpoints. Record a run on all samples, and ask of it alone."
             )
         asked, networks = self.questions, retrain(self.trajectories[0], weights.double(), **options)
         outputs = replace(networks, trajectory=asked.run).outputs(asked.X, head="logits")
@@ -185,6 +193,7 @@ class Datamodel(Tabular):
             Entry("runs", count(len(self.trajectories), "run"), f"the first of {S} steps, time {number(first.time)}"),
             Entry("cost", asked, f"the training took those of {B:,}"),
             Entry("forecast", *self._forecast_words()),
+            Entry("repeats the run", f"to within {self.miss:.0%}", "of the outputs' change in training"),
             Entry("not for", "single samples: epk_gp.influence is exact there"),
             Entry("shape of scores", f"{tuple(self.scores.shape)}", kind_of(self.scores)),
         ]

@@ -14,12 +14,14 @@ Path ridge is its closed form with means over the path in the place of kernels, 
 for a share alpha of the samples that stays: the mean of a Gaussian process with the path kernel as prior covariance.
 """
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
 from jaxtyping import Float
 from linear_operator.utils import linear_cg
+from scipy.optimize import brentq
 from torch import Tensor
 
 from epk_gp.datamodel.coordinates import Coordinates, alternating
@@ -27,6 +29,7 @@ from epk_gp.datamodel.coordinates import Coordinates, alternating
 LARGEST_DENSE = 5000  # coordinates up to which the ridge is solved by Cholesky
 SHARE = 0.5  # alpha: of the samples that stay, in the curvature of the ridge
 _EULER, _FLATTEST = 1.2, 0.002  # of 2, where Euler's method is stable; the smallest mean curvature of a step
+_LOG_RANGE, _LOG_ERROR = 12.0, 0.02  # of the logarithm of a time, in units of the slowest change of a margin
 _POWERS, _CG_STEPS, _CG_TOLERANCE = 15, 100, 1e-3
 
 
@@ -79,6 +82,11 @@ class PathTraining:
         found: Tensor = self.simulate(self.present[None])[0]
         return found
 
+    @property
+    def change(self) -> Float[Tensor, " Q"]:
+        """By how much the recorded training changed the asked numbers."""
+        return self.recorded - self.start[self.num_coordinates :]
+
     def predict(self, weights: Float[Tensor, "s M"]) -> Float[Tensor, "s Q"]:
         """Predict the asked numbers after training with other weights: the recorded ones plus the simulated change."""
         return self.recorded + (self.simulate(weights) - self.repeated)
@@ -111,6 +119,33 @@ class PathTraining:
         """Train with other weights of the samples, s times, and return the numbers that are asked."""
         found: Tensor = self._steps(weights)[0][self.num_coordinates :].T
         return found
+
+    def with_time(self, forces: Float[Tensor, " N"]) -> "PathTraining":
+        """Return the training whose kernels are those of unit time, at the time at which it ends with given forces.
+
+        Args:
+            forces: At the end of the recorded training.
+
+        Raises:
+            ValueError: Training in the path kernel does not come to them.
+        """
+        size = forces.square().mean().log()
+
+        def miss(log_time: float) -> float:
+            timed = replace(self, kernels=tuple(kernel * math.exp(log_time) for kernel in self.kernels))
+            u = timed._steps(self.present[None])[0][: self.num_coordinates]
+            return float(self.coordinates.forces(u).square().mean().log() - size)
+
+        center = -math.log(sum(self.largest))
+        try:
+            found = brentq(miss, center - _LOG_RANGE, center + _LOG_RANGE, xtol=_LOG_ERROR)
+        except ValueError as error:
+            raise ValueError(
+                "the checkpoints must be those of a training, whose residuals fall: training in their path kernel does "
+                "not come to the residuals of the last one, whatever its time."
+            ) from error
+        factor = math.exp(found)
+        return replace(self, kernels=tuple(kernel.mul_(factor) for kernel in self.kernels), time=factor)
 
     def derivative(self) -> Float[Tensor, "Q M"]:
         """Differentiate what training gives in the weight of each sample, at those of the recorded training."""
@@ -197,6 +232,11 @@ class GaussNewton:
     present: Float[Tensor, " M"]
     steps: tuple[int, ...]
     time: float
+
+    @property
+    def change(self) -> Float[Tensor, " Q"]:
+        """The recorded numbers."""
+        return self.recorded
 
     @property
     def repeated(self) -> Float[Tensor, " Q"]:
