@@ -27,8 +27,8 @@ from epk_gp.core.losses import ClassLoss, CrossEntropy, Head, Loss, resolve_head
 from epk_gp.core.trajectory import Trajectory, outputs_at, parse_inputs, validate_trajectory, warn_unless_live
 from epk_gp.datamodel.coordinates import Coordinates, PseudoLabels
 from epk_gp.datamodel.kernels import KernelWork, Questions
-from epk_gp.datamodel.model import CORRECTION, LINEAR, TRAINING, Datamodel, joined
-from epk_gp.datamodel.nodes import NUM_STATES, CheckpointNodes, checkpoint_nodes, path_nodes
+from epk_gp.datamodel.model import CORRECTION, LINEAR, RIDGE, TRAINING, Datamodel, joined
+from epk_gp.datamodel.nodes import FEW_STATES, NUM_STATES, CheckpointNodes, checkpoint_nodes, path_nodes
 from epk_gp.datamodel.training import LARGEST_DENSE, GaussNewton, PathTraining, gauss_newton_scores
 from epk_gp.kernel_machine.certificate import run_findings, warn_unless_certified
 from epk_gp.kernel_machine.influence import Influence, influence
@@ -136,7 +136,8 @@ def _of_run(
     X = parse_inputs(run, X).detach()
     trained, coordinates = _training_side(run)
     questions = _questions(run, X, y, coordinates, **asked)
-    nodes = checkpoint_nodes(run, optimizer) if run.update_rule == CHECKPOINTS else path_nodes(run.trained)
+    is_path = run.update_rule == CHECKPOINTS
+    nodes = checkpoint_nodes(run, optimizer) if is_path else path_nodes(run.trained)
 
     def compute(net: PlannedModel, trained_net: PlannedModel) -> Datamodel:
         work = KernelWork(
@@ -150,6 +151,8 @@ def _of_run(
             plan=net.plan,
             recorded_plan=trained_net.plan,
         )
+        if NUM_STATES * work.piece_bytes > options.memory_budget // 2 and work.first == 0 and not is_path:
+            work = replace(work, nodes=path_nodes(run.trained, FEW_STATES))
         rows, columns = work.shape
         is_exact = len(work.pieces) * rows * columns * run.num_weights <= _EXACT
         return _fitted(replace(work, is_exact=is_exact), options)
@@ -202,7 +205,7 @@ def _fitted(work: KernelWork, options: ComputeOptions) -> Datamodel:
     """Compute the kernels of a run, and what is made of them."""
     nodes, questions, run, size = work.nodes, work.questions, work.nodes.run, work.piece_bytes
     count, fitting = len(work.pieces), options.memory_budget // 2 // size
-    groups = max((number for number in (1, 2, 3, NUM_STATES) if number <= fitting), default=0)
+    groups = max((number for number in (1, 2, FEW_STATES, NUM_STATES) if number <= min(fitting, count)), default=0)
     if not groups:
         raise ValueError(
             f"half of memory_budget must hold the kernel of {work.shape[1]:,} gradients of training samples, {size:,} "
@@ -257,7 +260,7 @@ def _fitted(work: KernelWork, options: ComputeOptions) -> Datamodel:
         trainings=(training,),
         trajectories=(run,),
         questions=questions,
-        method=TRAINING if isinstance(training, PathTraining) else LINEAR,
+        method=LINEAR if isinstance(training, GaussNewton) else RIDGE if work.shape[1] > LARGEST_DENSE else TRAINING,
         metric="exact" if work.is_exact or nodes.is_even else "factored",
         findings=tuple(run_findings(run)),
     )

@@ -6,6 +6,7 @@ H_l has one number for each weight. Its square root goes into the layer Jacobian
 written out, and into the two factors of an outer product by (row means)(column means) / mean of 1 / H.
 """
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -186,9 +187,10 @@ class _NodeSide:
 
     @cached_property
     def tile_points(self) -> int:
-        """Points whose Jacobians are held, on each side of a tile: an eighth of the budget, with as much beside."""
-        own = sum(jacobian.nbytes for jacobian in self.train(slice(0, 1)))
-        return max(1, self.work.memory_budget // (8 * own))
+        """Points on each side of a tile: an eighth of the budget each for Jacobians, and for three sums of products."""
+        budget, K = self.work.memory_budget // 8, self.work.coordinates.per_sample
+        by_jacobians = budget // sum(jacobian.nbytes for jacobian in self.train(slice(0, 1)))
+        return max(1, min(by_jacobians, math.isqrt(budget // (3 * self.work.net.itemsize)) // K))
 
     def train(self, rows: slice) -> list[LayerJacobian]:
         """Return those of the coordinates of training samples."""

@@ -40,7 +40,8 @@ class Datamodel(Tabular):
         trainings: The path training of each run, whose predictions are averaged.
         trajectories: The runs.
         questions: What was asked, of the first run.
-        method: How numbers are predicted: by "path training" or "path ridge", or, of positions, "linearised training".
+        method: How numbers are predicted: by "path training", by "path ridge" where there are more than 5,000 samples, or
+            by the "linearised training" of losses of positions.
         metric: How the optimizer's metric goes into outer products: "exact" or "factored".
         correction: What an exact derivative adds to the change by the whole of each sample, (Q, M); None without.
         forecast: What predictions are worth; None if it was not asked for (`pairs=`).
@@ -203,7 +204,7 @@ class Datamodel(Tabular):
     @property
     def _methods(self) -> tuple[str, ...]:
         """How numbers can be predicted, the default first."""
-        return (LINEAR,) if isinstance(self.trainings[0], GaussNewton) else (TRAINING, RIDGE)
+        return (LINEAR,) if self.method == LINEAR else (RIDGE, TRAINING) if self.method == RIDGE else (TRAINING, RIDGE)
 
     def _method_words(self) -> tuple[str, str]:
         first = self.trainings[0]
