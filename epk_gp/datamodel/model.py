@@ -40,8 +40,8 @@ class Datamodel(Tabular):
         trainings: The path training of each run, whose predictions are averaged.
         trajectories: The runs.
         questions: What was asked, of the first run.
-        method: How numbers are predicted: by "path training", by "path ridge" where there are more than 5,000 samples, or
-            by the "linearised training" of losses of positions.
+        method: How numbers are predicted: "path training", or "path ridge" where there are more than 5,000 samples, or
+            "linearised training" for losses of positions.
         metric: How the optimizer's metric goes into outer products: "exact" or "factored".
         correction: What an exact derivative adds to the change by the whole of each sample, (Q, M); None without.
         forecast: What predictions are worth; None if it was not asked for (`pairs=`).

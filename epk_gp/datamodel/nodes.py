@@ -22,7 +22,7 @@ from epk_gp.core.replayed_steps import RunReplay
 from epk_gp.core.trajectory import Trajectory, flat_state, held_coefficients, step_coefficients
 from epk_gp.optimizers.update_rules import broadcast_to_params
 
-# Of the path, and where six kernels have no room. Measured: 12 and 24 predict as six do (docs/capabilities/datamodel.md).
+# Of the path, and where six kernels have no room. Measured: 12 and 24 predict as six (docs/capabilities/datamodel.md).
 NUM_STATES, FEW_STATES = 6, 3
 
 
