@@ -1,11 +1,13 @@
 """A datamodel: what a network would say after training on other weights of its samples, for all of them together."""
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Unpack
 
 import torch
 from jaxtyping import Float, Float64, Int64, Shaped
+from scipy.optimize import brentq
 from scipy.stats import rankdata
 from scipy.stats import t as student
 from torch import Tensor
@@ -84,11 +86,22 @@ def _jackknife(without: Sequence[float]) -> float:
 
 
 def _rank_agreement(predicted: Float[Tensor, "m Q"], measured: Float[Tensor, "m Q"]) -> float:
-    """Return the mean rank correlation over questions that have one."""
+    """Return the mean rank correlation over questions that have one, as of many networks where there are few.
+
+    Of m normal pairs with correlation rho its mean is 6 / (pi (m + 1)) (arcsin rho + (m - 2) arcsin(rho / 2)), and of
+    infinitely many it is 6 / pi arcsin(rho / 2) (Moran, 1948).
+    """
     ranks = [torch.from_numpy(rankdata(value.double().cpu(), axis=0)) for value in (predicted, measured)]
     a, b = (own - own.mean(dim=0) for own in ranks)
     varies = a.any(dim=0) & b.any(dim=0)
-    return float(cosine_similarity(a, b, dim=0)[varies].mean())
+    found, m = float(cosine_similarity(a, b, dim=0)[varies].mean()), len(a)
+
+    def expected(rho: float) -> float:
+        return 6 / (math.pi * (m + 1)) * (math.asin(rho) + (m - 2) * math.asin(rho / 2))
+
+    if math.isnan(found) or not expected(-1.0) < found < expected(1.0):
+        return found
+    return 6 / math.pi * math.asin(brentq(lambda rho: expected(rho) - found, -1.0, 1.0) / 2)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
