@@ -1,4 +1,4 @@
-"""`epk-gp attribute`, `influence`, `datamodel`: what training points added, what weights do, what many points change."""
+"""`epk-gp attribute`, `influence`, `datamodel`: what training points added, what weights do, what many change."""
 
 import shutil
 import warnings
