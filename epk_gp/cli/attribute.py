@@ -16,7 +16,6 @@ from epk_gp.cli.gram import show_plan
 from epk_gp.cli.networks import open_run
 from epk_gp.cli.workers import computing
 from epk_gp.core.show import CertificateWarning
-from epk_gp.core.trajectory import network_outputs
 from epk_gp.datamodel.fit import datamodel as datamodel_of
 from epk_gp.kernel_machine.attribute import Attribution, terms_by_sample
 from epk_gp.kernel_machine.attribute import attribute as attribution_of
@@ -194,22 +193,26 @@ def datamodel(
 ) -> None:
     """Write what predictions lose with each training point, a table of the largest losses, and draw them.
 
-    Explained is the log-odds of each point's label, or of the predicted class where points have no labels. A sum of
-    scores predicts what leaving many training points out would do.
+    Explained is the log-odds of each point's label, or of the predicted class where points have no labels; or the
+    log-probability of `answers` where they have some. Scores add up over the points that are left out.
     """
     options = dict(locals())
     opt.validate_run(run, out, workers, scheduler)
     timer, trajectory = Stopwatch(), open_run(run, network)
     chosen = read_points(trajectory, run, points, num_points, dtype=opt.DTYPES.get(dtype), seed=seed)
     X, C, folder = chosen.X, trajectory.num_outputs, opt.make_folder(out)
-    has_labels = chosen.labels is not None
-    classes = network_outputs(trajectory, X).argmax(dim=1) if chosen.labels is None else chosen.labels
-    typer.echo(f"explaining {chosen}, {'their labels' if has_labels else 'the predicted classes'}")
+    of = "predicted classes" if chosen.labels is None else "labels"
+    if chosen.answers is not None:
+        of = "answers"
+    explained, classes = chosen.explained(trajectory, "answers" if of == "answers" else "predicted", None)
+    if of != "answers":
+        classes = classes if chosen.labels is None else chosen.labels
+        explained = {"y": classes if chosen.labels is not None or C > 1 else None}
+    typer.echo(f"explaining {chosen}, their {of}")
     partial = folder / opt.PARTIAL
     with computing(memory, workers, scheduler, quiet, partial) as settings, warnings.catch_warnings():
         warnings.simplefilter("ignore", CertificateWarning)  # said at the end
-        asked = classes if has_labels or C > 1 else None
-        model = datamodel_of(trajectory, X, asked, **settings)
+        model = datamodel_of(trajectory, X, **explained, **settings)
         if pairs:
             model = model.with_forecast(pairs, seed or 0, **(settings | {"checkpoint": partial / "halves"}))
     n, forecast = len(X), model.forecast
@@ -232,10 +235,10 @@ def datamodel(
                 kept[row:, index] = False
             without.append(model.predict(kept).view(len(kept), n, -1)[:, k, int(place[1][k])])
     write_table(folder / "datamodel.csv", _SCORE_COLUMNS, rows)
-    names = [f"{kind} of class {c}" if C > 1 else kind for c in classes.tolist()]
+    names = [_ANSWER if of == "answers" else f"{kind} of class {c}" if C > 1 else kind for c in classes.tolist()]
     drawn, known = torch.stack(without), class_labels(trajectory.targets)
     save_figure(datamodel_figure(scores[place], drawn, names, top, known), folder / "datamodel.png", palette=True)
-    config = options | {"num_points": n, "dtype": str(X.dtype), "points": str(chosen), "labels": has_labels}
+    config = options | {"num_points": n, "dtype": str(X.dtype), "points": str(chosen), "explained": of}
     results: dict[str, Any] = {"certified": not model.findings, "findings": list(model.findings)}
     results |= {"method": model.method, "forecast": None, "points": summaries, "without_largest": drawn.tolist()}
     if forecast is not None:

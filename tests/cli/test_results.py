@@ -18,6 +18,7 @@ from commands import SMALL, refused, run, write_data
 from epk_gp.cli.data import draw_rows
 from epk_gp.cli.networks import open_run
 from epk_gp.cli.options import parse_path
+from epk_gp.datamodel.fit import datamodel
 from helpers import assert_close
 from report_cases import embedded
 from written_files import described
@@ -148,7 +149,7 @@ def longer(tmp_path_factory):
 def test_datamodel_writes_the_library_s_scores_of_labels_and_its_predictions(longer, tmp_path):
     assert run("datamodel", longer, "--out", tmp_path, "--num-points", 3, "--top", 2, "--quiet") == 0
     arrays, y = load_file(tmp_path / "datamodel.safetensors"), load_file(longer / "held_out.safetensors")["labels"][:3]
-    model = epk.datamodel(open_run(longer, None), arrays["inputs"], y)
+    model = datamodel(open_run(longer, None), arrays["inputs"], y)
     assert torch.equal(arrays["classes"], y)
     assert torch.equal(arrays["scores"], model.scores[:, None])
     assert torch.equal(arrays["outputs"], model.outputs[:, None])
@@ -172,12 +173,12 @@ def test_datamodel_explains_predicted_classes_without_labels_and_forecasts(longe
     assert run("datamodel", longer, *asked) == 0
     arrays, trajectory = load_file(tmp_path / "datamodel.safetensors"), open_run(longer, None)
     predicted = epk.network_outputs(trajectory, X[:4]).argmax(1)
-    model = epk.datamodel(trajectory, X[:4], predicted, pairs=3)
+    model = datamodel(trajectory, X[:4], predicted, pairs=3)
     assert torch.equal(arrays["classes"], predicted)
     assert_close(arrays["measured"], model.forecast.measured)
     assert results(tmp_path / "datamodel.json")["forecast"]["lds"] == pytest.approx(model.forecast.lds)
     out = capsys.readouterr().out
-    assert "the predicted classes" in out
+    assert "their predicted classes" in out
     assert f"forecast: LDS {model.forecast.lds:.2f} [" in out
 
 
@@ -269,7 +270,7 @@ def test_answers_beside_the_inputs_of_texts_are_explained(tmp_path, monkeypatch,
     optimizer = torch.optim.SGD(net.double().parameters(), lr=0.1)
     options = {"loss": nn.CrossEntropyLoss(), "output": output, "folder": tmp_path / "run"}
     with epk.Recorder(net, optimizer, X, y, **options) as recorder:
-        for _ in range(3):
+        for _ in range(6):
             optimizer.zero_grad()
             F.cross_entropy(net(X).flatten(0, 1), y.flatten()).backward()
             recorder.batch()
@@ -287,6 +288,12 @@ def test_answers_beside_the_inputs_of_texts_are_explained(tmp_path, monkeypatch,
     arrays = load_file(tmp_path / "influence" / "influence.safetensors")
     effect = epk.influence(recorder.trajectory, X[:2], function=epk.log_probability(answers))
     assert torch.allclose(arrays["values"], effect.values, rtol=0, atol=1e-12)
+    of_model = [word for word in asked if word not in ("--outputs", "answers")]
+    assert run("datamodel", *of_model, "--out", tmp_path / "datamodel") == 0
+    assert "their answers" in capsys.readouterr().out
+    model = datamodel(recorder.trajectory, X[:2], function=epk.log_probability(answers))
+    scores = load_file(tmp_path / "datamodel" / "datamodel.safetensors")["scores"]
+    assert torch.allclose(scores[:, 0], model.scores, rtol=0, atol=1e-12)
     page = tmp_path / "report.html"
     assert run("report", *asked, "--out", page, "--kernel-points", 0, "--influence", "--num-points", 1) == 0
     (explanation,), quantum = embedded(page)["points"][0]["explanations"].values(), embedded(page)["quantum"]
