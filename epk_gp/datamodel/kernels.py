@@ -230,12 +230,12 @@ def weighted(jacobian: LayerJacobian, h: Float[Tensor, " P"], *, is_exact: bool)
         h: The metric, in the order of gradients that are written out.
         is_exact: Write outer products out where their two factors cannot take the metric exactly.
     """
-    if isinstance(jacobian, OuterProductJacobian) and bool((h > 0).all()):
-        inverse = 1 / h.view(jacobian.output_grads.shape[3], -1)
-        rows, columns = inverse.mean(dim=1), inverse.mean(dim=0) / inverse.mean()
-        if not is_exact or bool((h == h[0]).all()):
-            a = append_bias_column(jacobian.inputs) if jacobian.has_bias else jacobian.inputs
-            return OuterProductJacobian(a * columns.rsqrt(), jacobian.output_grads * rows.rsqrt(), False, False, False)
+    if isinstance(jacobian, OuterProductJacobian) and (not is_exact or bool((h == h[0]).all())):
+        inverse = (1 / h).masked_fill(h == 0, torch.nan).view(jacobian.output_grads.shape[3], -1)
+        rows, columns = inverse.nanmean(dim=1).rsqrt(), (inverse.nanmean(dim=0) / inverse.nanmean()).rsqrt()
+        rows, columns = (factor.nan_to_num(0.0) for factor in (rows, columns))  # weights that do not move
+        a = append_bias_column(jacobian.inputs) if jacobian.has_bias else jacobian.inputs
+        return OuterProductJacobian(a * columns, jacobian.output_grads * rows, False, False, False)
     return DenseJacobian(jacobian.to_dense() * h.sqrt())
 
 

@@ -24,6 +24,7 @@ from epk_gp.optimizers.update_rules import broadcast_to_params
 
 # Of the path, and where six kernels have no room. Measured: 12 and 24 predict as six (docs/capabilities/datamodel.md).
 NUM_STATES, FEW_STATES = 6, 3
+_STILL = 1e4  # times the median of a parameter: there a preconditioner divides by nothing but its smallest number
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,7 +64,9 @@ class PathNodes:
             broadcast_to_params(value, sizes, reference)
             for value in (update.grad_scale, update.lr, update.momentum_lr, self.factors[node])
         )
-        H = scale * (lr + momentum_lr * factor) * self.times[node]
+        H = scale * (lr + momentum_lr * factor) * self.times[node]  # a tensor of its own
+        for own in H.split(list(sizes)):  # whose gradients were 0 all along: how far they move for others is not known
+            own.masked_fill_(own > _STILL * own.median(), 0.0)
         if not bool((H >= 0).all() & H.isfinite().all()):
             raise ValueError(
                 "a datamodel needs steps down the gradient, with a finite number >= 0 for each weight: step "
