@@ -121,7 +121,8 @@ def report_of_everything(folder: Path) -> dict[str, Any]:
     return written(
         folder, run, X[126:], y[126:], explained=60, top=5, rule=epk.adaptive(1e-8), kernel_points=28,
         class_names=[f"class {letter}" for letter in "ABCDEFGHIJKLMN"], outside=9 * X[:20],
-        influence=epk.influence(run, X[126:]), suspects=epk.label_errors(run, nodes=4),
+        influence=epk.influence(run, X[126:]), datamodel=epk.datamodel(run, X[126:], y[126:]),
+        suspects=epk.label_errors(run, nodes=4),
         posterior=epk.UncertainClassifier(run, nodes=4).fit(X[98:126], y[98:126]),
         uncertainty_map=uncertainty_on_plane(gp, coordinate_plane(X), size=18, square=True, num_samples=32),
     )  # fmt: skip

@@ -275,13 +275,40 @@ def grokked(r: dict) -> list[str]:
     ]
 
 
+def worst(r: dict) -> list[str]:
+    def mean(key: str, way: str, dropped: float = 0.1) -> float:
+        return fmean(column(r["rows"], key, way=way, dropped=dropped))
+
+    ways = ("datamodel", "influence", "at random", "wrong labels, if they were known")
+    shares = sorted({row["dropped"] for row in r["rows"]})
+    ours, derivative, chance = (100 * mean("measured accuracy", way) for way in ways[:3])
+    low = [
+        100 * (mean("measured accuracy", way, s) - mean("predicted accuracy", way, s)) for way in ways for s in shares
+    ]
+    odds = [mean(f"{kind} log-odds", way) for way in (ways[0], ways[2]) for kind in ("predicted", "measured")]
+    whole = [fmean(entry[key] for entry in r["whole"]) for key in ("accuracy", "log-odds")]
+    assert ours > derivative > chance
+    assert all(0.5 <= share < 0.62 for share in r["same"])
+    wrong = [f"{100 * mean('wrong labels', way):.0f} %" for way in ways[:2]]
+    return [
+        f"{r['num_test']} test points judge",
+        f"by the datamodel the accuracy is {ours:.1f} %, by influence {derivative:.1f} %, and without a random tenth "
+        f"{chance:.1f} %; with all points it is {100 * whole[0]:.1f} %",
+        f"{wrong[0]} and {wrong[1]} have a wrong label",
+        f"Without all wrong labels the accuracy is {100 * mean('measured accuracy', ways[3], 0.15):.1f} %",
+        f"is predicted as {odds[0]:.2f} and measured as {odds[1]:.2f}, after {whole[1]:.2f} with all points; without a "
+        f"random tenth {odds[2]:.2f} and {odds[3]:.2f}",
+        f"predicted {max(low):.1f} points too low at most",
+    ]
+
+
 CLAIMS: dict[str, Callable[[dict], list[str]]] = {
     "fig02_alignment": alignment, "fig03_retrained": retrained, "fig04_machine": machine,
     "fig05_uncertainty": uncertainty, "fig06_kernel_values": kernel_values, "fig07_quadrature": quadrature,
     "fig08_path_geometry": path_geometry, "notebook_path_kernel": notebook, "signal_dimension": signal,
     "counterfactual": counterfactual, "resnet_contributions": contributions, "other_paths": other_paths,
     "asymmetry": asymmetry, "planted_sentence": planted, "finetuned_minilm": finetuned,
-    "grokking": grokked,
+    "grokking": grokked, "without_the_worst": worst,
 }  # fmt: skip
 
 

@@ -18,7 +18,7 @@ PUBLIC = set(
     """CertificateWarning ComputeOptions CrossEntropy EPKClassifier EPKKernel EPKRegressor Graph LogitGP
     MeanSquaredError NTKKernel PathKernel PerSampleLoss Points Ragged Recorder RowFunction Smoothing
     StepMismatchError Storage Stream Trajectory UncertainClassifier adaptive attribute attribute_tokens between
-    check_scores chords gauss_legendre gram_block influence label_errors layerwise left_endpoint left_riemann
+    check_scores chords datamodel gauss_legendre gram_block influence label_errors layerwise left_endpoint left_riemann
     load_trajectory log_probability logit_difference loss_value midpoint network_outputs next_to_label next_words
     ntk path_features reconstruct retrain self_influence sentences softmax_uncertainty straight test_copy train
     train_copy write_report""".split()  # noqa: SIM905

@@ -40,6 +40,15 @@ def test_the_quick_starts_print_and_draw_what_is_shown():
         assert same("\n".join(shown), "\n".join(quickstart.words_of(draw(names)))), name
 
 
+@pytest.mark.slow
+def test_the_picture_of_a_datamodel_is_that_of_its_page():
+    """`docs/pictures/datamodel.py` writes it anew."""
+    quickstart = load(QUICKSTART)
+    names, _ = quickstart.run((DOCS / "capabilities" / "datamodel.md").read_text())
+    drawn = words_in(DOCS / "pictures" / "datamodel.svg")
+    assert same("\n".join(drawn), "\n".join(quickstart.words_of(names["figure"])))
+
+
 def test_the_readme_has_one_quick_start_and_names_both_ways_to_record_before_it():
     before, _, quick_start = README.read_text().partition("\n## Quick start\n")
     assert README.read_text().count("```python") == quick_start.partition("\n## ")[0].count("```python") == 1

@@ -34,6 +34,7 @@ COMMANDS = {
     "verify": ("runs", "Check that the kernel machine equals the network."),
     "attribute": ("attribute", "Write the contribution of each training point."),
     "influence": ("attribute", "Write how predictions depend on each point's weight."),
+    "datamodel": ("attribute", "Write what predictions would be without many points."),
     "report": ("report", "Write predictions, contributions and certificate as a page."),
     "gram": ("gram", "Write a block of the exact path kernel."),
     "uncertainty": ("uncertainty", "Map a GP's uncertainty, or score points."),

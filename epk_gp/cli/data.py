@@ -143,7 +143,7 @@ class ChosenPoints:
         return {"head": resolved, "classes": predicted if outputs == "predicted" else None}, predicted
 
     def answered(self, head: Head | None) -> dict[str, Any]:
-        """Return the options of `attribute`, `influence` and `write_report` for --outputs answers.
+        """Return the options of `attribute`, `influence`, `datamodel` and `write_report` for answers.
 
         Raises:
             ValueError: The points have no answers; or a head is named too.

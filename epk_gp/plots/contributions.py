@@ -269,3 +269,32 @@ def influence_figure(
         curve.axhline(1.0, color=style.GREY, linewidth=0.8, linestyle="--")
         curve.set(xlabel="training step", ylabel="adjoint, relative to its end", yscale="log")
     return figure
+
+
+@style.styled
+def datamodel_figure(
+    scores: Float[Tensor, "n M"],
+    without: Float[Tensor, "m k"],
+    names: Sequence[str],
+    top: int,
+    labels: Int64[Tensor, " M"] | None,
+) -> Figure:
+    """Draw the samples that change numbers most by their absence, and the numbers without the largest of them.
+
+    Args:
+        scores: Change of each number by the whole of each sample.
+        without: The first m numbers, which are drawn, without the 0 .. k - 1 samples that raise them most.
+        names: What each number is.
+        top: Number of samples drawn of either sign.
+        labels: Classes of the samples; None where they have none.
+    """
+    figure = style.new_figure((1.3 + 0.36 * min(top, scores.shape[1])) * len(without))
+    for n, part in enumerate(figure.subfigures(len(without), 1, squeeze=False)[:, 0]):
+        left, curve = _sides(part, f"point {n}: {names[n]} is {style.short(float(without[n, 0]))}")
+        ax = attribution_bars(left.subplots(), scores[n], labels, top=top, title="", output=names[n])
+        ax.set_xlabel(f"{style.DOWN} its absence raises     score     {style.UP} its absence lowers")
+        curve.plot(style.as_numpy("without", without[n]), color=style.EXACT, marker="o", markersize=3, linewidth=1.6)
+        limits = curve.get_ylim()
+        curve.axhline(0, color=style.GREY, linewidth=0.8, linestyle="--")  # where it lies among them
+        curve.set(xlabel="largest scores left out", ylabel=f"{names[n]}, predicted", ylim=limits)
+    return figure

@@ -11,11 +11,15 @@ from torch import Tensor
 
 from epk_gp.analysis.labels import LabelErrors
 from epk_gp.analysis.score_check import CheckedScores, ScoreCheck
+from epk_gp.core.show import count
+from epk_gp.datamodel.model import Verification
 from epk_gp.plots import style
 from epk_gp.plots.contributions import image_row
 
 _SHOWN = 10  # images in a row
 _IMAGE_ROW = 1.35  # inches of a row of images, with its title
+_NAMED = len(style.PALETTE)  # questions that have a colour each
+_FEW_DOTS = 500  # that are drawn large
 _MIN_KEPT = 0.02  # the share of points from which a curve is drawn: the risk of a few points is 0 or 1
 
 
@@ -180,6 +184,35 @@ def _agreements(each: CheckedScores) -> Iterator[tuple[float, float, float]]:
         yield (float(each.likeness[kind]["cosine"].nanmean()) if kind in each.likeness else np.nan,) * 3
     for found, interval in ((each.lds, each.lds_interval), (each.left_out, each.left_out_interval)):
         yield np.nan if found is None else found.mean, *interval
+
+
+@style.styled
+def verification_figure(verification: Verification) -> Figure:
+    """Draw measured against predicted changes, a dot for each network and question, with the diagonal and the slope.
+
+    Args:
+        verification: What `Datamodel.verify` returned.
+    """
+    x, y = (
+        style.as_numpy(name, value - verification.outputs)
+        for name, value in (("predicted", verification.predicted), ("measured", verification.measured))
+    )
+    s, Q = x.shape
+    figure = style.new_figure(4.2, 5.3)
+    ax = figure.subplots()
+    size, alpha = (18, 0.9) if x.size <= _FEW_DOTS else (7, 0.5)
+    groups = [slice(q, q + 1) for q in range(Q)] if Q <= _NAMED else [slice(None)]
+    for k, questions in enumerate(groups):
+        dots = ax.scatter(x[:, questions], y[:, questions], size, style.class_colour(k), alpha=alpha, linewidths=0)
+        dots.set(rasterized=x.size > _FEW_DOTS, label=f"question {k}" if Q <= _NAMED else None)
+    low, high = min(x.min(), y.min(), 0.0), max(x.max(), y.max(), 0.0)
+    ends = np.array([low, high]) + 0.04 * (high - low or 1.0) * np.array([-1, 1])
+    ax.plot(ends, ends, color=style.GREY, linewidth=1, linestyle="--", label="diagonal")
+    ax.plot(ends, verification.slope * ends, color=style.INK, linewidth=1.2, label=f"slope {verification.slope:.2f}")
+    ax.set_title(f"{count(s, 'network')}, {count(Q, 'question')}: correlation {verification.correlation:.2f}")
+    ax.set(xlabel="predicted change", ylabel="measured change", xlim=ends, ylim=ends, aspect="equal")
+    figure.legend(loc="outside right center", fontsize=style.SMALL)
+    return figure
 
 
 @style.styled

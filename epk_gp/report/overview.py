@@ -20,6 +20,7 @@ from epk_gp.analysis.measures import ROCCurve, calibration, gram_spectrum, ood_m
 from epk_gp.core.checks import ComputeOptions
 from epk_gp.core.inputs import Points
 from epk_gp.core.trajectory import Trajectory
+from epk_gp.datamodel.model import Datamodel
 from epk_gp.gp.uncertain_classifier import UncertainClassifier
 from epk_gp.gram.path_kernel import PathKernel
 from epk_gp.gram.sketch import NUM_NODES, nodes_trajectory
@@ -41,6 +42,7 @@ _SCORE_BINS = 20  # of a histogram's table
 _ROC_ROWS = 20  # of the table behind a curve
 _EIGENVALUES = 20  # in the table
 _MAX_SUSPECTS = 30
+_MOST_MISSED = 3  # samples of each number that a datamodel explains
 _BEHIND = 3  # samples behind a cell of a map
 _MAX_POINTS = 400  # training samples that are drawn in a map
 _ROOM = 40  # characters of all classes' names that stand beside each other below a matrix
@@ -66,12 +68,13 @@ def overview(request: ReportRequest, sure: Certainty) -> dict[str, Any]:
         figures += _detection(inside.double(), outside.double())
     if reason_without_kernel(request) is None:
         figures += _kernel(request)
-    m, suspects = request.uncertainty_map, request.suspects
+    m, suspects, model = request.uncertainty_map, request.suspects, request.datamodel
     return {
         "accuracy": None if true is None else float((request.network.argmax(dim=1) == true).double().mean()),
         "count": len(request.X),
         "figures": figures,
         "suspects": None if suspects is None or labels is None else _suspects(suspects, labels, request.class_names),
+        "datamodel": None if model is None else _datamodel(request, model),
         "map": None if m is None else _map(request, m),
     }
 
@@ -192,6 +195,32 @@ def _suspects(found: LabelErrors, labels: Int64[Tensor, " M"], names: tuple[str,
     )
     head = ["label", "expected", "score", "margin from the others", "margin over training"]
     return {"sentence": sentence, "head": head, "rows": rows}
+
+
+def _datamodel(request: ReportRequest, model: Datamodel) -> dict[str, Any]:
+    """List the samples whose absence would change each explained number most."""
+    questions, names, rows = model.questions, request.class_names, list[list[Any]]()
+    has_classes = request.is_classifier and questions.run.asked_of is None
+    for q, (value, scores) in enumerate(zip(model.outputs.tolist(), model.scores, strict=True)):
+        n, k = divmod(q, questions.per_input)
+        c = k if questions.classes is None else int(questions.classes[n])
+        number = f"{questions.kind} of {names[c]}" if has_classes else f"{questions.kind} {k}"
+        explained = [f"point {int(request.points[n])}", number, significant(value, 4)]
+        for index in scores.abs().topk(min(_MOST_MISSED, len(scores))).indices.tolist():
+            rows.append([index, *explained, significant(float(scores[index]), 4)])
+    sentence = (
+        "The score is the share of a sample in the change of the number when many samples are left out, by path ridge: "
+        "with a positive one its absence lowers the number. For one sample alone, influence is exact. "
+    )
+    if (forecast := model.forecast) is None:
+        sentence += "No forecast was asked for: how well they predict networks trained again is not known here."
+    else:
+        low, high = forecast.interval
+        sentence += (
+            f"On {len(forecast.measured)} networks trained on random halves, predictions by {forecast.method} have the "
+            f"rank correlation {forecast.lds:.2f} (95 %: {low:.2f} to {high:.2f})."
+        )
+    return {"sentence": sentence, "head": ["explained", "number", "of the network", "score"], "rows": rows}
 
 
 def reason_without_kernel(request: ReportRequest) -> str | None:

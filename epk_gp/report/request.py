@@ -19,6 +19,7 @@ from epk_gp.core.graphs import Graph
 from epk_gp.core.inputs import Inputs
 from epk_gp.core.losses import CrossEntropy, Head, NegativeLogLikelihood, apply_head, resolve_head
 from epk_gp.core.trajectory import Trajectory, network_outputs, parse_inputs, validate_trajectory
+from epk_gp.datamodel.model import Datamodel
 from epk_gp.gp.models import LogitGP
 from epk_gp.gp.posterior import LogitPosterior
 from epk_gp.gp.uncertain_classifier import UncertainClassifier
@@ -37,6 +38,7 @@ _ROUNDING = 2**16
 # What a report takes of results computed before, and where each comes from.
 _RESULTS: dict[str, tuple[Any, str]] = {
     "influence": (Influence, "a result of epk_gp.influence"),
+    "datamodel": (Datamodel, "a result of epk_gp.datamodel"),
     "posterior": (Process, "an UncertainClassifier, a LogitGP or a LogitPosterior of X"),
     "suspects": (LabelErrors, "a result of epk_gp.label_errors"),
     "uncertainty_map": (UncertaintyMap, "a result of uncertainty_on_plane"),
@@ -59,7 +61,7 @@ class ReportRequest:
         rows: Of each of the k explained outputs, which of these points it is an output of.
         classes: Its index.
         function: What is explained in the place of outputs; None for outputs.
-        influence, posterior, outside, suspects, uncertainty_map, kernel_points: As those of `write_report`.
+        influence, datamodel, posterior, outside, suspects, uncertainty_map, kernel_points: As those of `write_report`.
         options: How everything is computed.
     """
 
@@ -75,6 +77,7 @@ class ReportRequest:
     classes: Int64[Tensor, " k"]
     function: RowFunction | None = None
     influence: Influence | None = None
+    datamodel: Datamodel | None = None
     posterior: Process | None = None
     outside: Shaped[Tensor, "o ..."] | None = None
     suspects: LabelErrors | None = None
@@ -222,11 +225,24 @@ def validate_results(request: ReportRequest) -> None:
     elif request.outside is not None:
         raise ValueError("outside needs scores of such inputs: pass posterior=UncertainClassifier(run).fit(X, y) too.")
     influence_on(request)
+    _validate_datamodel(request)
     labels, suspects, m = request.training_labels, request.suspects, request.uncertainty_map
     if suspects is not None and (labels is None or int(suspects.points.max()) >= len(labels)):
         raise ValueError("suspects must be labels of this run: it has fewer, or none. Pass label_errors(trajectory).")
     if m is not None and len(m.training) != run.num_points:
         raise ValueError(f"uncertainty_map must be one of this run's {run.num_points} points: got {len(m.training)}.")
+
+
+def _validate_datamodel(request: ReportRequest) -> None:
+    if (model := request.datamodel) is None:
+        return
+    X, expected, is_function = model.questions.X, request.explained, model.questions.run.asked_of is not None
+    is_same = len(X) == len(expected) if is_function else torch.equal(X.to(expected), expected)
+    if not is_same or model.trajectories[0].data_digest != request.trajectory.data_digest:
+        raise ValueError(
+            f"datamodel must be of this run and of the {len(expected)} explained points: got another, of {len(X)}. "
+            "Compute it as epk_gp.datamodel(trajectory, X[explained], y[explained])."
+        )
 
 
 def influence_on(request: ReportRequest) -> list[Float[Tensor, " M"] | None]:

@@ -24,6 +24,7 @@ from epk_gp.core.checks import ComputeSettings, parse_options, validate_count
 from epk_gp.core.inputs import Inputs
 from epk_gp.core.losses import Head
 from epk_gp.core.trajectory import Trajectory, parse_inputs
+from epk_gp.datamodel.model import Datamodel
 from epk_gp.kernel_machine.axes import Axis
 from epk_gp.kernel_machine.certificate import warn_unless_certified
 from epk_gp.kernel_machine.influence import Influence
@@ -72,6 +73,7 @@ def write_report(
     function: Function | None = None,
     top: int = 10,
     influence: Influence | None = None,
+    datamodel: Datamodel | None = None,
     posterior: Process | None = None,
     outside: OtherInputs | None = None,
     suspects: LabelErrors | None = None,
@@ -108,6 +110,7 @@ def write_report(
             training changed is shown word by word. It takes the place of y, head and outputs.
         top: How many samples a view names of either sign.
         influence: `epk_gp.influence` on the outputs of the explained points, to stand beside contributions.
+        datamodel: `epk_gp.datamodel` of the explained points, for the samples whose absence would change them most.
         posterior: An `UncertainClassifier` or a `LogitGP` of the run, or the `LogitPosterior` of X: for probabilities
             with a band, and scores.
         outside: Inputs unlike the training data, to show how well an `UncertainClassifier` tells them.
@@ -138,7 +141,8 @@ def write_report(
     request = replace(
         parse_request(trajectory, X, y, head=head, outputs=outputs, explained=explained, class_names=class_names,
                       function=function),
-        influence=influence, posterior=posterior, suspects=suspects, uncertainty_map=uncertainty_map,
+        influence=influence, datamodel=datamodel, posterior=posterior, suspects=suspects,
+        uncertainty_map=uncertainty_map,
         outside=None if outside is None else parse_inputs(trajectory, outside, "outside"),
         kernel_points=kernel_points, options=parsed,
     )  # fmt: skip
@@ -333,8 +337,8 @@ def _named(content: dict[str, Any]) -> set[int]:
     """Return every training sample that a view or the overview names."""
     views = (view for explanation in _explanations(content) for view in explanation["views"].values())
     named = {entry[0] for view in views for side in ("raised", "lowered") for entry in view[side]}
-    suspects, plane = content["overview"]["suspects"], content["overview"]["map"]
-    named |= {row[0] for row in suspects["rows"]} if suspects else set()
+    plane, parts = content["overview"]["map"], (content["overview"][name] for name in ("suspects", "datamodel"))
+    named |= {row[0] for part in parts if part for row in part["rows"]}
     return named | {index for cell in plane["behind"] for index in cell} if plane else named
 
 

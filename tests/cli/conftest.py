@@ -19,7 +19,10 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def no_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
     """They take seconds."""
-    drawn = {"attribute": ("attribution_figure", "influence_figure"), "uncertainty": ("map_figure", "scores_figure")}
+    drawn = {
+        "attribute": ("attribution_figure", "datamodel_figure", "influence_figure"),
+        "uncertainty": ("map_figure", "scores_figure"),
+    }
     for command, names in drawn.items():
         for name in (*names, "save_figure"):
             monkeypatch.setattr(f"epk_gp.cli.{command}.{name}", lambda *args, **options: None)

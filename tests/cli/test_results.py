@@ -1,4 +1,4 @@
-"""`epk-gp verify`, `attribute`, `influence`, `gram`, `uncertainty` and `demo`: their results are the library's."""
+"""`epk-gp verify`, `attribute`, `influence`, `datamodel`, `gram`, `uncertainty`, `demo`: results are the library's."""
 
 import importlib
 import json
@@ -14,10 +14,11 @@ from torch import nn
 from torch.nn import functional as F
 
 import epk_gp as epk
-from commands import refused, run, write_data
+from commands import SMALL, refused, run, write_data
 from epk_gp.cli.data import draw_rows
 from epk_gp.cli.networks import open_run
 from epk_gp.cli.options import parse_path
+from epk_gp.datamodel.fit import datamodel
 from helpers import assert_close
 from report_cases import embedded
 from written_files import described
@@ -137,6 +138,54 @@ def test_smoothed_influence_averages_over_runs_trained_again(recorded, tmp_path,
     assert torch.equal(arrays["values"], expected)
 
 
+@pytest.fixture(scope="module")
+def longer(tmp_path_factory):
+    """A run of as many steps as a datamodel needs."""
+    folder = tmp_path_factory.mktemp("longer") / "run"
+    assert run("record", "--out", folder, *SMALL, "--steps", 8) == 0
+    return folder
+
+
+def test_datamodel_writes_the_library_s_scores_of_labels_and_its_predictions(longer, tmp_path):
+    assert run("datamodel", longer, "--out", tmp_path, "--num-points", 3, "--top", 2, "--quiet") == 0
+    arrays, y = load_file(tmp_path / "datamodel.safetensors"), load_file(longer / "held_out.safetensors")["labels"][:3]
+    model = datamodel(open_run(longer, None), arrays["inputs"], y)
+    assert torch.equal(arrays["classes"], y)
+    assert torch.equal(arrays["scores"], model.scores[:, None])
+    assert torch.equal(arrays["outputs"], model.outputs[:, None])
+    lines = (tmp_path / "datamodel.csv").read_text().splitlines()
+    assert lines[0] == "point,class,network,training_point,label,score"
+    samples, scores = model.top(0, 2)
+    kept = torch.ones(3, 24, dtype=torch.bool)
+    kept[1:, samples[0]] = kept[2, samples[1]] = False
+    assert [float(line.split(",")[5]) for line in lines[1:3]] == scores.tolist()
+    saved = results(tmp_path / "datamodel.json")
+    assert saved["without_largest"][0] == pytest.approx(model.predict(kept)[:, 0].tolist())
+    assert saved["forecast"] is None
+    assert (tmp_path / "datamodel.png").stat().st_size > 10_000
+    assert not (tmp_path / "partial").exists()
+
+
+def test_datamodel_explains_predicted_classes_without_labels_and_forecasts(longer, tmp_path, no_pictures, capsys):
+    X = load_file(longer / "held_out.safetensors")["inputs"]
+    save_file({"inputs": X[:4].clone()}, tmp_path / "points.safetensors")
+    asked = ("--points", tmp_path / "points.safetensors", "--pairs", 3, "--out", tmp_path, "--quiet")
+    assert run("datamodel", longer, *asked) == 0
+    arrays, trajectory = load_file(tmp_path / "datamodel.safetensors"), open_run(longer, None)
+    predicted = epk.network_outputs(trajectory, X[:4]).argmax(1)
+    model = datamodel(trajectory, X[:4], predicted, pairs=3)
+    assert torch.equal(arrays["classes"], predicted)
+    assert_close(arrays["measured"], model.forecast.measured)
+    assert results(tmp_path / "datamodel.json")["forecast"]["lds"] == pytest.approx(model.forecast.lds)
+    out = capsys.readouterr().out
+    assert "their predicted classes" in out
+    assert f"forecast: LDS {model.forecast.lds:.2f} [" in out
+
+
+def test_datamodel_refuses_a_run_that_is_too_short(recorded, tmp_path, capsys):
+    assert "needs 6 steps at least" in refused(capsys, "datamodel", recorded, "--out", tmp_path, "--quiet")
+
+
 def test_gram_writes_the_library_s_block_along_the_path(recorded, tmp_path):
     size = ("--num-rows", 3, "--num-columns", 5)
     asked = ("--head", "logits", "--rule", "gauss-legendre:2", *size, "--path", "chords:3")
@@ -221,7 +270,7 @@ def test_answers_beside_the_inputs_of_texts_are_explained(tmp_path, monkeypatch,
     optimizer = torch.optim.SGD(net.double().parameters(), lr=0.1)
     options = {"loss": nn.CrossEntropyLoss(), "output": output, "folder": tmp_path / "run"}
     with epk.Recorder(net, optimizer, X, y, **options) as recorder:
-        for _ in range(3):
+        for _ in range(6):
             optimizer.zero_grad()
             F.cross_entropy(net(X).flatten(0, 1), y.flatten()).backward()
             recorder.batch()
@@ -239,6 +288,12 @@ def test_answers_beside_the_inputs_of_texts_are_explained(tmp_path, monkeypatch,
     arrays = load_file(tmp_path / "influence" / "influence.safetensors")
     effect = epk.influence(recorder.trajectory, X[:2], function=epk.log_probability(answers))
     assert torch.allclose(arrays["values"], effect.values, rtol=0, atol=1e-12)
+    of_model = [word for word in asked if word not in ("--outputs", "answers")]
+    assert run("datamodel", *of_model, "--out", tmp_path / "datamodel") == 0
+    assert "their answers" in capsys.readouterr().out
+    model = datamodel(recorder.trajectory, X[:2], function=epk.log_probability(answers))
+    scores = load_file(tmp_path / "datamodel" / "datamodel.safetensors")["scores"]
+    assert torch.allclose(scores[:, 0], model.scores, rtol=0, atol=1e-12)
     page = tmp_path / "report.html"
     assert run("report", *asked, "--out", page, "--kernel-points", 0, "--influence", "--num-points", 1) == 0
     (explanation,), quantum = embedded(page)["points"][0]["explanations"].values(), embedded(page)["quantum"]

@@ -15,10 +15,10 @@ from safetensors.numpy import load_file
 from commands import run
 from written_files import PAGE, described, names, pattern
 
-SIZES: dict[str, int] = {"n": 2, "N": 6, "M": 24, "C": 3, "K": 1, "S": 4, "R": 4, "L": 4, "D": 100, "P": 523}
+SIZES: dict[str, int] = {"n": 2, "N": 6, "M": 24, "C": 3, "K": 1, "S": 6, "R": 6, "L": 4, "D": 100, "P": 523}
 OTHERS = {"gram": {"M": 7}, "uncertainty": {"n": 42}, "uncertainty --validation": {"n": 21}}
 UNCERTAINTY = ("uncertainty", "uncertainty --validation")
-DESCRIBED = ("info", "verify", "attribute", "influence", "gram", *UNCERTAINTY, "audit", "report")
+DESCRIBED = ("info", "verify", "attribute", "influence", "datamodel", "gram", *UNCERTAINTY, "audit", "report")
 RUNS = ("record",)
 MADE = (*RUNS, *DESCRIBED)
 FORMAT = (Path(__file__).parents[2] / "docs" / "format.md").read_text()
@@ -75,12 +75,13 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         "verify": ("--num-points", 2),
         "attribute": ("--num-points", 2, "--outputs", "predicted"),
         "influence": ("--num-points", 2),
+        "datamodel": ("--num-points", 2, "--pairs", 3),
         "gram": ("--num-rows", 6, "--num-columns", 7),
         "report": ("--out", made["report"] / "report.html", "--num-points", 1),
         "uncertainty": ("--num-condition", 8, "--grid", 5, "--num-samples", 8, "--fit-steps", 1),
         "uncertainty --validation": ("--validation", "held-out"),
     }
-    data = ("--num-train", 24, "--num-test", 42, "--width", 5, "--steps", 4, "--dtype", "float32")
+    data = ("--num-train", 24, "--num-test", 42, "--width", 5, "--steps", 6, "--dtype", "float32")
     assert run("record", "--out", recorded, *data, "--quiet") == 0
     for name in MADE:
         if name != "record":
@@ -144,7 +145,7 @@ def test_every_command_that_writes_has_its_section():
 def test_another_shape_name_or_dtype_is_found():
     """The negative control."""
     table = [["`a`", "(n, M)", "*run*", ""], ["`b.NUMBERS`", "(S + 1, …)", "int64", ""]]
-    arrays = {"a": np.zeros((2, 24), np.float32), "b.0.1": np.zeros((5, 7, 7), np.int64)}
+    arrays = {"a": np.zeros((2, 24), np.float32), "b.0.1": np.zeros((7, 7, 7), np.int64)}
     dtypes = {"*run*": "float32"}
     assert differences(table, arrays, dtypes) == []
     assert differences(table, {**arrays, "a": np.zeros((24, 2), np.float32)}, dtypes) == ["a: (n, M) is (24, 2)"]

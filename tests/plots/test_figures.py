@@ -12,11 +12,12 @@ import epk_gp as epk
 from epk_gp.analysis.breakdown import prediction_breakdown, step_ranges
 from epk_gp.analysis.maps import UncertaintyMap, coordinate_plane
 from epk_gp.cli.uncertainty import describe_plane
+from epk_gp.datamodel.model import Verification
 from epk_gp.kernel_machine.axes import by_sample
 from epk_gp.plots import shades_of
 from epk_gp.plots.contributions import attribution_figure
 from epk_gp.plots.maps import map_figure
-from epk_gp.plots.scores import check_figure, scores_figure
+from epk_gp.plots.scores import check_figure, scores_figure, verification_figure
 
 
 @pytest.fixture(scope="module")
@@ -144,3 +145,22 @@ def test_agreements_of_scores_stand_where_their_numbers_are_with_their_intervals
     assert [label.get_text() for label in ax.get_yticklabels()] == [r"\$exact\$", "random", "exact derivatives"]
     words = words_of(figure)
     assert all(label in words for label in ("cosine, derivatives", "LDS, 95 %", "left out, 95 %"))
+
+
+@pytest.mark.parametrize(("Q", "groups"), [(3, 3), (12, 1)])
+def test_a_verification_is_a_dot_for_each_network_and_question_beside_diagonal_and_slope(Q, groups):
+    outputs = torch.arange(Q, dtype=torch.float64)
+    change = torch.randn(5, Q, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    figure = verification_figure(Verification(outputs + change, outputs + 0.5 * change, outputs))
+    (ax,) = figure.axes
+    dots = torch.cat([torch.as_tensor(group.get_offsets().data) for group in ax.collections])
+    assert len(ax.collections) == groups
+    expected = torch.stack([change.T.flatten(), 0.5 * change.T.flatten()], dim=1)
+    assert torch.allclose(dots[dots[:, 0].argsort()], expected[expected[:, 0].argsort()])
+    diagonal, line = (torch.as_tensor(drawn.get_xydata()) for drawn in ax.lines)
+    assert torch.equal(diagonal[:, 0], diagonal[:, 1])
+    assert torch.allclose(line[:, 1], 0.5 * line[:, 0])
+    words = words_of(figure)
+    assert f"5 networks, {Q} questions: correlation 1.00" in words
+    assert "slope 0.50" in words
+    assert ("question 2" in words) == (Q == 3)

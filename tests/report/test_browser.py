@@ -158,8 +158,9 @@ def test_the_overview_shows_its_content(open_report, content):
     page, overview = open_report(content, "#view=overview"), content["overview"]
     assert text(page, "[data-source='overview.accuracy']") == f"{100 * overview['accuracy']:.1f}\u202f%"
     assert text(page, "[data-source='overview.count']") == str(overview["count"])
-    for row, cells in zip(page.locator(".suspects tbody tr").all(), overview["suspects"]["rows"], strict=True):
-        check_cells(row.locator("td").all_inner_texts(), cells[1:])
+    for part in ("suspects", "datamodel"):
+        for row, cells in zip(page.locator(f".{part} tbody tr").all(), overview[part]["rows"], strict=True):
+            check_cells(row.locator("td").all_inner_texts(), cells[1:])
     assert page.locator(".figure svg").count() == len(overview["figures"])
     page.locator("summary", has_text="Table of these numbers").first.click()
     row = page.locator("details table tbody tr >> nth=0")

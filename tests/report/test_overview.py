@@ -12,7 +12,7 @@ from epk_gp.analysis.measures import calibration, gram_spectrum, ood_metrics
 from epk_gp.datasets import three_gaussians
 from epk_gp.gram.sketch import nodes_trajectory
 from epk_gp.report.overview import REPORT_INK
-from report_cases import embedded, written
+from report_cases import embedded, report_case, written
 
 
 @pytest.fixture(scope="module")
@@ -137,6 +137,34 @@ def test_suspects_are_the_first_of_the_ranking_and_are_marked_where_they_contrib
         other = expected[int(index)] if int(index) in listed else int(trajectory.targets[int(index)])
         assert sample["suspected"] == (None if other == int(trajectory.targets[int(index)]) else other)
     assert 0 < sum(sample["suspected"] is not None for sample in shown.values()) < len(shown)
+
+
+@pytest.mark.parametrize("pairs", [0, 3])
+def test_a_datamodel_names_the_largest_scores_of_each_explained_point_and_the_forecast(problem, tmp_path, pairs):
+    trajectory, X, y = (problem[name] for name in ("trajectory", "X", "y"))
+    model = epk.datamodel(trajectory, X[[1, 4]], y[[1, 4]], pairs=pairs)
+    content = written(tmp_path, trajectory, X, y, explained=[1, 4], outputs=1, rule=epk.adaptive(1e-8), datamodel=model)
+    found = content["overview"]["datamodel"]
+    for question, n in enumerate((1, 4)):
+        order = model.scores[question].abs().argsort(descending=True)[:3].tolist()
+        for row, index in zip(found["rows"][3 * question : 3 * question + 3], order, strict=True):
+            assert row[:3] == [index, f"point {n}", f"log-odds of class {int(y[n])}"]
+            expected = [float(value) for value in (model.outputs[question], model.scores[question, index])]
+            assert row[3:] == pytest.approx(expected, rel=1e-3)
+            assert str(index) in content["samples"]["shown"]
+    said = f"the rank correlation {model.forecast.lds:.2f}" if pairs else "No forecast was asked for"
+    assert said in found["sentence"]
+
+
+def test_a_datamodel_of_a_regression_or_a_function_names_its_numbers(tmp_path):
+    trajectory, X, _ = report_case("regression")
+    rule = {"rule": epk.adaptive(1e-8), "explained": 2}
+    for asked in ({}, {"function": torch.sin}):
+        model = epk.datamodel(trajectory, X[:2], **asked)
+        content = written(tmp_path, trajectory, X, datamodel=model, **rule)
+        kind = "number" if asked else "output"
+        names = [(row[1], row[2]) for row in content["overview"]["datamodel"]["rows"][::3]]
+        assert names == [(f"point {n}", f"{kind} {k}") for n in range(2) for k in range(2)]
 
 
 def test_the_map_has_the_values_of_the_map_and_the_samples_of_the_kernel(problem, overview):

@@ -211,6 +211,7 @@ def test_many_layers_are_joined_by_their_names_or_as_neighbours():
         ({"kernel_points": -1}, ValueError, "kernel_points must be at least 0: got -1"),
         ({"posterior": 3}, TypeError, "posterior must be an UncertainClassifier, a LogitGP or a LogitPosterior of X"),
         ({"influence": 3}, TypeError, "influence must be a result of epk_gp.influence: got int"),
+        ({"datamodel": 3}, TypeError, "datamodel must be a result of epk_gp.datamodel: got int"),
         ({"outside": torch.zeros(2, 5)}, ValueError, "outside needs scores of such inputs"),
         ({"accumulate": torch.float64}, TypeError, r"write_report\(\) got an unexpected keyword argument 'accumulate'"),
         ({"y": [0] * 8}, TypeError, "y must be a torch.Tensor: got list"),
@@ -236,6 +237,12 @@ def test_results_of_other_points_or_runs_and_places_that_are_no_file_are_refused
     file = tmp_path / "report.html"
     for place, given, kind, message in (
         (file, {"influence": epk.influence(trajectory, X[4:6])}, ValueError, "influence must be that of training samp"),
+        (
+            file,
+            {"datamodel": epk.datamodel(trajectory, X[4:6], y[4:6])},
+            ValueError,
+            "datamodel must be of this run and",
+        ),
         (file, {"posterior": gp.logit_posterior(X[:3])}, ValueError, r"must be that of X, \(8, 3\): got \(3, 3\)"),
         (file, {"posterior": other}, ValueError, "posterior must be of the run"),
         (file, {"posterior": epk.UncertainClassifier(trajectory)}, ValueError, r"fitted: call fit\(X, y\)"),

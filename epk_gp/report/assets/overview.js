@@ -16,30 +16,32 @@ function accuracyLine(overview) {
   );
 }
 
-function suspectsCard(suspects) {
-  const source = 'overview.suspects.rows';
+// A list of training points: what is said of it, and a row for each of them.
+function samplesCard(name, title, caption) {
+  const list = content.overview[name];
+  if (!list) return null;
+  const source = `overview.${name}.rows`;
   const cells = tableCells(
-    suspects.rows.map((row) => row.slice(1)),
+    list.rows.map((row) => row.slice(1)),
     source,
     1,
   );
-  const rows = suspects.rows.map((row, number) => [sampleCell(row[0], `${source}.${number}.0`, false), ...cells[number]]);
+  const rows = list.rows.map((row, number) => [sampleCell(row[0], `${source}.${number}.0`, false), ...cells[number]]);
   return el(
     'section',
     { class: 'card wide' },
-    el('h3', {}, 'Suspected label errors'),
-    el('p', {}, suspects.sentence),
+    el('h3', {}, title),
+    el('p', {}, list.sentence),
     rows.length
-      ? table('Training points whose label is suspected to be wrong', ['Training point', ...suspects.head], rows, {
-          class: 'suspects',
-        })
+      ? table(caption, ['Training point', ...list.head], rows, { class: name })
       : el('p', {}, 'None.'),
   );
 }
 
 function buildOverview() {
   const { overview } = content;
-  const nothing = overview.accuracy === null && !overview.figures.length && !overview.suspects && !overview.map;
+  const parts = [overview.suspects, overview.datamodel, overview.map];
+  const nothing = overview.accuracy === null && !overview.figures.length && !parts.some(Boolean);
   byId('overview').append(
     ...[
       nothing ? el('p', {}, 'This report has no numbers of the whole.') : null,
@@ -49,7 +51,8 @@ function buildOverview() {
         { class: 'cards two' },
         overview.map ? mapCard(overview.map) : null,
         overview.figures.map(figureCard),
-        overview.suspects ? suspectsCard(overview.suspects) : null,
+        samplesCard('datamodel', 'Without many samples', 'Training points whose absence would change a number most'),
+        samplesCard('suspects', 'Suspected label errors', 'Training points whose label is suspected to be wrong'),
       ),
     ].filter(Boolean),
   );
