@@ -20,6 +20,7 @@ from helpers import Attention
 from loops import Tokens
 
 NODES = 6
+datamodel = epk.datamodel  # asked for before its folder's modules, whose import gives the folder the function's name
 Metric = Callable[[dict[str, Any], dict[str, Any], int], Any]
 
 
@@ -46,6 +47,10 @@ def mlp(outputs: int = 3) -> nn.Module:
 
 NETWORKS: dict[str, tuple[Callable[[], nn.Module], Callable[..., Tensor]]] = {
     "mlp": (mlp, vectors),
+    "wide": (
+        lambda: nn.Sequential(nn.Linear(4, 30), nn.Tanh(), nn.Linear(30, 30), nn.Tanh(), nn.Linear(30, 3)),
+        vectors,
+    ),
     "cnn": (
         lambda: nn.Sequential(
             nn.Conv2d(1, 3, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(12, 3)
@@ -220,7 +225,7 @@ class Dense:
 
     @functools.cached_property
     def curvature(self) -> float:
-        """Mean of the diagonal of the loss's second derivative, states weighted by the mean diagonal of their kernel."""
+        """Mean diagonal of the loss's second derivative, states weighted by the mean diagonal of their kernel."""
         N = len(self.a)
         curvatures = torch.stack([hessian(self.loss)(u).diagonal().mean() for u in self.path])
         weights = torch.stack([K[:N].diagonal().mean() for K in self.kernels])
