@@ -51,7 +51,7 @@ def test_one_number_for_each_parameter_goes_into_two_factors_exactly(monkeypatch
 
 
 def in_two_factors(H: Tensor) -> Tensor:
-    """Let 1 / H of each layer of "wide", its bias as a column, be means over rows times those over columns by its mean."""
+    """Let 1 / H of each layer of "wide", bias as a column, be means over rows times those over columns by its mean."""
     changed = list[Tensor]()
     for own, rows in zip(H.split([150, 930, 93]), (30, 30, 3), strict=True):
         inverse = 1 / torch.cat([own[:-rows].view(rows, -1), own[-rows:, None]], dim=1)
