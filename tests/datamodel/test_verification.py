@@ -173,21 +173,19 @@ def test_a_model_names_what_it_holds(forecast_model: Any) -> None:
     assert "from 8 networks" in text
     assert forecast_model.method in text
     assert "Datamodel" in repr(LOOP.model)
-    assert "Datamodel" in LOOP.model._repr_html_()
 
 
 @pytest.mark.parametrize("name", ["y", "classes", "function"])
-def test_a_frame_has_a_row_for_each_question_and_sample(name: str) -> None:
+def test_a_frame_has_a_row_for_each_question_and_a_column_for_each_sample(name: str) -> None:
     asked = {"y": Y} if name == "y" else {"classes": Y} if name == "classes" else QUESTIONS["a function"]
     model = epk.datamodel(LOOP.run, X, **asked)
-    frame = model.to_frame()
-    assert len(frame) == model.scores.numel()
-    assert {"point", "sample", "scores"} <= set(frame.columns)
+    frame, K = model.to_frame(), 2 if name == "function" else 1
     kind = {"y": "log-odds", "classes": "output", "function": "number"}[name]
-    assert kind in frame.columns
-    first = frame[(frame["point"] == 1) & (frame[kind] == 0)]
-    question = 1 if name != "function" else 2
-    assert first["scores"].tolist() == pytest.approx(model.scores[question].tolist())
+    assert frame.index.names == ["point", kind]
+    assert frame.index.tolist() == [(point, k) for point in range(4) for k in range(K)]
+    assert frame["scores"].columns.tolist() == list(range(12))
+    assert_close(torch.tensor(frame["scores"].to_numpy()), model.scores)
+    assert_close(torch.tensor(frame["outputs"].to_numpy()), model.outputs)
 
 
 def test_a_verification_names_what_it_compares() -> None:
