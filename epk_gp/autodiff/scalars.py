@@ -138,18 +138,52 @@ def ask(
         trajectory, X, RowFunction(asked.function, *(value.detach().to(X.device) for value in asked.data))
     )
     signature = AskedSignature(graph=base.graph, recorded=base, shape=tuple(X.shape[1:]), dtype=X.dtype, function=asked)
-    dtype = X.dtype if X.is_floating_point() else torch.int64
-    rows = side_by_side([X, torch.arange(n, device=X.device)], dtype)
     K, size = _validated(trajectory, X, signature)
-    parts = trajectory.model.__getstate__() | {"signature": replace(signature, rows_per_call=size)}
-    model = FunctionalModel(**parts)
-    run = replace(trajectory, model=model, inputs=rows, num_outputs=K, live=None, asked_of=trajectory)
+    run, rows = _asking(trajectory, X, replace(signature, rows_per_call=size), K)
     digest = hashlib.blake2b(f"{trajectory.digest} asked for {K}".encode(), digest_size=16)
     for state in (0, -1):
         values = outputs_at(run, rows, state, "logits")
         _require_finite(values, "trained" if state else "initial")
         digest.update(" ".join(f"{value:.{_DIGITS[values.dtype]}g}" for value in values.flatten().tolist()).encode())
     return replace(run, digest=digest.hexdigest()), rows
+
+
+def _asking(
+    trajectory: Trajectory, X: Shaped[Tensor, "n ..."], signature: AskedSignature, K: int
+) -> tuple[Trajectory, Shaped[Tensor, "n E"]]:
+    """Return a run whose network gives K numbers of each input, with these inputs and their numbers as its own."""
+    dtype = X.dtype if X.is_floating_point() else torch.int64
+    rows = side_by_side([X, torch.arange(len(X), device=X.device)], dtype)
+    model = FunctionalModel(**trajectory.model.__getstate__() | {"signature": signature})
+    return replace(trajectory, model=model, inputs=rows, num_outputs=K, live=None, asked_of=trajectory), rows
+
+
+def scores_of_loss(
+    trajectory: Trajectory, X: Shaped[Tensor, "n ..."], targets: Shaped[Tensor, "n ..."]
+) -> tuple[Trajectory, Shaped[Tensor, "n E"], torch.Size] | None:
+    """Return the run as it is asked for the scores that its loss takes, its inputs, and the shape of a row's scores.
+
+    Args:
+        trajectory: The recorded run.
+        X: n packed inputs.
+        targets: Their targets.
+
+    Returns:
+        None where the loss takes something else than one tensor.
+    """
+    z, base = losses.own_input(trajectory.loss, _returned(trajectory, X)[2], targets[:1]), trajectory.model.signature
+    if not isinstance(z, Tensor):
+        return None
+    function = RowFunction(partial(_own_scores, loss=trajectory.loss), targets)
+    signature = AskedSignature(
+        graph=base.graph, recorded=base, shape=tuple(X.shape[1:]), dtype=X.dtype, function=function
+    )
+    return *_asking(trajectory, X, signature, z.numel()), z.shape[1:]
+
+
+def _own_scores(returned: Any, targets: Tensor, *, loss: losses.Loss) -> Float[Tensor, "m D"]:
+    z: Tensor = losses.own_input(loss, returned, targets)
+    return z.flatten(1)
 
 
 def _returned(trajectory: Trajectory, X: Shaped[Tensor, "n ..."]) -> tuple[FunctionalModel, dict[str, Tensor], Any]:

@@ -4,10 +4,12 @@ With cross entropy of one class a sample, the loss log(1 + e^-m) depends on the 
 
     m = log p_y - log(1 - p_y) = z_y - log sum_{c != y} e^{z_c},   force -dloss / dm = sigmoid(-m);
 
-with any other loss of outputs (n, C) on the C outputs, whose forces are -dloss / dz.
+with any other loss of outputs (n, C) on the C outputs, whose forces are -dloss / dz. Scores of many positions, as of
+words, are too many: there the curvature of the loss is that of labels which are drawn from the network's own
+probabilities, whose gradients stand beside that of the sample's loss.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
@@ -15,7 +17,17 @@ from jaxtyping import Float, Int64, Shaped
 from torch import Tensor, nn
 
 from epk_gp.autodiff.dense import Cotangents, all_outputs
-from epk_gp.core.losses import ClassLoss, CrossEntropy, Loss, PerSampleLoss, per_sample_losses, soft_targets
+from epk_gp.core.losses import (
+    ClassLoss,
+    CrossEntropy,
+    Loss,
+    PerSampleLoss,
+    classes_second,
+    ignored_class,
+    loss_derivatives,
+    per_sample_losses,
+    soft_targets,
+)
 
 
 def log_odds(z: Float[Tensor, "n C"], classes: Int64[Tensor, " n"]) -> Float[Tensor, " n"]:
@@ -77,6 +89,10 @@ class Coordinates:
         q = soft_targets(self.loss, self.targets, like)  # type: ignore[arg-type]  # `are_margins`
         return q.argmax(dim=1), q.sum(dim=1)
 
+    def at(self, z: Float[Tensor, "M C"], node: int) -> "Coordinates":
+        """Return the coordinates at a node, which are the same at all."""
+        return self
+
     def cotangents(self, rows: slice) -> Cotangents:
         """Return the derivatives of the coordinates of some samples in their outputs."""
         if self.are_margins:
@@ -124,3 +140,49 @@ def alternating(u: Float[Tensor, "N s"]) -> Float[Tensor, "N s"]:
     signs = torch.ones_like(u)
     signs[1::2] = -1
     return signs
+
+
+@dataclass(frozen=True, eq=False)
+class PseudoLabels:
+    """Gradients of the losses of M samples for drawn labels, K - 1 for each, and for the recorded targets.
+
+    Attributes:
+        loss: The loss of the run.
+        targets: Targets of the samples.
+        shape: Shape of a sample's scores.
+        draws: K - 1.
+        labels: The drawn labels, (K - 1, M, ...); None before they are drawn.
+    """
+
+    loss: ClassLoss
+    targets: Int64[Tensor, "M ..."]
+    shape: torch.Size
+    draws: int
+    labels: Int64[Tensor, "draws M ..."] | None = None
+
+    @property
+    def per_sample(self) -> int:
+        """K."""
+        return self.draws + 1
+
+    def at(self, z: Float[Tensor, "M D"], node: int) -> "PseudoLabels":
+        """Draw labels from the probabilities of a network that gives these scores; the same in every call."""
+        p = classes_second(self.loss, z.unflatten(1, self.shape), self.targets).movedim(1, -1).softmax(dim=-1)
+        generator = torch.Generator().manual_seed(node)
+        drawn = torch.multinomial(p.flatten(0, -2).cpu(), self.draws, replacement=True, generator=generator)
+        labels = drawn.T.unflatten(1, p.shape[:-1]).to(z.device)
+        return replace(self, labels=torch.where(self.targets == ignored_class(self.loss), self.targets, labels))
+
+    def cotangents(self, rows: slice) -> Cotangents:
+        """Return the derivatives of minus the losses of some samples in their scores."""
+
+        def of_scores(z: Tensor) -> Tensor:
+            own = [*([] if self.labels is None else self.labels), self.targets]
+            scores = z.unflatten(1, self.shape)
+            return torch.stack([-loss_derivatives(self.loss, scores, y[rows]).flatten(1) for y in own])
+
+        return Cotangents(of_scores)
+
+    def of(self, z: Float[Tensor, "M D"]) -> Float[Tensor, " none"]:
+        """Return no coordinates."""
+        return z.new_empty(0)

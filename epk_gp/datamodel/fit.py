@@ -1,15 +1,16 @@
 """The datamodel of a recorded run, of several, or of anybody's checkpoints."""
 
-from collections.abc import Sequence
+import os
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, Unpack
+from typing import Any, Literal, Unpack
 
 import torch
 from jaxtyping import Int64, Shaped
-from torch import Tensor
+from torch import Tensor, nn
 
 from epk_gp.autodiff.dense import PlannedModel
-from epk_gp.autodiff.scalars import Function, ask
+from epk_gp.autodiff.scalars import Function, ask, log_probability, scores_of_loss
 from epk_gp.autodiff.verification import with_plan
 from epk_gp.core.checks import (
     ComputeOptions,
@@ -22,24 +23,27 @@ from epk_gp.core.checks import (
     validate_tensor,
 )
 from epk_gp.core.inputs import Inputs
-from epk_gp.core.losses import Head, resolve_head
+from epk_gp.core.losses import ClassLoss, CrossEntropy, Head, Loss, resolve_head
 from epk_gp.core.trajectory import Trajectory, outputs_at, parse_inputs, validate_trajectory, warn_unless_live
-from epk_gp.datamodel.coordinates import Coordinates
+from epk_gp.datamodel.coordinates import Coordinates, PseudoLabels
 from epk_gp.datamodel.kernels import KernelWork, Questions
-from epk_gp.datamodel.model import CORRECTION, Datamodel, joined
-from epk_gp.datamodel.nodes import NUM_STATES, PathNodes, path_nodes
-from epk_gp.datamodel.training import PathTraining
+from epk_gp.datamodel.model import CORRECTION, LINEAR, TRAINING, Datamodel, joined
+from epk_gp.datamodel.nodes import NUM_STATES, CheckpointNodes, checkpoint_nodes, path_nodes
+from epk_gp.datamodel.training import LARGEST_DENSE, GaussNewton, PathTraining, gauss_newton_scores
 from epk_gp.kernel_machine.certificate import run_findings, warn_unless_certified
 from epk_gp.kernel_machine.influence import Influence, influence
 from epk_gp.kernel_machine.retrain import require_loss_as_function
+from epk_gp.trained.between import CHECKPOINTS, path_of_checkpoints
+from epk_gp.trained.checkpoints import Checkpoint, listed
 from epk_gp.work.run import run as run_pieces
 
+_DRAWS = 8  # labels that are drawn for each sample, at most: measured, 1 to 8 give LDS .69, .74, .76, .78 (letters)
 _EXACT = 1e10  # multiplications of all kernels up to which the metric goes into outer products exactly: some .3 s
 
 
 @door
 def datamodel(
-    trajectory: Trajectory | Sequence[Trajectory],
+    trajectory: Trajectory | Sequence[Trajectory] | Sequence[Checkpoint] | str | os.PathLike[str],
     X: Inputs,
     y: Shaped[Tensor, "n ..."] | None = None,
     *,
@@ -49,6 +53,11 @@ def datamodel(
     derivative: Influence | bool = False,
     pairs: int = 0,
     seed: int = 0,
+    data: tuple[Inputs, Shaped[Tensor, "M ..."]] | None = None,
+    network: nn.Module | None = None,
+    loss: Loss | nn.Module | None = None,
+    optimizer: Literal["Adam", "SGD"] | None = None,
+    output: Callable[[Any], Tensor] | None = None,
     **options: Unpack[ComputeSettings],
 ) -> Datamodel:
     """Predict what a network would say after training on other subsets of its samples: all of them, all questions.
@@ -59,7 +68,8 @@ def datamodel(
 
     Args:
         trajectory: Recorded run on M samples; or several on the same samples, such as on random halves of them, whose
-            predictions are averaged.
+            predictions are averaged. Or six checkpoints, or more, as `between` takes them, at even times from the
+            initial network to the trained one.
         X: n inputs, of the structure of the training inputs.
         y: The class of each input, whose log-odds is explained. Not needed with classes or a function; with squared
             error the outputs are explained, whatever y is.
@@ -72,6 +82,12 @@ def datamodel(
         pairs: So many pairs of complementary random halves are trained again (`retrain`): for the unit of predictions,
             the better method, and a forecast of the linear datamodeling score.
         seed: Draws the halves.
+        data: With checkpoints, training inputs and targets.
+        network: With checkpoints, the network.
+        loss: With checkpoints, the loss; cross entropy by default.
+        optimizer: With checkpoints, whose steps were scaled as "Adam" or "SGD" does; None takes the one whose steps go
+            along the ways between checkpoints.
+        output: With checkpoints, as of `Recorder`.
         options: `memory_budget`, `progress`, `checkpoint` and `executor`; see `ComputeOptions`.
 
     Returns:
@@ -85,7 +101,16 @@ def datamodel(
     parsed = parse_options("datamodel", ("accumulate",), **options)
     validate_count(pairs, "pairs", minimum=0)
     validate_integer(seed, "seed")
-    runs = tuple(trajectory) if isinstance(trajectory, Sequence) else (trajectory,)
+    runs: tuple[Any, ...] = tuple(trajectory) if isinstance(trajectory, list | tuple) else (trajectory,)
+    if network is not None or data is not None:
+        if network is None or data is None:
+            raise ValueError(
+                f"checkpoints need both data= and network=: got data={data!r:.40}, network={network!r:.40}."
+            )
+        if optimizer not in (None, "Adam", "SGD"):
+            raise ValueError(f'optimizer must be "Adam", "SGD" or None: got {optimizer!r}.')
+        stated = CrossEntropy() if loss is None else loss
+        runs = (path_of_checkpoints(network, listed(trajectory), data, stated, output)[0],)
     for run in runs:
         validate_trajectory(run)
     if any(run.data_digest != runs[0].data_digest for run in runs):
@@ -93,7 +118,7 @@ def datamodel(
     if derivative is not False and len(runs) > 1:
         raise ValueError("derivative must be of one run: got several. Leave it out.")
     asked: dict[str, Any] = {"head": head, "classes": classes, "function": function}
-    models = [_of_run(run, X, y, asked, parsed) for run in runs]
+    models = [_of_run(run, X, y, asked, parsed, optimizer) for run in runs]
     model = joined(models)
     if derivative is not False:
         model = _corrected(model, X, y, asked, derivative, options)
@@ -103,22 +128,53 @@ def datamodel(
     return model
 
 
-def _of_run(run: Trajectory, X: Any, y: Any, asked: dict[str, Any], options: ComputeOptions) -> Datamodel:
+def _of_run(
+    run: Trajectory, X: Any, y: Any, asked: dict[str, Any], options: ComputeOptions, optimizer: str | None
+) -> Datamodel:
     require_loss_as_function(run, "epk_gp.datamodel")
     warn_unless_live(run)
     X = parse_inputs(run, X).detach()
-    coordinates = Coordinates(run.loss, run.targets, run.num_outputs)
+    trained, coordinates = _training_side(run)
     questions = _questions(run, X, y, coordinates, **asked)
-    nodes = path_nodes(run.trained)
+    nodes = checkpoint_nodes(run, optimizer) if run.update_rule == CHECKPOINTS else path_nodes(run.trained)
 
-    def compute(net: PlannedModel, recorded_net: PlannedModel) -> Datamodel:
-        return _fitted(net, recorded_net, nodes, coordinates, questions, options)
+    def compute(net: PlannedModel, trained_net: PlannedModel) -> Datamodel:
+        work = KernelWork(
+            nodes=nodes,
+            first=0 if isinstance(coordinates, Coordinates) else NUM_STATES // 2,
+            trained=trained,
+            coordinates=coordinates,
+            questions=questions,
+            is_exact=True,
+            memory_budget=options.memory_budget,
+            plan=net.plan,
+            recorded_plan=trained_net.plan,
+        )
+        rows, columns = work.shape
+        is_exact = len(work.pieces) * rows * columns * run.num_weights <= _EXACT
+        return _fitted(replace(work, is_exact=is_exact), options)
 
-    return with_plan(compute, X, questions.run, run)
+    return with_plan(compute, questions.X, questions.run, trained)
+
+
+def _training_side(run: Trajectory) -> tuple[Trajectory, Coordinates | PseudoLabels]:
+    """Return what the loss of the samples depends on, and the run whose network gives it."""
+    if run.loss_takes_outputs:
+        return run, Coordinates(run.loss, run.targets, run.num_outputs)
+    found, loss = scores_of_loss(run, run.inputs, run.targets), run.loss
+    if found is not None and len(found[2]) == 1:
+        return found[0], Coordinates(loss, run.targets, found[0].num_outputs)
+    if found is None or not isinstance(loss, ClassLoss) or run.targets.is_floating_point():
+        raise ValueError(
+            f"a datamodel needs a loss of outputs (n, C), or of classes at positions: got {loss} of what else the "
+            "network returned. Record the run without output=, or ask epk_gp.influence."
+        )
+    draws = max(1, min(_DRAWS, LARGEST_DENSE // run.num_points))
+    return found[0], PseudoLabels(loss, run.targets, found[2], draws)
 
 
 def _questions(
-    run: Trajectory, X: Tensor, y: Any, coordinates: Coordinates, *, head: Any, classes: Any, function: Any
+    run: Trajectory, X: Tensor, y: Any, side: Coordinates | PseudoLabels, *, head: Any, classes: Any, function: Any
 ) -> Questions:
     if function is not None:
         if not (head is None and classes is None and y is None):
@@ -128,79 +184,81 @@ def _questions(
         validate_labels(classes, len(X), run.num_outputs, name="classes")
         own = resolve_head(head, run.loss, run.num_outputs)
         return Questions(run, X, classes.to(X.device, torch.int64), own)
-    if coordinates.are_margins or (y is not None and run.num_outputs == 1 and coordinates.is_logit):
-        if y is None:
-            raise ValueError("y must have the class of each input, whose log-odds is explained: got None.")
-        validate_labels(y, len(X), max(2, run.num_outputs), name="y")
-        return Questions(run, X, y.to(X.device, torch.int64), None)
+    if y is None and (isinstance(side, PseudoLabels) or side.are_margins):
+        raise ValueError("y must have the class of each input, whose log-odds is explained: got None.")
+    if isinstance(side, PseudoLabels):
+        return Questions(*ask(run, X, log_probability(y)), None, "logits")
+    if y is not None and (side.are_margins or side.is_logit):
+        validate_labels(y, len(X), max(2, side.num_outputs), name="y")
+        scores = None if run.loss_takes_outputs else scores_of_loss(run, X, y)
+        asked = (run, X) if scores is None else scores[:2]
+        return Questions(*asked, y.to(X.device, torch.int64), None)
     if y is not None:
         validate_tensor(y, "y")
     return Questions(run, X, None, resolve_head(head, run.loss, run.num_outputs))
 
 
-def _fitted(
-    net: PlannedModel,
-    recorded_net: PlannedModel,
-    nodes: PathNodes,
-    coordinates: Coordinates,
-    questions: Questions,
-    options: ComputeOptions,
-) -> Datamodel:
-    """Compute the kernels of a run, and what path training needs beside them."""
-    run, X = nodes.run, questions.X
-    N = coordinates.per_sample * run.num_points
-    rows = N + len(X) * questions.per_input
-    is_exact = NUM_STATES * rows * N * run.num_weights <= _EXACT
-    is_asked = questions.run.asked_of is not None
-    work = KernelWork(
-        nodes=nodes,
-        coordinates=coordinates,
-        questions=questions,
-        is_exact=is_exact,
-        memory_budget=options.memory_budget,
-        plan=net.plan,
-        recorded_plan=recorded_net.plan if is_asked else None,
-    )
-    fitting = options.memory_budget // 2 // work.piece_bytes
-    groups = next((count for count in (NUM_STATES, 3, 2, 1) if count <= fitting), 0)
+def _fitted(work: KernelWork, options: ComputeOptions) -> Datamodel:
+    """Compute the kernels of a run, and what is made of them."""
+    nodes, questions, run, size = work.nodes, work.questions, work.nodes.run, work.piece_bytes
+    count, fitting = len(work.pieces), options.memory_budget // 2 // size
+    groups = max((number for number in (1, 2, 3, NUM_STATES) if number <= fitting), default=0)
     if not groups:
         raise ValueError(
-            f"half of memory_budget must hold the kernel of {N:,} training coordinates, {work.piece_bytes:,} bytes: "
-            f"got memory_budget={options.memory_budget:,}. Pass a larger one, or record fewer samples."
+            f"half of memory_budget must hold the kernel of {work.shape[1]:,} gradients of training samples, {size:,} "
+            f"bytes: got memory_budget={options.memory_budget:,}. Pass a larger one, or record fewer samples."
         )
-    kernels, along, sizes = list[Tensor](), list[Tensor](), list[float]()
-    for number, (_, sums) in enumerate(run_pieces(work, options, "datamodel")):
-        kernel = sums.added["kernel"]
-        along.append(sums.added["coordinates"])
-        sizes.append(float(kernel[:N].diagonal().mean()))
-        if number * groups % NUM_STATES < groups:
-            kernels.append(kernel)
-        else:
-            kernels[-1] += kernel
-    first = recorded_net.model.spec.cast(run.inputs)
-    start = torch.cat([coordinates.of(outputs_at(run, first, 0, "logits")), questions.values(0)])
-    forces, curvatures = coordinates.along(torch.stack(along, dim=1))
-    weights = start.new_tensor(sizes)
-    training = PathTraining(
-        kernels=tuple(kernels),
-        start=start,
-        recorded=questions.values(-1),
-        coordinates=coordinates,
-        sample_weights=nodes.sample_weights.to(start),
-        forces=forces.mean(dim=1),
-        curvature=float(curvatures @ weights / weights.sum()),
-        steps=nodes.steps,
-        time=nodes.time,
-    )
-    if not torch.stack([kernel.sum() for kernel in kernels]).isfinite().all():
-        raise ValueError("kernels must be finite: gradients along the run overflow, or hold NaN.")
+    recorded = questions.values(-1)
+    weights = nodes.sample_weights.to(recorded)
+    sums = (own.added for _, own in run_pieces(work, options, "datamodel"))
+    training: PathTraining | GaussNewton
+    if isinstance(work.coordinates, PseudoLabels):
+        draws, present = work.coordinates.draws, (weights > 0).to(weights)
+        found = [gauss_newton_scores(own["kernel"].mul_(NUM_STATES), weights, draws) for own in sums]
+        scores = torch.stack(found).mean(dim=0)
+        training = GaussNewton(scores, recorded, present, nodes.steps[work.first :], nodes.time)
+    else:
+        N, coordinates, kernels, along, sizes = (
+            work.shape[1],
+            work.coordinates,
+            list[Tensor](),
+            list[Tensor](),
+            list[float](),
+        )
+        for number, own in enumerate(sums):
+            along.append(own["coordinates"])
+            sizes.append(float(own["kernel"][:N].diagonal().mean()))
+            if number * groups % count < groups:
+                kernels.append(own["kernel"])
+            else:
+                kernels[-1] += own["kernel"]
+        start = torch.cat([coordinates.of(outputs_at(work.trained, work.inputs, 0, "logits")), questions.values(0)])
+        forces, curvatures = coordinates.along(torch.stack(along, dim=1))
+        own_sizes = start.new_tensor(sizes)
+        training = PathTraining(
+            kernels=tuple(kernels),
+            start=start,
+            recorded=recorded,
+            coordinates=coordinates,
+            sample_weights=weights,
+            forces=forces.mean(dim=1),
+            curvature=float(curvatures @ own_sizes / own_sizes.sum()),
+            steps=nodes.steps,
+            time=nodes.time,
+        )
+        if isinstance(nodes, CheckpointNodes):
+            training = training.with_time(coordinates.forces(along[-1][:, None]))
+    scores = training.ridge()
+    if not bool(scores.isfinite().all()):
+        raise ValueError("scores must be finite: gradients along the run overflow, or hold NaN.")
     return Datamodel(
-        outputs=training.recorded,
-        scores=training.ridge(),
+        outputs=recorded,
+        scores=scores,
         trainings=(training,),
-        trajectories=(questions.run.recorded,),
+        trajectories=(run,),
         questions=questions,
-        metric="exact" if is_exact or nodes.is_even else "factored",
+        method=TRAINING if isinstance(training, PathTraining) else LINEAR,
+        metric="exact" if work.is_exact or nodes.is_even else "factored",
         findings=tuple(run_findings(run)),
     )
 

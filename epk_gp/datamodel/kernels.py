@@ -29,7 +29,7 @@ from epk_gp.core.losses import Head, apply_head
 from epk_gp.core.plans import empty_huge_pages, rows_per_pass
 from epk_gp.core.step import fingerprint
 from epk_gp.core.trajectory import Trajectory, flat_state, outputs_at
-from epk_gp.datamodel.coordinates import Coordinates, log_odds, log_odds_cotangents
+from epk_gp.datamodel.coordinates import Coordinates, PseudoLabels, log_odds, log_odds_cotangents
 from epk_gp.datamodel.nodes import PathNodes
 from epk_gp.gram.accumulator import GramAccumulator
 from epk_gp.work.run import Piece, Place, RunWork, Sums
@@ -91,6 +91,8 @@ class KernelWork(RunWork):
 
     Attributes:
         nodes: The nodes.
+        first: The first node whose kernel is computed.
+        trained: The run whose network gives what the coordinates are made of.
         coordinates: Of the training samples, K' of each of M.
         questions: What is asked.
         is_exact: Whether the metric goes into outer products exactly, which are written out then.
@@ -98,7 +100,9 @@ class KernelWork(RunWork):
     """
 
     nodes: PathNodes
-    coordinates: Coordinates
+    first: int = 0
+    trained: Trajectory
+    coordinates: Coordinates | PseudoLabels
     questions: Questions
     is_exact: bool
     memory_budget: int
@@ -118,7 +122,7 @@ class KernelWork(RunWork):
     def pieces(self) -> list[Piece]:
         """The nodes."""
         name = self.named("kernel")
-        return [Piece(f"{name}-{number}", (number,)) for number in range(len(self.nodes.steps))]
+        return [Piece(f"{name}-{number}", (number,)) for number in range(self.first, len(self.nodes.steps))]
 
     @property
     def piece_bytes(self) -> int:
@@ -128,16 +132,23 @@ class KernelWork(RunWork):
     def identity(self) -> str:
         """Return a fingerprint of everything on which the kernels depend."""
         asked, run = self.questions, self.nodes.run
-        sizes = self.is_exact, self.memory_budget
+        sizes = self.is_exact, self.memory_budget, self.coordinates.per_sample
         return fingerprint("datamodel", run.digest, asked.run.digest, asked.X, asked.classes, asked.head, *sizes)
 
     @cached_property
-    def _inputs(self) -> Shaped[Tensor, "M ..."]:
-        return self.net.model.spec.cast(self.nodes.run.inputs)
+    def trained_net(self) -> PlannedModel:
+        """The network of the training side, with its plan."""
+        return PlannedModel(self.trained.model_for(self.inputs), self.recorded_plan or self.plan)
 
     @cached_property
-    def _cost(self) -> ContractionCost:
-        plans = [(net.plan.bias_of, net.plan.dense_params) for net in (self.net, self.recorded_net)]
+    def inputs(self) -> Shaped[Tensor, "M ..."]:
+        """Its inputs."""
+        return self.net.model.spec.cast(self.trained.inputs)
+
+    @cached_property
+    def cost(self) -> ContractionCost:
+        """Decides the representations of layers, alike on both sides."""
+        plans = [(net.plan.bias_of, net.plan.dense_params) for net in (self.net, self.trained_net)]
         return ContractionCost(self.coordinates.per_sample**2, 1, all_dense=plans[0] != plans[1])
 
     def compute(self, place: Place, saved: Sums) -> Iterator[Sums]:
@@ -157,21 +168,21 @@ class KernelWork(RunWork):
                 of_train[:, own, :, others] = block.permute(2, 3, 0, 1)
             for others in asked:
                 of_questions[others][..., own] = _products(side.asked(others), right).transpose(0, 1)
-        with torch.no_grad():
-            parts = self._inputs.split(rows_per_pass(self.recorded_net.plan, self.net.itemsize))
-            params = self.recorded_net.model.unflatten(side.weights)
-            z = torch.cat([self.recorded_net.model(params, part) for part in parts])
-        yield Sums({"kernel": kernel, "coordinates": self.coordinates.of(z)}, steps=1)
+        yield Sums({"kernel": kernel, "coordinates": self.coordinates.of(side.outputs)}, steps=1)
 
 
 class _NodeSide:
     """Layer Jacobians at a node, with the square root of the metric in them."""
 
     def __init__(self, work: KernelWork, node: int) -> None:
-        self.work, X = work, work.questions.X
-        self.weights = flat_state(work.nodes.run, work.nodes.steps[node], X)
-        H, net = work.nodes.metric(node, self.weights[: work.net.model.num_weights]), work.recorded_net
-        self._metric = H[flat_columns(net, all_dense=work._cost.all_dense).to(H.device)]
+        self.work, net = work, work.trained_net
+        self.weights = flat_state(work.nodes.run, work.nodes.steps[node], work.questions.X)
+        H = work.nodes.metric(node, self.weights[: net.model.num_weights])
+        self._metric = H[flat_columns(net, all_dense=work.cost.all_dense).to(H.device)]
+        with torch.no_grad():
+            params, parts = net.model.unflatten(self.weights), work.inputs.split(rows_per_pass(net.plan, net.itemsize))
+            self.outputs = torch.cat([net.model(params, part) for part in parts])
+        self._coordinates = work.coordinates.at(self.outputs, node)
 
     @cached_property
     def tile_points(self) -> int:
@@ -181,20 +192,21 @@ class _NodeSide:
 
     def train(self, rows: slice) -> list[LayerJacobian]:
         """Return those of the coordinates of training samples."""
-        return self._weighted(self.work.recorded_net, self.work._inputs, self.work.coordinates, rows)
+        return self._weighted(self.work.trained_net, self.work.inputs, self._coordinates, rows)
 
     def asked(self, rows: slice) -> list[LayerJacobian]:
         """Return those of the questions."""
         return self._weighted(self.work.net, self.work.questions.X, self.work.questions, rows)
 
     def _weighted(
-        self, net: PlannedModel, X: Tensor, asked: Coordinates | Questions, rows: slice
+        self, net: PlannedModel, X: Tensor, asked: Coordinates | PseudoLabels | Questions, rows: slice
     ) -> list[LayerJacobian]:
-        parts, size = list[list[LayerJacobian]](), rows_per_pass(net.plan, net.itemsize, net.plan.num_outputs)
+        K = asked.per_input if isinstance(asked, Questions) else asked.per_sample
+        parts, size = list[list[LayerJacobian]](), rows_per_pass(net.plan, net.itemsize, K)
         for first in range(rows.start, rows.stop, size):
             some = slice(first, min(first + size, rows.stop))
             jacobians = layer_jacobians(
-                net, WeightLocation(self.weights), X[some], asked.cotangents(some), self.work._cost
+                net, WeightLocation(self.weights), X[some], asked.cotangents(some), self.work.cost
             )
             widths = [_num_weights(jacobian) for jacobian in jacobians]
             metric = zip(jacobians, self._metric.split(widths), strict=True)

@@ -13,11 +13,12 @@ from epk_gp.core.show import Entry, Summary, Tabular, certificate_entry, count, 
 from epk_gp.core.trajectory import Trajectory
 from epk_gp.datamodel.forecast import LEAST_PAIRS, Forecast, Verification, complementary_halves, forecast_of
 from epk_gp.datamodel.kernels import Questions
-from epk_gp.datamodel.training import PathTraining
+from epk_gp.datamodel.training import GaussNewton, PathTraining
 from epk_gp.kernel_machine.axes import PointsTable, by_sample, group_name
 from epk_gp.kernel_machine.retrain import retrain
+from epk_gp.trained.between import CHECKPOINTS
 
-TRAINING, RIDGE = "path training", "path ridge"
+TRAINING, RIDGE, LINEAR = "path training", "path ridge", "linearised training"
 CORRECTION = 0.25  # of an exact derivative's difference from that of path training (docs/capabilities/datamodel.md)
 
 
@@ -39,7 +40,7 @@ class Datamodel(Tabular):
         trainings: The path training of each run, whose predictions are averaged.
         trajectories: The runs.
         questions: What was asked, of the first run.
-        method: How numbers are predicted: by "path training" or by "path ridge".
+        method: How numbers are predicted: by "path training" or "path ridge", or, of positions, "linearised training".
         metric: How the optimizer's metric goes into outer products: "exact" or "factored".
         correction: What an exact derivative adds to the change by the whole of each sample, (Q, M); None without.
         forecast: What predictions are worth; None if it was not asked for (`pairs=`).
@@ -48,7 +49,7 @@ class Datamodel(Tabular):
 
     outputs: Float[Tensor, " Q"]
     scores: Float[Tensor, "Q M"]
-    trainings: tuple[PathTraining, ...]
+    trainings: tuple[PathTraining | GaussNewton, ...]
     trajectories: tuple[Trajectory, ...]
     questions: Questions
     method: str = TRAINING
@@ -74,7 +75,7 @@ class Datamodel(Tabular):
 
     def _changes(self, weights: Float[Tensor, "s M"], method: str) -> Float[Tensor, "s Q"]:
         """Predict the change of the numbers by a method."""
-        if method == RIDGE:
+        if method != TRAINING:
             change = (weights - self.present) @ self.scores.T
         else:
             change = torch.stack([own.predict(weights) - own.recorded for own in self.trainings]).mean(dim=0)
@@ -85,9 +86,16 @@ class Datamodel(Tabular):
         """The weights at which predictions are `outputs`: 1, but for samples that no run saw."""
         return torch.stack([own.present for own in self.trainings]).mean(dim=0)
 
+    @property
+    def miss(self) -> float:
+        """By how much the repeated training misses the outputs, relative to their change in training, by norms."""
+        parts = [(own.repeated - own.recorded, own.change) for own in self.trainings]
+        missed, change = (torch.cat(values).norm() for values in zip(*parts, strict=True))
+        return float(missed / change.clamp(min=torch.finfo(change.dtype).tiny))
+
     def derivative(self) -> Float[Tensor, "Q M"]:
         """Return the derivative of the predictions in the weight of each sample at `present`, without a correction."""
-        if self.method == RIDGE:
+        if self.method != TRAINING:
             return self.scores
         return torch.stack([own.derivative() for own in self.trainings]).mean(dim=0)
 
@@ -130,7 +138,7 @@ class Datamodel(Tabular):
         validate_count(pairs, "pairs", minimum=LEAST_PAIRS)
         halves = complementary_halves(self.scores.shape[1], pairs, seed).to(self.scores)
         measured, findings = self._measured(halves, options)
-        predicted = {method: self._changes(halves, method) for method in (TRAINING, RIDGE)}
+        predicted = {method: self._changes(halves, method) for method in self._methods}
         forecast = forecast_of(predicted, measured, halves)
         return replace(self, forecast=forecast, method=forecast.method, findings=(*self.findings, *findings))
 
@@ -138,10 +146,10 @@ class Datamodel(Tabular):
         self, weights: Float[Tensor, "s M"], options: ComputeSettings
     ) -> tuple[Float[Tensor, "s Q"], tuple[str, ...]]:
         """Train again, and return the numbers of these networks, and why they are not certified."""
-        if not bool((self.present == 1).all()):
+        if not bool((self.present == 1).all()) or self.trajectories[0].update_rule == CHECKPOINTS:
             raise ValueError(
-                "networks are trained again as a run that saw all samples: these runs saw some of them. Record a run "
-                "on all samples, and ask of it alone."
+                "networks are trained again as a recorded run that saw all samples: got a run that saw some of them, "
+                "or checkpoints. Record a run on all samples, and ask of it alone."
             )
         asked, networks = self.questions, retrain(self.trajectories[0], weights.double(), **options)
         outputs = replace(networks, trajectory=asked.run).outputs(asked.X, head="logits")
@@ -152,7 +160,7 @@ class Datamodel(Tabular):
         M = self.scores.shape[1]
         if kept.ndim not in (1, 2) or kept.shape[-1] != M:
             raise ValueError(f"kept must have one entry per sample, ({M},) or (s, {M}): got shape {tuple(kept.shape)}.")
-        weights = torch.atleast_2d(kept).to(self.scores)
+        weights: Tensor = torch.atleast_2d(kept).to(self.scores)
         validate_finite(weights, "kept", "Weights are finite numbers >= 0.")
         if bool((weights < 0).any()):
             raise ValueError(f"kept must be booleans, or weights >= 0: got {float(weights.min()):.3g}.")
@@ -171,25 +179,37 @@ class Datamodel(Tabular):
         (n, K), (Q, M), first = self._per_input, self.scores.shape, self.trainings[0]
         table = PointsTable(outputs := self.outputs.view(n, K), self.questions.kind)
         rows = [table.row("trained network", outputs)]
-        repeated = torch.stack([own.repeated for own in self.trainings]).mean(dim=0).view(n, K)
-        rows += [table.row("by path training", repeated)]
+        if self.method == TRAINING:
+            repeated = torch.stack([own.repeated for own in self.trainings]).mean(dim=0)
+            rows.append(table.row("by path training", repeated.view(n, K)))
         axes = [by_sample(self.trajectories[0])]
         rows += table.largest("largest scores", self.scores.view(n, K, M), lambda k: group_name(axes, k))
         run, S = self.trajectories[0], self.trajectories[0].num_steps
         B = sum(run.num_points if step.batch is None else len(step.batch) for step in run.steps)
         asked = f"gradients of {len(self.trainings) * len(first.steps) * (M + n):,} rows at {len(first.steps)} states"
         entries = [
-            certificate_entry(self.findings, "the run is whole, and training in its path kernel follows it"),
-            Entry("predicts by", self.method, f"scores by {RIDGE}; metric of the optimizer: {self.metric}"),
+            certificate_entry(self.findings, "the run is whole, and its samples are those of its steps"),
+            Entry("predicts by", *self._method_words()),
             Entry("runs", count(len(self.trajectories), "run"), f"the first of {S} steps, time {number(first.time)}"),
-            Entry("damping", number(first.damping), "of the ridge, relative to the kernel's mean diagonal"),
             Entry("cost", asked, f"the training took those of {B:,}"),
             Entry("forecast", *self._forecast_words()),
+            Entry("repeats the run", f"to within {self.miss:.0%}", "of the outputs' change in training"),
             Entry("not for", "single samples: epk_gp.influence is exact there"),
             Entry("shape of scores", f"{tuple(self.scores.shape)}", kind_of(self.scores)),
         ]
         title = f"Datamodel of {count(M, 'training sample')} for {count(Q, 'question')}"
         return Summary(title, tuple(entries), table.table(rows))
+
+    @property
+    def _methods(self) -> tuple[str, ...]:
+        """How numbers can be predicted, the default first."""
+        return (LINEAR,) if isinstance(self.trainings[0], GaussNewton) else (TRAINING, RIDGE)
+
+    def _method_words(self) -> tuple[str, str]:
+        first = self.trainings[0]
+        if isinstance(first, GaussNewton):
+            return f"the end of the {LINEAR}", f"curvature of drawn labels; {self.metric} metric"
+        return self.method, f"scores by {RIDGE}, damping {number(first.damping)} of the diagonal; {self.metric} metric"
 
     def _forecast_words(self) -> tuple[str, str]:
         if (found := self.forecast) is None:

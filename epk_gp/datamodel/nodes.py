@@ -9,15 +9,17 @@ eps / (1 - momentum) once its momentum has grown. A run of T = sum_s eps_s is di
 which has the metric and the gradients of the state in its middle.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
 from jaxtyping import Float, Float64
 from torch import Tensor
+from torch.nn.functional import cosine_similarity
 
 from epk_gp.core.losses import sample_weights
-from epk_gp.core.trajectory import Trajectory, held_coefficients, step_coefficients
+from epk_gp.core.replayed_steps import RunReplay
+from epk_gp.core.trajectory import Trajectory, flat_state, held_coefficients, step_coefficients
 from epk_gp.optimizers.update_rules import broadcast_to_params
 
 NUM_STATES = 6  # of the path: measured, 12 and 24 give the same predictions (docs/capabilities/datamodel.md)
@@ -113,3 +115,70 @@ def _batches(run: Trajectory, rates: Float64[Tensor, " S"]) -> Iterator[tuple[Te
         weights = step.sample_weights
         weights = sample_weights(run.loss, targets[samples]) if weights is None else weights.cpu()
         yield samples, weights.double(), rate
+
+
+@dataclass(frozen=True, eq=False)
+class CheckpointNodes(PathNodes):
+    """Checkpoints at even times, of a training of which nothing else is known; its time is found out later.
+
+    Adam's metric is that of the gradient of the whole loss, squared and averaged over the checkpoints: measured, it
+    loses nothing against the recorded one (docs/capabilities/datamodel.md).
+
+    Attributes:
+        diagonal: The metric of a whole run of time 1, (P,).
+        rule: "Adam" or "SGD".
+        observed: How far the ways between checkpoints go along the steps of each rule, by cosines.
+    """
+
+    diagonal: Float[Tensor, " P"]
+    rule: str
+    observed: Mapping[str, float]
+
+    @property
+    def is_even(self) -> bool:
+        """Whether all weights have the same number."""
+        return self.rule == "SGD"
+
+    def metric(self, node: int, reference: Tensor) -> Float[Tensor, " P"]:
+        """Return the metric times the share of the run that a node stands for."""
+        return self.diagonal.to(reference) * self.times[node]
+
+
+def checkpoint_nodes(run: Trajectory, rule: str | None) -> CheckpointNodes:
+    """Return the nodes of a path of checkpoints (`trained.between.path_of_checkpoints`).
+
+    Args:
+        run: The path.
+        rule: "Adam" or "SGD"; None takes the one whose steps go along the ways between checkpoints.
+
+    Raises:
+        ValueError: There are too few checkpoints.
+    """
+    if (last := run.num_steps) + 1 < NUM_STATES:
+        raise ValueError(
+            f"a datamodel needs {NUM_STATES} checkpoints at least, at even times from the initial network to the "
+            f"trained one: got {last + 1}."
+        )
+    states = [round(k * last / (NUM_STATES - 1)) for k in range(NUM_STATES)]
+    w = [flat_state(run, state, run.states[0]) for state in states]
+    replay, step = RunReplay(run, run.model, w[0]), run.steps[0]
+    P = run.num_weights
+    g = torch.stack([replay.gradient_at(step, own)[0] for own in w])
+    adam = 1 / (g.square().mean(dim=0).sqrt() + 1e-8)
+    ways, mean = torch.stack(w)[:, :P].diff(dim=0), (g[1:] + g[:-1]) / 2
+    along = {"Adam": -adam * mean, "SGD": -mean}
+    observed = {name: float(cosine_similarity(ways, own, dim=1).nanmean()) for name, own in along.items()}
+    rule = max(observed, key=observed.__getitem__) if rule is None else rule
+    ends = [0.5 / (NUM_STATES - 1)]
+    times = (*ends, *[2 * ends[0]] * (NUM_STATES - 2), *ends)
+    return CheckpointNodes(
+        run=run,
+        steps=tuple(states),
+        factors=(),
+        times=times,
+        time=float("nan"),
+        sample_weights=sample_weights(run.loss, run.targets),
+        diagonal=adam if rule == "Adam" else torch.ones_like(adam),
+        rule=rule,
+        observed=observed,
+    )

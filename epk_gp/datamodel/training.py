@@ -14,12 +14,14 @@ Path ridge is its closed form with means over the path in the place of kernels, 
 for a share alpha of the samples that stays: the mean of a Gaussian process with the path kernel as prior covariance.
 """
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
 from jaxtyping import Float
 from linear_operator.utils import linear_cg
+from scipy.optimize import brentq
 from torch import Tensor
 
 from epk_gp.datamodel.coordinates import Coordinates, alternating
@@ -27,6 +29,7 @@ from epk_gp.datamodel.coordinates import Coordinates, alternating
 LARGEST_DENSE = 5000  # coordinates up to which the ridge is solved by Cholesky
 SHARE = 0.5  # alpha: of the samples that stay, in the curvature of the ridge
 _EULER, _FLATTEST = 1.2, 0.002  # of 2, where Euler's method is stable; the smallest mean curvature of a step
+_LOG_RANGE, _LOG_ERROR = 12.0, 0.02  # of the logarithm of a time, in units of the slowest change of a margin
 _POWERS, _CG_STEPS, _CG_TOLERANCE = 15, 100, 1e-3
 
 
@@ -79,17 +82,24 @@ class PathTraining:
         found: Tensor = self.simulate(self.present[None])[0]
         return found
 
+    @property
+    def change(self) -> Float[Tensor, " Q"]:
+        """By how much the recorded training changed the asked numbers."""
+        return self.recorded - self.start[self.num_coordinates :]
+
     def predict(self, weights: Float[Tensor, "s M"]) -> Float[Tensor, "s Q"]:
         """Predict the asked numbers after training with other weights: the recorded ones plus the simulated change."""
         return self.recorded + (self.simulate(weights) - self.repeated)
 
     def of_coordinates(self, weights: Float[Tensor, "s M"]) -> Float[Tensor, "N s"]:
         """Return the weight of each coordinate's sample, times its share."""
-        return weights.T.repeat(self.coordinates.per_sample, 1) * self.share[:, None]
+        repeated: Tensor = weights.T.repeat(self.coordinates.per_sample, 1)
+        return repeated * self.share[:, None]
 
     def of_samples(self, scores: Float[Tensor, "Q N"]) -> Float[Tensor, "Q M"]:
         """Add the scores of the coordinates of each sample."""
-        return scores.unflatten(1, (self.coordinates.per_sample, -1)).sum(dim=1)
+        found: Tensor = scores.unflatten(1, (self.coordinates.per_sample, -1)).sum(dim=1)
+        return found
 
     @cached_property
     def largest(self) -> list[float]:
@@ -100,7 +110,8 @@ class PathTraining:
         for kernel in self.kernels:
             for _ in range(_POWERS):
                 v = root * (kernel[:N] @ (root * v))
-                v = v / (size := v.norm()).clamp(min=torch.finfo(v.dtype).tiny)
+                size = v.norm()
+                v = v / size.clamp(min=torch.finfo(v.dtype).tiny)
             found.append(float(size))
         return found
 
@@ -108,6 +119,33 @@ class PathTraining:
         """Train with other weights of the samples, s times, and return the numbers that are asked."""
         found: Tensor = self._steps(weights)[0][self.num_coordinates :].T
         return found
+
+    def with_time(self, forces: Float[Tensor, " N"]) -> "PathTraining":
+        """Return the training whose kernels are those of unit time, at the time at which it ends with given forces.
+
+        Args:
+            forces: At the end of the recorded training.
+
+        Raises:
+            ValueError: Training in the path kernel does not come to them.
+        """
+        size = forces.square().mean().log()
+
+        def miss(log_time: float) -> float:
+            timed = replace(self, kernels=tuple(kernel * math.exp(log_time) for kernel in self.kernels))
+            u = timed._steps(self.present[None])[0][: self.num_coordinates]
+            return float(self.coordinates.forces(u).square().mean().log() - size)
+
+        center = -math.log(sum(self.largest))
+        try:
+            found = brentq(miss, center - _LOG_RANGE, center + _LOG_RANGE, xtol=_LOG_ERROR)
+        except ValueError as error:
+            raise ValueError(
+                "the checkpoints must be those of a training, whose residuals fall: training in their path kernel does "
+                "not come to the residuals of the last one, whatever its time."
+            ) from error
+        factor = math.exp(found)
+        return replace(self, kernels=tuple(kernel.mul_(factor) for kernel in self.kernels), time=factor)
 
     def derivative(self) -> Float[Tensor, "Q M"]:
         """Differentiate what training gives in the weight of each sample, at those of the recorded training."""
@@ -154,18 +192,85 @@ class PathTraining:
         N, root = self.num_coordinates, self.share.sqrt()
         total = self.kernels[0] if len(self.kernels) == 1 else sum(self.kernels[1:], self.kernels[0].clone())
         c = SHARE * self.curvature
-        right = (total[N:] * root).T  # N Q
-        A = total[:N]
-        if N <= LARGEST_DENSE:
-            A = root[:, None] * A * root
-            A.diagonal().add_(1 / c)
-            solved = torch.cholesky_solve(right, torch.linalg.cholesky(A))
-        else:
-            solved = linear_cg(
-                lambda v: root[:, None] * (A @ (root[:, None] * v)) + v / c,
-                right,
-                max_iter=_CG_STEPS,
-                max_tridiag_iter=0,
-                tolerance=_CG_TOLERANCE,
-            )
+        solved = _solve(total[:N], root, 1 / c, (total[N:] * root).T)
         return self.of_samples((solved * (root * self.forces)[:, None]).T / c)
+
+
+def _solve(K: Float[Tensor, "N N"], root: Float[Tensor, " N"], shift: float, b: Float[Tensor, "N r"]) -> Tensor:
+    """Solve (S K S + shift I) x = b, S = diag(root): by Cholesky, or of many rows by conjugate gradients."""
+    if len(K) <= LARGEST_DENSE:
+        A = root[:, None] * K * root
+        A.diagonal().add_(shift)
+        return torch.cholesky_solve(b, torch.linalg.cholesky(A))
+
+    def multiply(v: Tensor) -> Tensor:
+        return root[:, None] * (K @ (root[:, None] * v)) + shift * v
+
+    found: Tensor = linear_cg(multiply, b, max_iter=_CG_STEPS, max_tridiag_iter=0, tolerance=_CG_TOLERANCE)
+    return found
+
+
+@dataclass(frozen=True, eq=False)
+class GaussNewton:
+    """The linearised end of a training whose curvature is that of drawn labels, for losses without margins.
+
+        scores = a_i g_x^T (alpha sum_j a_j R_j R_j^T / s + G^-1)^-1 g_i,   G = T H
+
+    with g_i minus the gradient of a sample's loss, R_j those of s drawn labels, H the metric of a late state: solved in
+    the space of the gradients, and averaged over the last half of the nodes.
+
+    Attributes:
+        scores: The change of each number by the whole of each sample, (Q, M).
+        recorded: The numbers of the trained network.
+        present: 1 for each sample that the training saw, else 0.
+        steps: The steps whose states have the gradients.
+        time: Sum of the learning rates of the run.
+    """
+
+    scores: Float[Tensor, "Q M"]
+    recorded: Float[Tensor, " Q"]
+    present: Float[Tensor, " M"]
+    steps: tuple[int, ...]
+    time: float
+
+    @property
+    def change(self) -> Float[Tensor, " Q"]:
+        """The recorded numbers."""
+        return self.recorded
+
+    @property
+    def repeated(self) -> Float[Tensor, " Q"]:
+        """The recorded numbers: it says nothing of how they came to be."""
+        return self.recorded
+
+    def predict(self, weights: Float[Tensor, "s M"]) -> Float[Tensor, "s Q"]:
+        """Add scores to the recorded numbers."""
+        change: Tensor = (weights - self.present) @ self.scores.T
+        return self.recorded + change
+
+    def derivative(self) -> Float[Tensor, "Q M"]:
+        """Return the scores."""
+        return self.scores
+
+    def ridge(self) -> Float[Tensor, "Q M"]:
+        """Return the scores."""
+        return self.scores
+
+
+def gauss_newton_scores(
+    kernel: Float[Tensor, "NQ N"], sample_weights: Float[Tensor, " M"], draws: int
+) -> Float[Tensor, "Q M"]:
+    """Return the scores of one state from the products of all gradients, as of `GaussNewton`; those of losses last.
+
+    Args:
+        kernel: Products of drawn and recorded gradients of M samples, draw by draw, in the metric of the whole run; the
+            questions behind.
+        sample_weights: Mean weight of each sample in the loss of a step.
+        draws: Labels that were drawn for each sample.
+    """
+    M = len(sample_weights)
+    N, end = draws * M, (draws + 1) * M
+    root = (sample_weights / draws).sqrt().repeat(draws)
+    solved = _solve(kernel[:N, :N], root, 1 / SHARE, root[:, None] * kernel[:N, N:])
+    scores = kernel[end:, N:] - (kernel[end:, :N] * root) @ solved
+    return scores * sample_weights

@@ -61,6 +61,7 @@ from epk_gp.trained.network import as_trajectory
 from epk_gp.work.run import Sums, run
 
 SplitBy = Literal["stretch", "module", "parameter", "head"]
+CHECKPOINTS = "checkpoints"  # in the place of an update rule
 _BLOCK = 256  # training samples whose gradients are taken together, at most
 
 
@@ -333,22 +334,18 @@ def between(
         raise TypeError(f"model must be a torch.nn.Module: got {type(model).__name__}.")
     if function is not None and data is None and output is None:
         output = _any_number
-    model, entries = uncompiled(model), listed(checkpoints)
+    entries = listed(checkpoints)
     rates = _rates(data, loss, lr, len(entries) - 1)
-    named = Named(model, entries)
-    start, moving = named.at_first(model)
-    inputs, targets = (X, None) if data is None else data
     loss = CrossEntropy() if data is not None and loss is None else loss
-    trajectory = _path(as_trajectory(start, inputs, targets, loss=loss, output=output), start, moving, named)
+    trajectory, titles = path_of_checkpoints(model, entries, (X, None) if data is None else data, loss, output)
     c = sample_weights(trajectory.loss, trajectory.targets) if rates else torch.zeros(0)
-    del start
     X = parse_inputs(trajectory, X).detach()
     kernel, rows, _ = parse_request(trajectory, X, None, (head, adaptive(tol=1e-12), straight()), (classes, function))
     last, net = flat_state(trajectory, trajectory.num_steps, X), trajectory.model_for(X)
     cuts = found_heads(net, last, X[:2]) if heads is None else cuts_of(heads, net)
     divided = tuple((cut.before, cut.heads) if (cut := cuts.get(name)) else (1, 1) for name in net.names)
     kind: Callable[..., _StretchTerms] = partial(_StretchTerms, cuts=divided, c=c, rates=rates)
-    sums = partial(_sums, kind, classes, parsed, names=_names(trajectory, cuts), checkpoints=named.titles)
+    sums = partial(_sums, kind, classes, parsed, names=_names(trajectory, cuts), checkpoints=titles)
     result = _split(sums, kernel, rows, has_data=bool(rates))
     warn_unless_certified("the split", Certificate.of(result).findings)
     return result
@@ -379,25 +376,36 @@ def _rates(data: object, loss: object, lr: Any, count: int) -> tuple[float, ...]
     return tuple(map(float, rates))
 
 
-def _path(start: Trajectory, net: nn.Module, moving: tuple[str, ...], named: Named) -> Trajectory:
-    """Return the run whose steps go from checkpoint to checkpoint, given that of no steps at the first."""
+def path_of_checkpoints(
+    network: nn.Module,
+    checkpoints: Sequence[Checkpoint],
+    data: tuple[Inputs, Any],
+    loss: Loss | nn.Module | None,
+    output: Callable[[Any], Tensor] | None,
+) -> tuple[Trajectory, tuple[str, ...]]:
+    """Return the run whose steps go from checkpoint to checkpoint, and their names; arguments as of `between`."""
+    network = uncompiled(network)
+    named = Named(network, checkpoints)
+    net, moving = named.at_first(network)
+    start = as_trajectory(net, *data, loss=loss, output=output)
     model = start.model
     if moving:
         model = functionalize(net, model.names, moving, model.signature, recomputes=model.recomputes)
     states = CheckpointStates(named, model.flatten)
     statistics = CheckpointStates(named, model.flatten_statistics) if moving else None
     count, coefficients = len(states) - 1, stack_coefficients([LinearStep(lr=0.0)] * len(model.sizes), model.sizes)
-    return replace(
+    run = replace(
         start,
         model=model,
         states=states,
         statistics=statistics,
         updates=(coefficients,) * count,
         steps=tuple(Step(index=k, lr=0.0, batch=None) for k in range(count)),
-        update_rule="checkpoints",
+        update_rule=CHECKPOINTS,
         digest=hashlib.blake2b(f"{start.digest} {named.titles}".encode(), digest_size=16).hexdigest(),
         digests=(),
     )
+    return run, named.titles
 
 
 def _split(
