@@ -93,9 +93,8 @@ def test_a_budget_that_holds_no_kernel_is_refused() -> None:
     torch.manual_seed(1)
     net, points = mlp().double(), vectors(260)
     run = epk.train(net, points, torch.arange(260) % 3, optimizer=torch.optim.SGD(net.parameters(), lr=0.1), steps=6)
-    with pytest.raises(
-        ValueError, match="half of memory_budget must hold the kernel of 260 training coordinates, 5.*got"
-    ):
+    message = "half of memory_budget must hold the kernel of 260 .*, 549,120 bytes: got memory_budget=1,048,576"
+    with pytest.raises(ValueError, match=message):
         epk.datamodel(run, X, Y, memory_budget=1 << 20)
     assert epk.datamodel(run, X, Y, memory_budget=1 << 21).scores.shape == (4, 260)
 

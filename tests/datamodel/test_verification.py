@@ -164,7 +164,7 @@ def test_top_samples_are_the_largest_scores() -> None:
 
 def test_a_model_names_what_it_holds(forecast_model: Any) -> None:
     text, forecast = str(LOOP.model), forecast_model.forecast
-    words = ("Datamodel of 12 training samples for 4 questions", "path training", "metric of the optimizer: exact")
+    words = ("Datamodel of 12 training samples for 4 questions", "path training", "path ridge", "exact metric")
     for word in (*words, "gradients of 96 rows at 6 states", "those of 240", "pairs=5", "influence", "(4, 12)"):
         assert word in " ".join(text.split()), word
     text = " ".join(str(forecast_model).split())
