@@ -4,10 +4,12 @@ from dataclasses import replace
 
 import pytest
 import torch
-from datamodel_cases import Loop, dense, internals, margin
+from datamodel_cases import Loop, dense, internals, margin, mlp, vectors
+from optimizer_cases import OPTIONS
 from torch import Tensor
 
 import epk_gp as epk
+from epk_gp.optimizers.update_rules import broadcast_to_params
 from helpers import assert_close
 
 TIGHT = 1e-10 / torch.finfo(torch.float64).eps
@@ -27,6 +29,7 @@ LOOPS = {
     "attention sgd, groups": Loop("attention", "sgd_groups", decay=0.9, batch=4),
 }
 every_loop = pytest.mark.parametrize("loop", LOOPS.values(), ids=LOOPS.keys())
+REFUSED = ("Muon", "SparseAdam")  # matrices; sparse gradients, which this network has not
 SHORT = Loop("mlp", "sgd", steps=7, points=7)
 
 
@@ -48,6 +51,30 @@ def test_one_number_for_each_parameter_goes_into_two_factors_exactly(monkeypatch
     model = epk.datamodel(loop.run, *loop.asked)
     assert model.metric == "exact"
     assert_close(model.scores, dense(loop).ridge(), rounding=TIGHT)
+
+
+@pytest.mark.parametrize("name", [name for name in OPTIONS if hasattr(torch.optim, name) and name not in REFUSED])
+def test_every_optimizer_of_torch_has_the_metric_of_its_recorded_steps(name: str) -> None:
+    """H = grad_scale (lr + momentum_lr q), q = beta q + one_minus_dampening, weight by weight."""
+    for options in OPTIONS[name].values():
+        if "maximize" in options or "centered" in options:
+            continue
+        torch.manual_seed(1)
+        net, y = mlp().double(), torch.arange(9) % 3
+        optimizer = getattr(torch.optim, name)(net.parameters(), **options)
+        run = epk.train(net, vectors(9), y, optimizer=optimizer, steps=7)
+        nodes, w, q = internals("nodes").path_nodes(run), torch.zeros(51).double(), torch.zeros(51).double()
+        assert nodes.steps == (0, 1, 2, 4, 5, 6)
+        for s, update in enumerate(run.updates):
+            gamma, epsilon, mu, beta, tau = (
+                broadcast_to_params(getattr(update, field), run.model.sizes, w)
+                for field in ("grad_scale", "lr", "momentum_lr", "beta", "one_minus_dampening")
+            )
+            q = beta * q + tau
+            if s in nodes.steps:
+                node = nodes.steps.index(s)
+                expected = gamma * (epsilon + mu * q) * nodes.times[node]
+                assert_close(nodes.metric(node, w), expected, rounding=TIGHT)
 
 
 def in_two_factors(H: Tensor) -> Tensor:
