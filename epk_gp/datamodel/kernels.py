@@ -6,6 +6,7 @@ H_l has one number for each weight. Its square root goes into the layer Jacobian
 written out, and into the two factors of an outer product by (row means)(column means) / mean of 1 / H.
 """
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -186,9 +187,10 @@ class _NodeSide:
 
     @cached_property
     def tile_points(self) -> int:
-        """Points whose Jacobians are held, on each side of a tile: an eighth of the budget, with as much beside."""
-        own = sum(jacobian.nbytes for jacobian in self.train(slice(0, 1)))
-        return max(1, self.work.memory_budget // (8 * own))
+        """Points on each side of a tile: an eighth of the budget each for Jacobians, and for three sums of products."""
+        budget, K = self.work.memory_budget // 8, self.work.coordinates.per_sample
+        by_jacobians = budget // sum(jacobian.nbytes for jacobian in self.train(slice(0, 1)))
+        return max(1, min(by_jacobians, math.isqrt(budget // (3 * self.work.net.itemsize)) // K))
 
     def train(self, rows: slice) -> list[LayerJacobian]:
         """Return those of the coordinates of training samples."""
@@ -228,12 +230,12 @@ def weighted(jacobian: LayerJacobian, h: Float[Tensor, " P"], *, is_exact: bool)
         h: The metric, in the order of gradients that are written out.
         is_exact: Write outer products out where their two factors cannot take the metric exactly.
     """
-    if isinstance(jacobian, OuterProductJacobian) and bool((h > 0).all()):
-        inverse = 1 / h.view(jacobian.output_grads.shape[3], -1)
-        rows, columns = inverse.mean(dim=1), inverse.mean(dim=0) / inverse.mean()
-        if not is_exact or bool((h == h[0]).all()):
-            a = append_bias_column(jacobian.inputs) if jacobian.has_bias else jacobian.inputs
-            return OuterProductJacobian(a * columns.rsqrt(), jacobian.output_grads * rows.rsqrt(), False, False, False)
+    if isinstance(jacobian, OuterProductJacobian) and (not is_exact or bool((h == h[0]).all())):
+        inverse = (1 / h).masked_fill(h == 0, torch.nan).view(jacobian.output_grads.shape[3], -1)
+        rows, columns = inverse.nanmean(dim=1).rsqrt(), (inverse.nanmean(dim=0) / inverse.nanmean()).rsqrt()
+        rows, columns = (factor.nan_to_num(0.0) for factor in (rows, columns))  # weights that do not move
+        a = append_bias_column(jacobian.inputs) if jacobian.has_bias else jacobian.inputs
+        return OuterProductJacobian(a * columns, jacobian.output_grads * rows, False, False, False)
     return DenseJacobian(jacobian.to_dense() * h.sqrt())
 
 

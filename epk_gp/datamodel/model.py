@@ -1,25 +1,144 @@
 """A datamodel: what a network would say after training on other weights of its samples, for all of them together."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Unpack
 
 import torch
-from jaxtyping import Float, Int64, Shaped
+from jaxtyping import Float, Float64, Int64, Shaped
+from scipy.stats import rankdata
+from scipy.stats import t as student
 from torch import Tensor
+from torch.nn.functional import cosine_similarity
 
 from epk_gp.core.checks import ComputeSettings, door, validate_count, validate_finite, validate_tensor
-from epk_gp.core.show import Entry, Summary, Tabular, certificate_entry, count, kind_of, number
+from epk_gp.core.show import SHOWN_ROWS, Displayed, Entry, Summary, Table, Tabular, certificate_entry, count, number
 from epk_gp.core.trajectory import Trajectory
-from epk_gp.datamodel.forecast import LEAST_PAIRS, Forecast, Verification, complementary_halves, forecast_of
 from epk_gp.datamodel.kernels import Questions
-from epk_gp.datamodel.training import GaussNewton, PathTraining
+from epk_gp.datamodel.training import PathTraining
 from epk_gp.kernel_machine.axes import PointsTable, by_sample, group_name
 from epk_gp.kernel_machine.retrain import retrain
 from epk_gp.trained.between import CHECKPOINTS
 
 TRAINING, RIDGE, LINEAR = "path training", "path ridge", "linearised training"
 CORRECTION = 0.25  # of an exact derivative's difference from that of path training (docs/capabilities/datamodel.md)
+LEAST_PAIRS = 3  # of halves: fewer tell nothing of the spread
+
+
+@dataclass(frozen=True, eq=False)
+class Forecast:
+    """What predictions are worth, measured on networks that were trained on random halves of the samples.
+
+    Attributes:
+        method: The better method; the default unless another is better by two standard errors of their difference.
+        lds: The linear datamodeling score that is to be expected: mean rank correlation over questions.
+        interval: Where it lies with 95 %, by a jackknife over the pairs of halves.
+        slope: Change of the measured numbers for each predicted one.
+        scatter: Root mean square of what the predictions leave, in the unit of the numbers.
+        measured: The numbers of the trained networks, (m, Q).
+        sample_weights: Their halves, (m, M).
+    """
+
+    method: str
+    lds: float
+    interval: tuple[float, float]
+    slope: float
+    scatter: float
+    measured: Float[Tensor, "m Q"]
+    sample_weights: Float[Tensor, "m M"]
+
+
+def _complementary_halves(num_samples: int, pairs: int, seed: int) -> Float64[Tensor, "m M"]:
+    """Draw pairs of random halves, the second of which has the samples that the first has not."""
+    generator = torch.Generator().manual_seed(seed)
+    first = torch.zeros(pairs, num_samples, dtype=torch.float64)
+    for row in first:
+        row[torch.randperm(num_samples, generator=generator)[: num_samples // 2]] = 1
+    return torch.stack([first, 1 - first], dim=1).flatten(0, 1)
+
+
+def _forecast(
+    predicted: Mapping[str, Float[Tensor, "m Q"]], measured: Float[Tensor, "m Q"], sample_weights: Float[Tensor, "m M"]
+) -> Forecast:
+    """Compare the predictions of each method, the default first, with networks that were trained on pairs of halves."""
+    place = torch.arange(len(measured)) // 2
+    rest: list[Any] = [slice(None), *(place != pair for pair in range(len(measured) // 2))]
+    found = {name: [_rank_agreement(own[k], measured[k]) for k in rest] for name, own in predicted.items()}
+    method, *others = found
+    for other in others:
+        gain, *without = (b - a for a, b in zip(found[method], found[other], strict=True))
+        method = other if gain > 2 * _jackknife(without) else method
+    lds, *without = found[method]
+    wide = float(student.ppf(0.975, len(without) - 1)) * _jackknife(without)
+    x, y = (value.double() - value.double().mean(dim=0) for value in (predicted[method], measured))
+    slope = float((x * y).sum() / x.square().sum().clamp(min=1e-300))
+    scatter = float((y - slope * x).square().mean().sqrt())
+    interval = max(-1.0, lds - wide), min(1.0, lds + wide)
+    return Forecast(method, lds, interval, slope, scatter, measured, sample_weights)
+
+
+def _jackknife(without: Sequence[float]) -> float:
+    """Return the standard error of a number, from those without each of its parts."""
+    values = torch.tensor(without, dtype=torch.float64)
+    return float(((len(values) - 1) * values.var(correction=0)) ** 0.5)
+
+
+def _rank_agreement(predicted: Float[Tensor, "m Q"], measured: Float[Tensor, "m Q"]) -> float:
+    """Return the mean rank correlation over questions that have one."""
+    ranks = [torch.from_numpy(rankdata(value.double().cpu(), axis=0)) for value in (predicted, measured)]
+    a, b = (own - own.mean(dim=0) for own in ranks)
+    varies = a.any(dim=0) & b.any(dim=0)
+    return float(cosine_similarity(a, b, dim=0)[varies].mean())
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Verification(Displayed):
+    """Predictions beside the networks that they are about; `epk_gp.plots.scores.verification_figure` draws them.
+
+    Attributes:
+        predicted: The predicted numbers, (s, Q).
+        measured: Those of the trained networks, (s, Q).
+        outputs: Those of the recorded network, (Q,).
+        findings: Why the retraining is not certified; empty if it is.
+    """
+
+    predicted: Float[Tensor, "s Q"]
+    measured: Float[Tensor, "s Q"]
+    outputs: Float[Tensor, " Q"]
+    findings: tuple[str, ...] = ()
+
+    @property
+    def _changes(self) -> tuple[Float64[Tensor, "s Q"], Float64[Tensor, "s Q"]]:
+        x, y = ((value - self.outputs).double() for value in (self.predicted, self.measured))
+        return x, y
+
+    @property
+    def correlation(self) -> float:
+        """Pearson's correlation of predicted and measured changes, over all networks and questions."""
+        x, y = (value.flatten() - value.mean() for value in self._changes)
+        return float(cosine_similarity(x, y, dim=0))
+
+    @property
+    def slope(self) -> float:
+        """Measured change for each predicted one, by least squares."""
+        x, y = self._changes
+        return float((x * y).sum() / x.square().sum().clamp(min=1e-300))
+
+    def _summary(self) -> Summary:
+        (x, y), (s, Q) = self._changes, self.predicted.shape
+        means = zip(x.mean(dim=1), y.mean(dim=1), (x - y).square().mean(dim=1).sqrt(), strict=True)
+        rows = tuple((f"{k}", *(number(float(value)) for value in own)) for k, own in enumerate(means))[:SHOWN_ROWS]
+        miss, size = (number(float(value.square().mean().sqrt())) for value in (x - y, y))
+        words = f"correlation {self.correlation:.2f}, slope {self.slope:.2f}"
+        ranks = f", LDS {_rank_agreement(self.predicted, self.measured):.2f}" if s > 2 else ""
+        entries = [
+            Entry("changes", words + ranks, "measured against predicted"),
+            Entry("miss", miss, f"of {size}, rms"),
+        ]
+        entries += [Entry("not certified", finding) for finding in self.findings]
+        note = "Means over questions of the change of the number; root mean square of what is missed."
+        table = Table(("network", "predicted", "measured", "missed"), rows, note)
+        return Summary(f"{count(s, 'network')} trained again, {count(Q, 'question')}", tuple(entries), table)
 
 
 class Top(NamedTuple):
@@ -37,11 +156,16 @@ class Datamodel(Tabular):
         outputs: The numbers of the trained network, (Q,): log-odds, unless others were asked for.
         scores: Change of each number by the whole of each sample, (Q, M), by path ridge: the change of the number
             without samples is minus the sum of their scores.
-        trainings: The path training of each run, whose predictions are averaged.
+        present: The weights of the samples at which predictions are `outputs`, (M,): 1, or 0 of those that a run did
+            not see.
+        states: The states along the run that were looked at, of the first run.
+        num_gradients: Gradients that were computed.
         trajectories: The runs.
         questions: What was asked, of the first run.
-        method: How numbers are predicted: by "path training" or "path ridge", or, of positions, "linearised training".
+        method: How numbers are predicted: "path training", or "path ridge" where there are more than 5,000 samples, or
+            "linearised training" for losses of positions.
         metric: How the optimizer's metric goes into outer products: "exact" or "factored".
+        trainings: The path training of each run, whose predictions are averaged.
         correction: What an exact derivative adds to the change by the whole of each sample, (Q, M); None without.
         forecast: What predictions are worth; None if it was not asked for (`pairs=`).
         findings: What the result does not stand for, in words; empty if nothing was found.
@@ -49,11 +173,14 @@ class Datamodel(Tabular):
 
     outputs: Float[Tensor, " Q"]
     scores: Float[Tensor, "Q M"]
-    trainings: tuple[PathTraining | GaussNewton, ...]
+    present: Float[Tensor, " M"]
+    states: tuple[int, ...]
+    num_gradients: int
     trajectories: tuple[Trajectory, ...]
     questions: Questions
-    method: str = TRAINING
-    metric: str = "exact"
+    method: str
+    metric: str
+    trainings: tuple[PathTraining, ...] = ()
     correction: Float[Tensor, "Q M"] | None = None
     forecast: Forecast | None = None
     findings: tuple[str, ...] = ()
@@ -69,27 +196,22 @@ class Datamodel(Tabular):
             TypeError: It is no tensor of booleans or numbers.
             ValueError: There is not one finite weight >= 0 per sample.
         """
-        weights = self._weights(kept)
+        change = self._changes(self._weights(kept), self.method)
         slope = 1.0 if self.forecast is None else self.forecast.slope
-        return (self.outputs + slope * self._changes(weights, self.method)).reshape(*kept.shape[:-1], -1)
+        return (self.outputs + slope * change).reshape(*kept.shape[:-1], -1)
 
     def _changes(self, weights: Float[Tensor, "s M"], method: str) -> Float[Tensor, "s Q"]:
         """Predict the change of the numbers by a method."""
-        if method != TRAINING:
-            change = (weights - self.present) @ self.scores.T
-        else:
-            change = torch.stack([own.predict(weights) - own.recorded for own in self.trainings]).mean(dim=0)
-        return change if self.correction is None else change.add(weights.sub(self.present) @ self.correction.T)
-
-    @property
-    def present(self) -> Float[Tensor, " M"]:
-        """The weights at which predictions are `outputs`: 1, but for samples that no run saw."""
-        return torch.stack([own.present for own in self.trainings]).mean(dim=0)
+        linear = self.scores if method != TRAINING else torch.zeros_like(self.scores)
+        change: Tensor = (weights - self.present) @ (linear if self.correction is None else linear + self.correction).T
+        if method == TRAINING:
+            change = change + torch.stack([own.changes(weights) for own in self.trainings]).mean(dim=0)
+        return change
 
     @property
     def miss(self) -> float:
-        """By how much the repeated training misses the outputs, relative to their change in training, by norms."""
-        parts = [(own.repeated - own.recorded, own.change) for own in self.trainings]
+        """How far path training of the recorded samples is from `outputs`, relative to what training changed."""
+        parts = [(own.repeated - own.recorded, own.recorded - own.asked_start) for own in self.trainings]
         missed, change = (torch.cat(values).norm() for values in zip(*parts, strict=True))
         return float(missed / change.clamp(min=torch.finfo(change.dtype).tiny))
 
@@ -112,8 +234,8 @@ class Datamodel(Tabular):
         """
         validate_count(question, "question", minimum=0)
         validate_count(k, "k")
-        if question >= len(self.scores) or k > self.scores.shape[1]:
-            Q, M = self.scores.shape
+        Q, M = self.scores.shape
+        if question >= Q or k > M:
             raise ValueError(f"there must be such a question and so many samples: got {question} of {Q}, {k} of {M}.")
         values, samples = self.scores[question].topk(k)
         return Top(samples, values)
@@ -136,10 +258,10 @@ class Datamodel(Tabular):
     def with_forecast(self, pairs: int, seed: int, **options: Unpack[ComputeSettings]) -> "Datamodel":
         """Return the same datamodel with a forecast, and the method and the unit that it shows; see `datamodel`."""
         validate_count(pairs, "pairs", minimum=LEAST_PAIRS)
-        halves = complementary_halves(self.scores.shape[1], pairs, seed).to(self.scores)
+        halves = _complementary_halves(self.scores.shape[1], pairs, seed).to(self.scores)
         measured, findings = self._measured(halves, options)
-        predicted = {method: self._changes(halves, method) for method in self._methods}
-        forecast = forecast_of(predicted, measured, halves)
+        methods = (TRAINING, RIDGE) if self.method == TRAINING else (self.method,)
+        forecast = _forecast({method: self._changes(halves, method) for method in methods}, measured, halves)
         return replace(self, forecast=forecast, method=forecast.method, findings=(*self.findings, *findings))
 
     def _measured(
@@ -176,40 +298,27 @@ class Datamodel(Tabular):
         return PointsTable(terms["outputs"], self.questions.kind).frame(terms, axes)
 
     def _summary(self) -> Summary:
-        (n, K), (Q, M), first = self._per_input, self.scores.shape, self.trainings[0]
-        table = PointsTable(outputs := self.outputs.view(n, K), self.questions.kind)
-        rows = [table.row("trained network", outputs)]
-        if self.method == TRAINING:
-            repeated = torch.stack([own.repeated for own in self.trainings]).mean(dim=0)
-            rows.append(table.row("by path training", repeated.view(n, K)))
-        axes = [by_sample(self.trajectories[0])]
-        rows += table.largest("largest scores", self.scores.view(n, K, M), lambda k: group_name(axes, k))
-        run, S = self.trajectories[0], self.trajectories[0].num_steps
-        B = sum(run.num_points if step.batch is None else len(step.batch) for step in run.steps)
-        asked = f"gradients of {len(self.trainings) * len(first.steps) * (M + n):,} rows at {len(first.steps)} states"
+        shape, (Q, M), runs = self._per_input, self.scores.shape, self.trajectories
+        table, axes = PointsTable(self.outputs.view(shape), self.questions.kind), [by_sample(runs[0])]
+        rows = [table.row("trained network", self.outputs.view(shape))]
         entries = [
             certificate_entry(self.findings, "the run is whole, and its samples are those of its steps"),
-            Entry("predicts by", *self._method_words()),
-            Entry("runs", count(len(self.trajectories), "run"), f"the first of {S} steps, time {number(first.time)}"),
-            Entry("cost", asked, f"the training took those of {B:,}"),
-            Entry("forecast", *self._forecast_words()),
-            Entry("repeats the run", f"to within {self.miss:.0%}", "of the outputs' change in training"),
-            Entry("not for", "single samples: epk_gp.influence is exact there"),
-            Entry("shape of scores", f"{tuple(self.scores.shape)}", kind_of(self.scores)),
+            Entry("predicts by", self.method, f"scores by {RIDGE}" * (self.method != LINEAR)),
         ]
-        title = f"Datamodel of {count(M, 'training sample')} for {count(Q, 'question')}"
+        if self.method == TRAINING:
+            repeated = torch.stack([own.repeated for own in self.trainings]).mean(dim=0)
+            rows.append(table.row(f"by {TRAINING}", repeated.view(shape)))
+            entries.append(Entry("repeats the run", f"to within {self.miss:.0%}", "of the numbers' change in training"))
+        rows += table.largest("largest scores", self.scores.view(*shape, M), lambda k: group_name(axes, k))
+        B = sum(run.num_points if step.batch is None else len(step.batch) for run in runs for step in run.steps)
+        gradients = f"{self.num_gradients:,} gradients at {len(self.states)} states"
+        entries += [
+            Entry("cost", f"{gradients}, {self.metric} metric", f"the training took those of {B:,} rows"),
+            Entry("forecast", *self._forecast_words()),
+            Entry("not for", "single samples: epk_gp.influence is exact there"),
+        ]
+        title = f"Datamodel of {count(M, 'training sample')} for {count(Q, 'question')}, from {count(len(runs), 'run')}"
         return Summary(title, tuple(entries), table.table(rows))
-
-    @property
-    def _methods(self) -> tuple[str, ...]:
-        """How numbers can be predicted, the default first."""
-        return (LINEAR,) if isinstance(self.trainings[0], GaussNewton) else (TRAINING, RIDGE)
-
-    def _method_words(self) -> tuple[str, str]:
-        first = self.trainings[0]
-        if isinstance(first, GaussNewton):
-            return f"the end of the {LINEAR}", f"curvature of drawn labels; {self.metric} metric"
-        return self.method, f"scores by {RIDGE}, damping {number(first.damping)} of the diagonal; {self.metric} metric"
 
     def _forecast_words(self) -> tuple[str, str]:
         if (found := self.forecast) is None:
@@ -221,13 +330,18 @@ class Datamodel(Tabular):
 
 def joined(models: Sequence[Datamodel]) -> Datamodel:
     """Return one datamodel of several runs: means of their numbers, scores and predictions."""
-    first = models[0]
     if len(models) == 1:
-        return first
+        return models[0]
+
+    def mean(name: str) -> Tensor:
+        return torch.stack([getattr(own, name) for own in models]).mean(dim=0)
+
     return replace(
-        first,
-        outputs=torch.stack([own.outputs for own in models]).mean(dim=0),
-        scores=torch.stack([own.scores for own in models]).mean(dim=0),
+        models[0],
+        outputs=mean("outputs"),
+        scores=mean("scores"),
+        present=mean("present"),
+        num_gradients=sum(own.num_gradients for own in models),
         trainings=tuple(training for own in models for training in own.trainings),
         trajectories=tuple(run for own in models for run in own.trajectories),
         findings=tuple(f"of run {k} {finding}" for k, own in enumerate(models) for finding in own.findings),

@@ -22,7 +22,9 @@ from epk_gp.core.replayed_steps import RunReplay
 from epk_gp.core.trajectory import Trajectory, flat_state, held_coefficients, step_coefficients
 from epk_gp.optimizers.update_rules import broadcast_to_params
 
-NUM_STATES = 6  # of the path: measured, 12 and 24 give the same predictions (docs/capabilities/datamodel.md)
+# Of the path, and where six kernels have no room. Measured: 12 and 24 predict as six (docs/capabilities/datamodel.md).
+NUM_STATES, FEW_STATES = 6, 3
+_STILL = 1e4  # times the median of a parameter: there a preconditioner divides by nothing but its smallest number
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,7 +64,9 @@ class PathNodes:
             broadcast_to_params(value, sizes, reference)
             for value in (update.grad_scale, update.lr, update.momentum_lr, self.factors[node])
         )
-        H = scale * (lr + momentum_lr * factor) * self.times[node]
+        H = scale * (lr + momentum_lr * factor) * self.times[node]  # a tensor of its own
+        for own in H.split(list(sizes)):  # whose gradients were 0 all along: how far they move for others is not known
+            own.masked_fill_(own > _STILL * own.median(), 0.0)
         if not bool((H >= 0).all() & H.isfinite().all()):
             raise ValueError(
                 "a datamodel needs steps down the gradient, with a finite number >= 0 for each weight: step "
@@ -71,8 +75,8 @@ class PathNodes:
         return H
 
 
-def path_nodes(run: Trajectory) -> PathNodes:
-    """Return the nodes of a run's path.
+def path_nodes(run: Trajectory, count: int = NUM_STATES) -> PathNodes:
+    """Return the nodes of a run's path: so many.
 
     Raises:
         ValueError: The run is too short, or its steps have no number for each weight.
@@ -83,7 +87,7 @@ def path_nodes(run: Trajectory) -> PathNodes:
             f"a datamodel needs {NUM_STATES} steps at least, with learning rates >= 0, not all 0: got a run of {S}."
         )
     ends = rates.cumsum(0)
-    middles = (torch.arange(NUM_STATES, dtype=torch.float64) + 0.5) * time / NUM_STATES
+    middles = (torch.arange(count, dtype=torch.float64) + 0.5) * time / count
     steps = torch.searchsorted(ends, middles).clamp(max=S - 1).tolist()
     factors = dict[int, Tensor]()
     factor = torch.zeros(len(run.model.sizes), dtype=torch.float64)
@@ -96,7 +100,7 @@ def path_nodes(run: Trajectory) -> PathNodes:
             )
         factor = update.beta.double().cpu() * factor + update.one_minus_dampening.double().cpu()
         factors[s] = factor
-    times = tuple(time / NUM_STATES / float(rates[s]) for s in steps)
+    times = tuple(time / count / float(rates[s]) for s in steps)
     return PathNodes(run, tuple(steps), tuple(factors[s] for s in steps), times, time, _mean_weights(run, rates))
 
 

@@ -30,7 +30,7 @@ LARGEST_DENSE = 5000  # coordinates up to which the ridge is solved by Cholesky
 SHARE = 0.5  # alpha: of the samples that stay, in the curvature of the ridge
 _EULER, _FLATTEST = 1.2, 0.002  # of 2, where Euler's method is stable; the smallest mean curvature of a step
 _LOG_RANGE, _LOG_ERROR = 12.0, 0.02  # of the logarithm of a time, in units of the slowest change of a margin
-_POWERS, _CG_STEPS, _CG_TOLERANCE = 15, 100, 1e-3
+_POWERS, _CG_STEPS = 15, 11  # fewer steps than ten are not made; eleven are enough with this damping
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,8 +45,6 @@ class PathTraining:
         sample_weights: Mean weight of each sample in the loss of a step; 0 of one that the training did not see.
         forces: Mean force on each coordinate along the recorded path, (N,).
         curvature: Mean curvature of the loss along the path.
-        steps: The steps whose states have the kernels.
-        time: Sum of the learning rates of the run.
     """
 
     kernels: tuple[Float[Tensor, "NQ N"], ...]
@@ -56,8 +54,6 @@ class PathTraining:
     sample_weights: Float[Tensor, " M"]
     forces: Float[Tensor, " N"]
     curvature: float
-    steps: tuple[int, ...] = ()
-    time: float = float("nan")
 
     @cached_property
     def present(self) -> Float[Tensor, " M"]:
@@ -83,18 +79,13 @@ class PathTraining:
         return found
 
     @property
-    def change(self) -> Float[Tensor, " Q"]:
-        """By how much the recorded training changed the asked numbers."""
-        return self.recorded - self.start[self.num_coordinates :]
+    def asked_start(self) -> Float[Tensor, " Q"]:
+        """The asked numbers before the first step."""
+        return self.start[self.num_coordinates :]
 
-    def predict(self, weights: Float[Tensor, "s M"]) -> Float[Tensor, "s Q"]:
-        """Predict the asked numbers after training with other weights: the recorded ones plus the simulated change."""
-        return self.recorded + (self.simulate(weights) - self.repeated)
-
-    def of_coordinates(self, weights: Float[Tensor, "s M"]) -> Float[Tensor, "N s"]:
-        """Return the weight of each coordinate's sample, times its share."""
-        repeated: Tensor = weights.T.repeat(self.coordinates.per_sample, 1)
-        return repeated * self.share[:, None]
+    def changes(self, weights: Float[Tensor, "s M"]) -> Float[Tensor, "s Q"]:
+        """Return how training with other weights of the samples changes the asked numbers."""
+        return self.simulate(weights) - self.repeated
 
     def of_samples(self, scores: Float[Tensor, "Q N"]) -> Float[Tensor, "Q M"]:
         """Add the scores of the coordinates of each sample."""
@@ -144,8 +135,7 @@ class PathTraining:
                 "the checkpoints must be those of a training, whose residuals fall: training in their path kernel does "
                 "not come to the residuals of the last one, whatever its time."
             ) from error
-        factor = math.exp(found)
-        return replace(self, kernels=tuple(kernel.mul_(factor) for kernel in self.kernels), time=factor)
+        return replace(self, kernels=tuple(kernel.mul_(math.exp(found)) for kernel in self.kernels))
 
     def derivative(self) -> Float[Tensor, "Q M"]:
         """Differentiate what training gives in the weight of each sample, at those of the recorded training."""
@@ -164,7 +154,7 @@ class PathTraining:
     def _steps(
         self, weights: Float[Tensor, "s M"], *, keeps: bool = False
     ) -> tuple[Float[Tensor, "NQ s"], list[tuple[int, Tensor, Tensor]]]:
-        N, a = self.num_coordinates, self.of_coordinates(weights)
+        N, a = self.num_coordinates, weights.T.repeat(self.coordinates.per_sample, 1) * self.share[:, None]
         u, kept = self.start[:, None].repeat(1, len(weights)), list[tuple[int, Tensor, Tensor]]()
         signs = alternating(u[:N])
         present = weights.sum(dim=1).clamp(min=1.0) / weights.shape[1]
@@ -206,64 +196,21 @@ def _solve(K: Float[Tensor, "N N"], root: Float[Tensor, " N"], shift: float, b: 
     def multiply(v: Tensor) -> Tensor:
         return root[:, None] * (K @ (root[:, None] * v)) + shift * v
 
-    found: Tensor = linear_cg(multiply, b, max_iter=_CG_STEPS, max_tridiag_iter=0, tolerance=_CG_TOLERANCE)
+    found: Tensor = linear_cg(multiply, b, max_iter=_CG_STEPS, max_tridiag_iter=0, tolerance=math.inf)
     return found
-
-
-@dataclass(frozen=True, eq=False)
-class GaussNewton:
-    """The linearised end of a training whose curvature is that of drawn labels, for losses without margins.
-
-        scores = a_i g_x^T (alpha sum_j a_j R_j R_j^T / s + G^-1)^-1 g_i,   G = T H
-
-    with g_i minus the gradient of a sample's loss, R_j those of s drawn labels, H the metric of a late state: solved in
-    the space of the gradients, and averaged over the last half of the nodes.
-
-    Attributes:
-        scores: The change of each number by the whole of each sample, (Q, M).
-        recorded: The numbers of the trained network.
-        present: 1 for each sample that the training saw, else 0.
-        steps: The steps whose states have the gradients.
-        time: Sum of the learning rates of the run.
-    """
-
-    scores: Float[Tensor, "Q M"]
-    recorded: Float[Tensor, " Q"]
-    present: Float[Tensor, " M"]
-    steps: tuple[int, ...]
-    time: float
-
-    @property
-    def change(self) -> Float[Tensor, " Q"]:
-        """The recorded numbers."""
-        return self.recorded
-
-    @property
-    def repeated(self) -> Float[Tensor, " Q"]:
-        """The recorded numbers: it says nothing of how they came to be."""
-        return self.recorded
-
-    def predict(self, weights: Float[Tensor, "s M"]) -> Float[Tensor, "s Q"]:
-        """Add scores to the recorded numbers."""
-        change: Tensor = (weights - self.present) @ self.scores.T
-        return self.recorded + change
-
-    def derivative(self) -> Float[Tensor, "Q M"]:
-        """Return the scores."""
-        return self.scores
-
-    def ridge(self) -> Float[Tensor, "Q M"]:
-        """Return the scores."""
-        return self.scores
 
 
 def gauss_newton_scores(
     kernel: Float[Tensor, "NQ N"], sample_weights: Float[Tensor, " M"], draws: int
 ) -> Float[Tensor, "Q M"]:
-    """Return the scores of one state from the products of all gradients, as of `GaussNewton`; those of losses last.
+    """Return scores by the linearised end of a training whose curvature is that of drawn labels.
+
+        scores = a_i g_x^T (alpha sum_j a_j R_j R_j^T / s + G^-1)^-1 g_i,   G = T H
+
+    with g_i minus the gradient of a sample's loss, R_j those of s drawn labels, H the metric at one state.
 
     Args:
-        kernel: Products of drawn and recorded gradients of M samples, draw by draw, in the metric of the whole run; the
+        kernel: Products of the gradients of M samples in the metric G, draw by draw, those of the losses last; the
             questions behind.
         sample_weights: Mean weight of each sample in the loss of a step.
         draws: Labels that were drawn for each sample.
