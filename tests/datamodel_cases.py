@@ -278,10 +278,15 @@ def dense(
         weights = torch.cat([w.flatten() for w in state.weights.values()])
         J = jacrev(evaluate)(weights)
         path.append(coordinates(functional_call(net, {**state.weights, **state.buffers}, X)).detach())
-        H = metric(torch.cat([state.metric[name].flatten() for name in state.weights])) * times
+        H = metric(torch.cat([moving(state.metric[name]).flatten() for name in state.weights])) * times
         kernels.append((J * H) @ J[: len(path[-1])].T)
     a = loop.shares(states).repeat(len(path[0]) // loop.points)
     return Dense(torch.stack(kernels), torch.stack(path), a, loss or (lambda u: F.softplus(-u).sum()))
+
+
+def moving(H: Tensor) -> Tensor:
+    """Return the numbers of a parameter, 0 for weights that a preconditioner divides by nothing but its eps."""
+    return H.where(1e4 * H.median() >= H, 0.0)
 
 
 def _rows(

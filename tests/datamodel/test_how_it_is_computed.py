@@ -16,6 +16,7 @@ from epk_gp.kernel_machine.influence import Influence
 from epk_gp.storage import partial_sums
 from helpers import assert_close
 
+pytestmark = pytest.mark.filterwarnings("ignore:the datamodel is not certified")  # of few steps
 LOOP = Loop(optimizer="adam", steps=14, batch=4)
 X, Y = LOOP.asked
 KEPT = (torch.arange(3)[:, None] != torch.arange(11) % 3).double()
@@ -61,20 +62,20 @@ def many() -> epk.Trajectory:
     torch.manual_seed(1)
     net, points = mlp().double(), vectors(MANY, seed=5)
     y = (points[:, 0] > 0).long() + (points[:, 1] > 1).long()
-    return epk.train(net, points, y, optimizer=torch.optim.Adam(net.parameters(), lr=0.03), steps=30)
+    return epk.train(net, points, y, optimizer=torch.optim.Adam(net.parameters(), lr=0.03), steps=31)
 
 
 @pytest.mark.parametrize("groups", [3, 2, 1])
-@pytest.mark.filterwarnings("error")
-def test_kernels_that_do_not_fit_are_joined(groups: int, many: epk.Trajectory, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_six_kernels_do_not_fit_there_are_three_or_sums_of_them(groups: int, many: epk.Trajectory) -> None:
     whole = epk.datamodel(many, X, Y)
-    assert len(whole.trainings[0].kernels) == 6
-    # the smallest budget of a call is 1 MiB, which holds a kernel of these points
-    monkeypatch.setattr(internals("kernels").KernelWork, "piece_bytes", (1 << 19) // groups)
-    model = epk.datamodel(many, X, Y, memory_budget=1 << 20)
+    assert len(whole.trainings[0].kernels) == len(whole.states) == 6
+    three = epk.datamodel(many, X, Y, memory_budget=6 * BYTES)
+    model = epk.datamodel(many, X, Y, memory_budget=max(1 << 20, 2 * groups * BYTES))
     assert len(model.trainings[0].kernels) == groups
-    assert_close(sum(model.trainings[0].kernels), sum(whole.trainings[0].kernels), rounding=1e5)
-    assert_close(model.scores, whole.scores, rounding=1e7)
+    assert model.states == three.states == (5, 15, 25)
+    assert_close(sum(model.trainings[0].kernels), sum(three.trainings[0].kernels), rounding=1e5)
+    assert_close(model.scores, three.scores, rounding=1e7)
+    assert error(model.scores, whole.scores) < 0.2
     kept = torch.rand(5, MANY, generator=torch.Generator().manual_seed(1)) < 0.5
     change, expected = model.predict(kept) - model.outputs, whole.predict(kept) - whole.outputs
     assert bool(change.isfinite().all())
@@ -210,7 +211,9 @@ def test_a_derivative_that_is_given_is_the_one_that_is_computed() -> None:
     assert isinstance(given, Influence)
     assert torch.equal(epk.datamodel(LOOP.run, X, Y, derivative=given).correction, computed.correction)
     plain = LOOP.model
-    expected = 0.25 * (given.values[:, 0] - plain.derivative())
+    E, G = given.values[:, 0], plain.derivative()
+    most = (2 * G.norm(dim=1, keepdim=True) / E.norm(dim=1, keepdim=True)).clamp(max=1)
+    expected = 0.25 * (most * E - G)
     assert_close(computed.correction, expected)
     assert_close(computed.predict(KEPT), plain.predict(KEPT) + (KEPT - 1) @ expected.T)
     assert torch.equal(computed.scores, plain.scores)

@@ -14,6 +14,7 @@ import epk_gp as epk
 from epk_gp.core.losses import NegativeLogLikelihood, as_loss
 from helpers import assert_close
 
+pytestmark = pytest.mark.filterwarnings("ignore:the datamodel is not certified")  # of few steps
 TIGHT = 1e-10 / torch.finfo(torch.float64).eps
 M = 11
 CLASS_WEIGHTS = (1.0, 2.0, 0.5)

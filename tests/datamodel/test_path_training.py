@@ -10,6 +10,7 @@ from torch import Tensor
 import epk_gp as epk
 from helpers import assert_close
 
+pytestmark = pytest.mark.filterwarnings("ignore:the datamodel is not certified")  # of few steps
 TIGHT = 1e-10 / torch.finfo(torch.float64).eps
 STIFF = Loop("mlp", "sgd", steps=250)  # ten Euler steps and more
 LOOPS = {"stiff": STIFF, "adam": Loop("mlp", "adam", steps=41, batch=4), "short": Loop("cnn", "sgd", steps=7)}

@@ -12,6 +12,7 @@ from torch.nn import functional as F
 import epk_gp as epk
 from helpers import assert_close
 
+pytestmark = pytest.mark.filterwarnings("ignore:the datamodel is not certified")  # of few steps
 TIGHT = 1e-10 / torch.finfo(torch.float64).eps
 M = 11
 LABELS = torch.arange(M) % 3

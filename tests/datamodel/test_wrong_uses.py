@@ -16,13 +16,6 @@ NAN, INF = float("nan"), float("inf")
 pytestmark = pytest.mark.usefixtures("unchecked")
 
 
-def trained(optimizer: Callable[..., Any], steps: int = 8, **options: Any) -> epk.Trajectory:
-    torch.manual_seed(1)
-    net = mlp().double()
-    y = torch.arange(11) % 3
-    return epk.train(net, vectors(11), y, optimizer=optimizer(net.parameters()), steps=steps, **options)
-
-
 def by_matrices() -> epk.Trajectory:
     torch.manual_seed(1)
     layers = torch.nn.Linear(4, 6, bias=False), torch.nn.Tanh(), torch.nn.Linear(6, 3, bias=False)
@@ -33,10 +26,6 @@ def by_matrices() -> epk.Trajectory:
 
 def asked(*args: Any, **options: Any) -> Callable[[], Any]:
     return lambda: epk.datamodel(*args, **options)
-
-
-def upwards(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.SGD(parameters, lr=0.1, maximize=True)
 
 
 RUN = LOOP.run
@@ -73,7 +62,6 @@ QUESTIONS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         lambda: epk.datamodel(by_matrices(), X, Y),
         ValueError, "one number for each weight: those of Muon have matrices",
     ),
-    "steps up the gradient": (lambda: epk.datamodel(trained(upwards), X, Y), ValueError, "steps down the gradient"),
     "too small a budget": (asked(RUN, X, Y, memory_budget=1000), ValueError, "memory_budget must be at least 1 MiB"),
     "two pairs": (asked(RUN, X, Y, pairs=2), ValueError, "pairs must be at least 3: got 2"),
     "pairs below 0": (asked(RUN, X, Y, pairs=-3), ValueError, "pairs must be at least 0"),
