@@ -162,9 +162,9 @@ def regression(steps: int, outputs: int = 2) -> tuple[epk.Trajectory, Tensor]:
 def test_of_squared_error_predictions_reach_the_matrix_exponential(
     outputs: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run, X = regression(100, outputs)
+    run, X = regression(50, outputs)
     y, errors = run.targets.T.flatten(), list[float]()
-    for factor in (1.0, 1 / 6, 1 / 36):
+    for factor in (1.0, 1 / 4, 1 / 16):
         with_smaller_steps(monkeypatch, factor)
         model = epk.datamodel(run, X)
         N, training = 11 * outputs, model.trainings[0]
@@ -181,5 +181,5 @@ def test_of_squared_error_predictions_reach_the_matrix_exponential(
         solution = torch.stack(ends) - ends[0]
         errors.append(error(model.predict(WEIGHTS) - model.outputs, solution))
     assert errors[0] < 0.15
-    assert errors[1] < 0.25 * errors[0]
-    assert errors[2] < 0.25 * errors[1]
+    assert errors[1] < 0.35 * errors[0]
+    assert errors[2] < 0.35 * errors[1]
