@@ -1,0 +1,218 @@
+"""Budgets, tiles, checkpoints, workers and disks change no number; precisions and joined kernels change little."""
+
+from collections.abc import Callable
+from concurrent.futures import Executor, ProcessPoolExecutor
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from datamodel_cases import Loop, internals, mlp, vectors
+from torch import Tensor
+
+import epk_gp as epk
+from epk_gp.kernel_machine.influence import Influence
+from epk_gp.storage import partial_sums
+from helpers import assert_close
+
+pytestmark = pytest.mark.filterwarnings("ignore:the datamodel is not certified")  # of few steps
+LOOP = Loop(optimizer="adam", steps=14, batch=4)
+X, Y = LOOP.asked
+KEPT = (torch.arange(3)[:, None] != torch.arange(11) % 3).double()
+
+
+def error(a: Tensor, b: Tensor) -> float:
+    return float((a.double() - b.double()).norm() / b.double().norm())
+
+
+def single(dtype: torch.dtype = torch.float32) -> epk.Trajectory:
+    torch.manual_seed(1)
+    net = mlp().double().to(dtype)
+    optimizer = torch.optim.Adam(net.parameters(), lr=0.03)
+    return epk.train(net, vectors(11).to(dtype), torch.arange(11) % 3, optimizer=optimizer, steps=22)
+
+
+def test_a_run_in_float32_gives_nearly_the_numbers_of_one_in_float64() -> None:
+    short, long = epk.datamodel(single(), X.float(), Y), epk.datamodel(single(torch.float64), X, Y)
+    assert short.scores.dtype == short.outputs.dtype == short.predict(KEPT).dtype == torch.float32
+    assert error(short.scores, long.scores) < 1e-3
+    assert error(short.predict(KEPT), long.predict(KEPT)) < 1e-3
+    assert error(short.derivative(), long.derivative()) < 1e-3
+
+
+def test_questions_in_float64_of_a_run_in_float32_are_answered_in_float64() -> None:
+    run = single()
+    mixed, short = epk.datamodel(run, X.float().double(), Y), epk.datamodel(run, X.float(), Y)
+    assert mixed.scores.dtype == mixed.outputs.dtype == mixed.predict(KEPT).dtype == torch.float64
+    assert error(mixed.scores, short.scores) < 1e-4
+    assert error(mixed.predict(KEPT), short.predict(KEPT)) < 1e-4
+    outputs = epk.network_outputs(run, X.float().double())
+    assert torch.allclose(
+        epk.datamodel(run, X.float().double(), classes=Y, head="logits").outputs, outputs[range(4), Y]
+    )
+
+
+MANY = 180
+BYTES = 8 * MANY * (MANY + 4)  # of a kernel
+
+
+@pytest.fixture(scope="module")
+def many() -> epk.Trajectory:
+    torch.manual_seed(1)
+    net, points = mlp().double(), vectors(MANY, seed=5)
+    y = (points[:, 0] > 0).long() + (points[:, 1] > 1).long()
+    return epk.train(net, points, y, optimizer=torch.optim.Adam(net.parameters(), lr=0.03), steps=31)
+
+
+@pytest.mark.parametrize("groups", [3, 2, 1])
+def test_where_six_kernels_do_not_fit_there_are_three_or_sums_of_them(groups: int, many: epk.Trajectory) -> None:
+    whole = epk.datamodel(many, X, Y)
+    assert len(whole.trainings[0].kernels) == len(whole.states) == 6
+    three = epk.datamodel(many, X, Y, memory_budget=6 * BYTES)
+    model = epk.datamodel(many, X, Y, memory_budget=max(1 << 20, 2 * groups * BYTES))
+    assert len(model.trainings[0].kernels) == groups
+    assert model.states == three.states == (5, 15, 25)
+    assert_close(sum(model.trainings[0].kernels), sum(three.trainings[0].kernels), rounding=1e5)
+    assert_close(model.scores, three.scores, rounding=1e7)
+    assert error(model.scores, whole.scores) < 0.2
+    kept = torch.rand(5, MANY, generator=torch.Generator().manual_seed(1)) < 0.5
+    change, expected = model.predict(kept) - model.outputs, whole.predict(kept) - whole.outputs
+    assert bool(change.isfinite().all())
+    assert error(change, expected) < 0.5
+    assert torch.equal(model.predict(torch.ones(MANY)), model.outputs)
+
+
+def test_budgets_decide_how_many_kernels_are_held(many: epk.Trajectory) -> None:
+    for budget in (1 << 20, 4 * BYTES, 6 * BYTES, 12 * BYTES):
+        model = epk.datamodel(many, X, Y, memory_budget=budget)
+        held = len(model.trainings[0].kernels)
+        assert held == max(k for k in (1, 2, 3, 6) if k * BYTES <= budget // 2)
+
+
+def test_a_budget_that_holds_no_kernel_is_refused() -> None:
+    torch.manual_seed(1)
+    net, points = mlp().double(), vectors(260)
+    run = epk.train(net, points, torch.arange(260) % 3, optimizer=torch.optim.SGD(net.parameters(), lr=0.1), steps=6)
+    message = "half of memory_budget must hold the kernel of 260 .*, 549,120 bytes: got memory_budget=1,048,576"
+    with pytest.raises(ValueError, match=message):
+        epk.datamodel(run, X, Y, memory_budget=1 << 20)
+    assert epk.datamodel(run, X, Y, memory_budget=1 << 21).scores.shape == (4, 260)
+
+
+@pytest.mark.parametrize(("network", "points"), [("mlp", 1), ("mlp", 4), ("cnn", 2), ("attention", 4)])
+def test_tiles_change_no_number(network: str, points: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    loop = Loop(network, "adam")
+    asked, labels = loop.asked
+    whole = epk.datamodel(loop.run, asked, labels)
+    monkeypatch.setattr(internals("kernels")._NodeSide, "tile_points", points)
+    tiled = epk.datamodel(loop.run, asked, labels)
+    assert_close(torch.stack(tiled.trainings[0].kernels), torch.stack(whole.trainings[0].kernels), rounding=1e4)
+    assert_close(tiled.scores, whole.scores, rounding=4e5)
+    assert_close(tiled.predict(KEPT), whole.predict(KEPT), rounding=4e5)
+
+
+def test_a_small_budget_changes_no_number_of_a_wide_network() -> None:
+    """Its gradients, 400 kB a point, go in tiles of a point then."""
+    torch.manual_seed(1)
+    layers = [torch.nn.Linear(4, 220), torch.nn.Tanh(), torch.nn.Linear(220, 220), torch.nn.Tanh()]
+    net = torch.nn.Sequential(*layers, torch.nn.Linear(220, 3)).double()
+    optimizer = torch.optim.Adam(net.parameters(), lr=0.003)
+    run = epk.train(net, vectors(11), torch.arange(11) % 3, optimizer=optimizer, steps=6)
+    whole, small = (epk.datamodel(run, X, Y, memory_budget=budget) for budget in (1 << 30, 1 << 20))
+    assert len(small.trainings[0].kernels) == 6
+    assert_close(small.scores, whole.scores, rounding=4e5)
+    assert_close(small.predict(KEPT), whole.predict(KEPT), rounding=4e5)
+
+
+def same(a: Any, b: Any) -> bool:
+    """Whether two datamodels have the same bytes."""
+    pairs = [(getattr(a, name), getattr(b, name)) for name in ("outputs", "scores")]
+    for own, other in zip(a.trainings, b.trainings, strict=True):
+        pairs += [*zip(own.kernels, other.kernels, strict=True), (own.start, other.start), (own.forces, other.forces)]
+    pairs.append((a.predict(KEPT), b.predict(KEPT)))
+    return all(torch.equal(x, y) for x, y in pairs)
+
+
+def test_an_interrupted_computation_goes_on_where_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    work, made, left = internals("kernels").KernelWork, list[int](), [4]
+    real: Callable[..., Any] = work.compute
+
+    def counted(self: Any, place: Any, saved: Any) -> Any:
+        left[0] -= 1
+        if left[0] == 0:
+            raise KeyboardInterrupt
+        made.append(place[0])
+        yield from real(self, place, saved)
+
+    monkeypatch.setattr(partial_sums, "SECONDS", 0)
+    monkeypatch.setattr(work, "compute", counted)
+    with pytest.raises(KeyboardInterrupt):
+        epk.datamodel(LOOP.run, X, Y, checkpoint=tmp_path)
+    resumed = epk.datamodel(LOOP.run, X, Y, checkpoint=tmp_path)
+    assert sorted(made) == list(range(6))
+    assert same(resumed, epk.datamodel(LOOP.run, X, Y))
+    made.clear()
+    assert same(epk.datamodel(LOOP.run, X, Y, checkpoint=tmp_path), resumed)
+    assert not made
+
+
+@pytest.mark.parametrize("change", ["questions", "labels", "kind", "run", "budget"])
+def test_a_checkpoint_belongs_to_one_computation(change: str, tmp_path: Path) -> None:
+    epk.datamodel(LOOP.run, X, Y, checkpoint=tmp_path)
+    other: dict[str, Callable[[], Any]] = {
+        "questions": lambda: epk.datamodel(LOOP.run, X + 1, Y, checkpoint=tmp_path),
+        "labels": lambda: epk.datamodel(LOOP.run, X, Y.flip(0), checkpoint=tmp_path),
+        "kind": lambda: epk.datamodel(LOOP.run, X, classes=Y, checkpoint=tmp_path),
+        "run": lambda: epk.datamodel(Loop(optimizer="adam", steps=15).run, X, Y, checkpoint=tmp_path),
+        "budget": lambda: epk.datamodel(LOOP.run, X, Y, checkpoint=tmp_path, memory_budget=1 << 22),
+    }
+    with pytest.raises(ValueError, match="must be of this very computation"):
+        other[change]()
+
+
+@pytest.fixture(scope="module")
+def processes() -> Any:
+    context = get_context("forkserver")
+    context.set_forkserver_preload(["epk_gp.gram.path_features", "datamodel_cases"])
+    with ProcessPoolExecutor(2, mp_context=context) as pool:
+        yield pool
+
+
+def test_workers_give_the_bytes_of_none(processes: Executor, tmp_path: Path) -> None:
+    alone = epk.datamodel(LOOP.run, X, Y)
+    assert same(epk.datamodel(LOOP.run, X, Y, executor=processes), alone)
+    assert same(epk.datamodel(LOOP.run, X, Y, executor=processes, checkpoint=tmp_path), alone)
+    assert same(epk.datamodel(LOOP.run, X, Y, executor=processes, checkpoint=tmp_path), alone)
+
+
+def test_with_workers_the_forecast_and_the_derivative_are_the_same(processes: Executor) -> None:
+    alone = epk.datamodel(LOOP.run, X, Y, pairs=3, derivative=True)
+    found = epk.datamodel(LOOP.run, X, Y, pairs=3, derivative=True, executor=processes)
+    assert torch.equal(found.forecast.measured, alone.forecast.measured)
+    assert torch.equal(found.correction, alone.correction)
+    assert found.forecast.lds == alone.forecast.lds
+
+
+@pytest.mark.parametrize("every", [1, 4])
+@pytest.mark.parametrize("optimizer", ["adam", "momentum"])
+def test_a_run_on_disk_gives_the_bytes_of_the_run_in_memory(optimizer: str, every: int, tmp_path: Path) -> None:
+    loop = Loop(optimizer=optimizer, steps=14, batch=4)
+    stored = loop.record(folder=tmp_path / "run", storage=epk.Storage(keep_every=every))
+    memory = epk.datamodel(loop.run, X, Y)
+    assert same(epk.datamodel(stored, X, Y), memory)
+    assert same(epk.datamodel(epk.load_trajectory(tmp_path / "run", mlp().double()), X, Y), memory)
+
+
+def test_a_derivative_that_is_given_is_the_one_that_is_computed() -> None:
+    computed = epk.datamodel(LOOP.run, X, Y, derivative=True)
+    given = epk.influence(LOOP.run, X, function=LOOP.model.questions.as_function)
+    assert isinstance(given, Influence)
+    assert torch.equal(epk.datamodel(LOOP.run, X, Y, derivative=given).correction, computed.correction)
+    plain = LOOP.model
+    E, G = given.values[:, 0], plain.derivative()
+    most = (2 * G.norm(dim=1, keepdim=True) / E.norm(dim=1, keepdim=True)).clamp(max=1)
+    expected = 0.25 * (most * E - G)
+    assert_close(computed.correction, expected)
+    assert_close(computed.predict(KEPT), plain.predict(KEPT) + (KEPT - 1) @ expected.T)
+    assert torch.equal(computed.scores, plain.scores)
