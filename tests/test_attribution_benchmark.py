@@ -142,6 +142,58 @@ def test_a_tiny_benchmark_runs_and_goes_on_where_it_was_stopped(load, tmp_path, 
 
 
 @pytest.mark.slow
+def test_datamodels_of_classes_and_numbers_rank_subsets_and_go_on_where_they_were_stopped(load, tmp_path, monkeypatch):
+    monkeypatch.setattr(load("datamodel_systems"), "NETWORKS", 40)
+    benchmark, options = load("datamodels"), {"rows": tmp_path, "subsets": 8, "peers": False, "tiny": True}
+
+    def run(only, out="out"):
+        benchmark.main(out=tmp_path / out, only=only, **options)
+        table = json.loads((tmp_path / f"{out}.json").read_text())["results"]["table"]
+        return {(row["problem"], row["seed"], row["system"]): row for row in table}
+
+    first = run("seed 0: (truth, half|path|ridge)")
+    for problem in ("digits", "Friedman, SGD"):
+        row = first[problem, 0, "path training"]
+        assert 0.5 < row["half"][0] <= 1
+        assert row["half"][1] < row["half"][0] < row["half"][2]
+        assert row["trainings"] == pytest.approx(sum(row["parts"].values()) / row["training"])
+    assert first["digits", 0, "ridge datamodel"]["trainings"] > 40
+    assert first["digits", 0, "exact derivative"]["failure"] == first["digits", 1, "path ridge"]["failure"]
+    assert first["digits", 0, "TRAK-1 (traker)"]["failure"] == "not computed yet"
+    again = run("exact|last state")
+    assert {name: row for name, row in again.items() if "half" in first[name]} == {
+        name: row for name, row in first.items() if "half" in row
+    }
+    assert {row["option"] for name, row in again.items() if "last state" in name[2] and "seconds" in row} != {""}
+    assert "| digits, 0 | path ridge | " in (tmp_path / "out.md").read_text()
+
+
+def test_an_interval_holds_the_rank_correlation_and_shrinks_with_questions_and_networks(load):
+    agreement, generator = load("agreement"), torch.Generator().manual_seed(0)
+    true = torch.randn(50, 80, generator=generator)
+    predicted = true + torch.randn(50, 80, generator=generator)
+    low, high = agreement.bootstrap_interval(predicted, true)
+    assert low < agreement.mean_rank_correlation(predicted, true) < high < low + 0.1
+    few_low, few_high = agreement.bootstrap_interval(predicted[:5, :20], true[:5, :20])
+    assert few_high - few_low > 2 * (high - low)
+    assert agreement.bootstrap_interval(true, true) == pytest.approx((1.0, 1.0))
+
+
+def test_networks_of_fresh_seeds_are_those_trained_alone_with_these_seeds(load):
+    retraining, problem = load("retraining"), tiny(load, "tiny MLP")
+    problem = replace(
+        problem, setting=replace(problem.setting, network="small")
+    )  # no dropout: masks are drawn together
+    subsets = problem.subsets(0.5, 2)
+    together = retraining.retrained_outcomes(problem, subsets, [5, 6])
+    alone = [
+        retraining.retrained_outcomes(replace(problem, seed=k), W[None]) for k, W in zip((5, 6), subsets, strict=True)
+    ]
+    assert_close(together, torch.cat(alone))
+    assert float((together - retraining.retrained_outcomes(problem, subsets)).abs().max()) > 1e-2
+
+
+@pytest.mark.slow
 def test_scores_of_anybody_are_judged_and_what_does_not_install_is_named(load, tmp_path):
     """The peers do not run; random numbers, contributions and derivatives are judged."""
     judged = load("judged")

@@ -14,15 +14,15 @@ def build(kind: str, shape: tuple[int, ...], num_classes: int) -> nn.Module:
     """Make a network with torch's own initial weights.
 
     Args:
-        kind: "mlp" and "logistic" (dattri's networks for MNIST), "small", "cnn" or "transformer".
+        kind: "mlp" and "logistic" (dattri's networks for MNIST), "small", "relu", "tanh", "cnn" or "transformer".
         shape: Shape of one input: (channels, height, width), or (length,) of a text.
-        num_classes: Classes, or letters of a text.
+        num_classes: Classes, or letters of a text; 1 where numbers are to be learnt.
     """
     size = math.prod(shape)
     if kind == "logistic":
         return nn.Sequential(nn.Flatten(), nn.Linear(size, num_classes))
-    if kind == "small":
-        return nn.Sequential(nn.Flatten(), nn.Linear(size, 32), nn.GELU(), nn.Linear(32, num_classes))
+    if kind in (middle := {"small": nn.GELU, "relu": nn.ReLU, "tanh": nn.Tanh}):
+        return nn.Sequential(nn.Flatten(), nn.Linear(size, 32), middle[kind](), nn.Linear(32, num_classes))
     if kind == "mlp":
         return nn.Sequential(
             nn.Flatten(), nn.Linear(size, 128), nn.ReLU(), nn.Dropout(DROPOUT),
@@ -72,9 +72,19 @@ def padded(y: Tensor) -> bool:
 
 
 def log_p(logits: Tensor, targets: Tensor) -> Tensor:
-    """Return log p(target) of every sample, of a text the mean over its letters: (n,)."""
+    """Return log p(target) of every sample, of a text the mean over its letters: (n,).
+
+    Of numbers (n, C) it is minus the squared error: the loss is -log p everywhere.
+    """
+    if targets.is_floating_point():
+        return -(logits - targets).square().sum(1)
     values = -F.cross_entropy(logits.movedim(-1, 1), targets, reduction="none")
     return values.flatten(1).mean(1) if values.ndim > 1 else values
+
+
+def answers(logits: Tensor, targets: Tensor) -> Tensor:
+    """Return the number that is explained of every sample: log p(target), or the first output of numbers, (n,)."""
+    return logits[:, 0] if targets.is_floating_point() else log_p(logits, targets)
 
 
 def total_log_p(logits: Tensor, targets: Tensor) -> Tensor:
@@ -82,9 +92,9 @@ def total_log_p(logits: Tensor, targets: Tensor) -> Tensor:
     return -F.cross_entropy(logits.movedim(-1, 1), targets, reduction="none").reshape(len(targets), -1).sum(1)
 
 
-def functional_log_p(net: nn.Module, weights: dict[str, Tensor], X: Tensor, y: Tensor) -> Tensor:
-    """Return log p(target) of every sample for a network with other weights: (n,)."""
-    return log_p(functional_call(net, weights, (X,)), y)
+def functional_answers(net: nn.Module, weights: dict[str, Tensor], X: Tensor, y: Tensor) -> Tensor:
+    """Return the explained number of every sample for a network with other weights: (n,)."""
+    return answers(functional_call(net, weights, (X,)), y)
 
 
 class Scored(nn.Module):

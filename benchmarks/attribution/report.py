@@ -211,3 +211,62 @@ def _percent(share: float) -> str:
 
 def _number(value: float | None) -> str:
     return "–" if value is None else f"{value:.2f}"
+
+
+TRUTHS = ("half", "half, fresh seeds", "90 %", "leave-one-out")
+
+
+def datamodels_markdown(results: dict[str, Any]) -> str:
+    """Return a table for every problem, and one of all seeds."""
+    table = results["table"]
+    parts = [f"### {sizes['problem']}\n\n{datamodels_table(table, sizes)}" for sizes in results["problems"]]
+    return "\n\n".join([*parts, "### Seeds", seeds_table(table)]) + "\n"
+
+
+def datamodels_table(table: Rows, sizes: dict[str, Any]) -> str:
+    """Return one problem's table: means ± standard deviations over seeds, the best mean in bold."""
+    own = [row for row in table if row["problem"] == sizes["problem"]]
+    rows = [row for row in own if "seconds" in row]
+    if not rows:
+        return "*Not computed yet.*"
+    truths = [kind for kind in TRUTHS if any(kind in row for row in rows)]
+    systems = list(dict.fromkeys(row["system"] for row in rows))
+    seeds = {row["seed"] for row in own}
+
+    def values(system: str, kind: str) -> list[float]:
+        return [row[kind][0] for row in rows if row["system"] == system and kind in row]
+
+    most = {kind: max(mean(found) for name in systems if (found := values(name, kind))) for kind in truths}
+    lines = []
+    for system in systems:
+        mine = [row for row in rows if row["system"] == system]
+        questions = "" if mine[0]["questions"] == sizes["questions"] else f", first {mine[0]['questions']}"
+        missing = "" if len(mine) in (len(seeds), 1) else f", {len(mine)} of {len(seeds)} seeds"
+        cost = mean(row["trainings"] for row in mine)
+        seconds = mean(row["trainings"] * row["training"] for row in mine)
+        cells = [_cell(values(system, kind), most[kind]) for kind in truths]
+        costs = " (".join(f"{value:.2g}" if value < 10 else f"{value:.0f}" for value in (cost, seconds)) + ")"
+        lines.append([system + questions + missing, *cells, costs])
+    numbers = [
+        f"{sizes['samples']:,} samples", f"{sizes['questions']} questions", f"{sizes['steps']:,} steps",
+        f"{sizes['weights']:,} weights", f"{len(seeds)} seed{'s' * (len(seeds) > 1)}",
+    ]  # fmt: skip
+    missing = left_out([{**row, "score": row["system"]} for row in own])
+    words = [", ".join(numbers) + ".", _table(["", *truths, "trainings (seconds)"], lines)]
+    return "\n\n".join(words + (["Left out: " + "; ".join(missing) + "."] if missing else []))
+
+
+def seeds_table(table: Rows) -> str:
+    """Return a line for every system and seed, with 95 % intervals."""
+    rows = [row for row in table if "seconds" in row]
+    truths = [kind for kind in TRUTHS if any(kind in row for row in rows)]
+    lines = [
+        [
+            f"{row['problem']}, {row['seed']}",
+            row["system"] + (f" ({row['option']})" if row["option"] else ""),
+            *("{:.2f} ({:.2f} to {:.2f})".format(*row[kind]) if kind in row else "–" for kind in truths),
+            f"{row['trainings']:.2g}" if row["trainings"] < 10 else f"{row['trainings']:.0f}",
+        ]
+        for row in rows
+    ]
+    return _table(["problem, seed", "system", *truths, "trainings"], lines)

@@ -1,6 +1,7 @@
 """Recording a problem's run, and training it again with other sample weights, several networks side by side."""
 
 import time
+from dataclasses import replace
 
 import nets
 import torch
@@ -15,6 +16,8 @@ def record(problem: Problem) -> epk.Trajectory:
     """Train the network with every sample, and record it in memory."""
     data, net = problem.data(), problem.network()
     X, y, loss, train = data.X, data.y, epk.CrossEntropy(), net
+    if data.y.is_floating_point():
+        loss = epk.MeanSquaredError()
     scored = data.y.ndim > 1 and not nets.padded(data.y)
     if scored:  # a text has several targets: the network is recorded together with its log-likelihood
         X, train = (data.X, data.y), nets.Scored(net)
@@ -28,6 +31,8 @@ def record(problem: Problem) -> epk.Trajectory:
             optimizer.zero_grad()
             if scored:
                 (-train(data.X[batch], data.y[batch]).mean()).backward()
+            elif data.y.is_floating_point():
+                nn.functional.mse_loss(train(data.X[batch]), data.y[batch]).backward()
             else:
                 nn.functional.cross_entropy(train(data.X[batch]).movedim(-1, 1), data.y[batch]).backward()
             recorder.batch(batch)
@@ -40,8 +45,8 @@ def weights_at(run: epk.Trajectory, state: int) -> dict[str, Tensor]:
     return {name.removeprefix("net."): value.clone() for name, value in run.weights(state).items()}
 
 
-def retrained_outcomes(problem: Problem, subsets: Tensor) -> Tensor:
-    """Train again with other sample weights, and return log p(target) of every test sample.
+def retrained_outcomes(problem: Problem, subsets: Tensor, seeds: list[int] | None = None) -> Tensor:
+    """Train again with other sample weights, and return log p(target) of every test sample; of numbers, the output.
 
     Initial weights, batches, their order, dropout and the divisor of the loss are those of the recorded run: a sample
     of weight 0 leaves a gap. It is a loop of its own on purpose: the truth does not come from the package that is
@@ -50,24 +55,31 @@ def retrained_outcomes(problem: Problem, subsets: Tensor) -> Tensor:
     Args:
         problem: The problem.
         subsets: Sample weights, (m, M).
+        seeds: Seeds of initial weights, batches and dropout for each of them, as dattri's truth has it; None takes
+            those of the recorded run.
 
     Returns:
         (m, n).
     """
-    data, net, weights = problem.data(), problem.network().eval(), retrained(problem, subsets)
+    data, net, weights = problem.data(), problem.network().eval(), retrained(problem, subsets, seeds)
     with torch.no_grad():
         return torch.stack(
             [_in_parts(net, {name: value[k] for name, value in weights.items()}, data) for k in range(len(subsets))]
         )
 
 
-def retrained(problem: Problem, subsets: Tensor) -> dict[str, Tensor]:
+def retrained(problem: Problem, subsets: Tensor, seeds: list[int] | None = None) -> dict[str, Tensor]:
     """Train networks side by side, one for each row of sample weights: each parameter gets one axis more."""
-    data, net, count = problem.data(), problem.network(), len(subsets)
-    weights = {
-        name: value.detach().expand(count, *value.shape).clone().requires_grad_()
-        for name, value in net.named_parameters()
-    }
+    data, net = problem.data(), problem.network()
+    each_problem = [problem] * len(subsets) if seeds is None else [replace(problem, seed=seed) for seed in seeds]
+    starts = [dict(each.network().named_parameters()) for each in each_problem]
+    weights = {name: torch.stack([start[name].detach() for start in starts]).requires_grad_() for name in starts[0]}
+    steps = (
+        problem.batches()
+        if seeds is None
+        else map(torch.stack, zip(*[each.batches() for each in each_problem], strict=True))
+    )
+    axis, randomness = (None, "same") if seeds is None else (0, "different")
     optimizer = problem.optimizer(list(weights.values()))
     net.train()
 
@@ -76,27 +88,37 @@ def retrained(problem: Problem, subsets: Tensor) -> dict[str, Tensor]:
 
     with torch.random.fork_rng(devices=()):
         torch.manual_seed(problem.seed)  # dropout: the same masks for all networks, and those of the recorded run
-        for batch in problem.batches():
+        for batch in steps:
             optimizer.zero_grad()
-            each = vmap(losses, (0, None, None), randomness="same")(weights, data.X[batch], data.y[batch])
-            ((subsets[:, batch] * each).sum() / len(batch)).backward()
+            each = vmap(losses, (0, axis, axis), randomness=randomness)(weights, data.X[batch], data.y[batch])
+            kept = subsets.gather(1, batch.expand(len(subsets), -1))
+            ((kept * each).sum() / batch.shape[-1]).backward()
             optimizer.step()
     return {name: value.detach() for name, value in weights.items()}
 
 
-def retraining_seconds(problem: Problem) -> float:
-    """Measure the processor seconds of training the network once, by torch's plain loop."""
+def trained(problem: Problem) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """Train the network once, by torch's plain loop."""
     data, net = problem.data(), problem.network()
     optimizer = problem.optimizer(list(net.parameters()))
     net.train()
+    with torch.random.fork_rng(devices=()):
+        torch.manual_seed(problem.seed)
+        for batch in problem.batches():
+            optimizer.zero_grad()
+            (-nets.log_p(net(data.X[batch]), data.y[batch]).mean()).backward()
+            optimizer.step()
+    return net.eval(), optimizer
+
+
+def retraining_seconds(problem: Problem) -> float:
+    """Measure the processor seconds of training the network once, by torch's plain loop."""
+    problem.data()  # read once
     before = time.process_time()
-    for batch in problem.batches():
-        optimizer.zero_grad()
-        (-nets.log_p(net(data.X[batch]), data.y[batch]).mean()).backward()
-        optimizer.step()
+    trained(problem)
     return time.process_time() - before
 
 
 def _in_parts(net: nn.Module, weights: dict[str, Tensor], data: Data) -> Tensor:
     parts = zip(data.X_test.split(1000), data.y_test.split(1000), strict=True)
-    return torch.cat([nets.functional_log_p(net, weights, X, y) for X, y in parts])
+    return torch.cat([nets.functional_answers(net, weights, X, y) for X, y in parts])

@@ -3,14 +3,15 @@
 import gzip
 import itertools
 import os
-from dataclasses import dataclass
-from functools import cache
+from dataclasses import dataclass, replace
+from functools import cache, partial
 from pathlib import Path
 from pydoc_data.topics import topics
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import nets
 import torch
+from sklearn.datasets import load_diabetes, make_friedman1
 from torch import Tensor, nn
 
 from epk_gp.datasets import digits, mnist_folder
@@ -18,6 +19,7 @@ from epk_gp.datasets import digits, mnist_folder
 FLIPPED = 0.1  # share of the labels that are wrong where wrong labels are to be found
 NUM_SUSPECTED = 100  # samples among which they are to be found: all wrong ones, and right ones
 IGNORED = -100  # target of positions that torch's cross-entropy leaves out
+Options = dict[str, Any]
 DATTRI_MEAN, DATTRI_STD = 0.1307, 0.3081  # dattri normalises MNIST with these
 
 
@@ -29,7 +31,7 @@ class Data(NamedTuple):
         y: Their targets.
         X_test: Test inputs.
         y_test: Their targets, whose log-likelihoods are explained.
-        num_classes: Classes, or letters.
+        num_classes: Classes, or letters; 1 of numbers, whose targets are (M, 1).
     """
 
     X: Tensor
@@ -45,11 +47,12 @@ class Setting:
 
     Attributes:
         name: Its name.
-        source: "mnist" and "names" (EPK_GP_DATA), "digits" (scikit-learn's) or "text" (help texts of Python).
+        source: "mnist", "fashion-mnist", "kmnist" and "names" (EPK_GP_DATA), "digits" (scikit-learn's), "text" (help
+            texts of Python); with numbers as targets "friedman" and "diabetes" (scikit-learn's).
         network: As `nets.build`.
         num_train: Training samples, M.
         num_test: Test samples of the ground truth. Expensive scores explain the first ones alone (`--points`).
-        optimizer: "sgd" or "adamw".
+        optimizer: "sgd", "adam" or "adamw".
         lr: Learning rate.
         momentum: Momentum of SGD.
         epochs: Passes over the data.
@@ -93,6 +96,23 @@ JUDGED = [  # small enough for exact contributions and derivatives, beside which
 TINY_JUDGED = [
     Setting("digits", "digits", "small", 40, 4, "adamw", lr=2e-3, epochs=2, batch_size=10),
 ]
+REGRESSION: Options = {"network": "tanh", "num_train": 400, "epochs": 30, "batch_size": 50, "together": 50}
+DATAMODELS = {  # of datamodels.py, each with its number of seeds
+    replace(JUDGED[0], num_test=100): 3,
+    Setting("Fashion-MNIST", "fashion-mnist", "relu", 600, 100, "adam", lr=1e-3, epochs=10, batch_size=50): 3,
+    Setting("KMNIST", "kmnist", "tanh", 600, 100, lr=0.05, momentum=0.9, epochs=10, batch_size=50): 3,
+    replace(SETTINGS[2], together=5): 3,
+    replace(SETTINGS[2], name="KMNIST, CNN", source="kmnist", together=5): 2,
+    Setting("Friedman, AdamW", "friedman", num_test=100, optimizer="adamw", lr=5e-3, **REGRESSION): 1,
+    Setting("Friedman, SGD", "friedman", num_test=100, momentum=0.9, **REGRESSION): 1,
+    Setting("diabetes, AdamW", "diabetes", num_test=42, optimizer="adamw", lr=5e-3, **REGRESSION): 1,
+    Setting("diabetes, SGD", "diabetes", num_test=42, momentum=0.9, **REGRESSION): 1,
+    replace(SETTINGS[0], num_test=100): 1,
+}
+TINY_DATAMODELS = {
+    TINY_JUDGED[0]: 2,
+    Setting("Friedman, SGD", "friedman", "tanh", 30, 4, momentum=0.9, epochs=3, batch_size=10): 1,
+}
 
 
 @dataclass(frozen=True)
@@ -163,6 +183,8 @@ class Problem:
         s = self.setting
         if s.optimizer == "adamw":
             return torch.optim.AdamW(weights, lr=s.lr, weight_decay=0.01)
+        if s.optimizer == "adam":
+            return torch.optim.Adam(weights, lr=s.lr)
         return torch.optim.SGD(weights, lr=s.lr, momentum=s.momentum)
 
     def subsets(self, alpha: float, count: int, *, purpose: int = 4) -> Tensor:
@@ -178,14 +200,36 @@ def _data(source: str, num_train: int, num_test: int) -> Data:
         return _text(num_train, num_test)
     if source == "names":
         return _names(num_train, num_test)
+    if source in ("friedman", "diabetes"):
+        return _numbers(source, num_train, num_test)
     if source == "digits":
         whole = digits(dtype=torch.float32)
         train, test = whole[:num_train], whole[num_train : num_train + num_test]
+    elif source == "kmnist":  # its test part alone is there
+        whole = mnist_folder(_folder(source), split="test", dtype=torch.float32)
+        train, test = whole[:num_train], whole[num_train : num_train + num_test]
     else:
-        train, test = mnist_folder(split="train", dtype=torch.float32), mnist_folder(split="test", dtype=torch.float32)
-        train, test = train[:num_train], test[:num_test]
+        read = partial(mnist_folder, _folder(source), dtype=torch.float32)
+        train, test = read(split="train")[:num_train], read(split="test")[:num_test]
     X, X_test = ((part.inputs - DATTRI_MEAN) / DATTRI_STD for part in (train, test))
     return Data(X, train.labels, X_test, test.labels, train.num_classes)
+
+
+def _folder(source: str) -> Path:
+    return Path(os.environ["EPK_GP_DATA"]) / source
+
+
+def _numbers(source: str, num_train: int, num_test: int) -> Data:
+    """Return inputs and numbers to be learnt from them, standardised as the training samples say."""
+    if source == "friedman":
+        both = make_friedman1(num_train + num_test, noise=1.0, random_state=0)
+    else:
+        both = load_diabetes(return_X_y=True)
+        order = torch.randperm(len(both[0]), generator=torch.Generator().manual_seed(0))[: num_train + num_test]
+        both = both[0][order], both[1][order]
+    X, y = (torch.from_numpy(part).float().reshape(num_train + num_test, -1) for part in both)
+    X, y = ((part - part[:num_train].mean(0)) / part[:num_train].std(0) for part in (X, y))
+    return Data(X[:num_train], y[:num_train], X[num_train:], y[num_train:], 1)
 
 
 def _text(num_train: int, num_test: int, length: int = 32) -> Data:

@@ -20,25 +20,31 @@ def problem_key(problem: Problem) -> Row:
     return {"setting": asdict(problem.setting), "seed": problem.seed, "flipped": problem.flipped, "data": digest}
 
 
-def outcomes(problem: Problem, kind: str, subsets: Tensor, rows: Rows) -> Tensor | None:
+def outcomes(
+    problem: Problem, kind: str, subsets: Tensor, rows: Rows, *, seeds: list[int] | None = None
+) -> Tensor | None:
     """Return log p(target) of all test samples for networks trained with other sample weights: (m, n).
+
+    Of numbers, it is the output.
 
     Args:
         problem: The problem.
         kind: Name of the subsets.
         subsets: Sample weights, (m, M).
         rows: Where groups of networks are saved as they are ready.
+        seeds: As of `retrained_outcomes`.
 
     Returns:
         None if a group is neither saved nor asked for.
     """
     name, parts = f"{problem.name}: truth, {kind}", []
     for start in tqdm(range(0, len(subsets), problem.setting.together), desc=name, leave=False, disable=None):
-        group = subsets[start : start + problem.setting.together]
-        key = problem_key(problem) | {"weights": _digest(group)}
+        places = slice(start, start + problem.setting.together)
+        group, own = subsets[places], seeds and seeds[places]
+        key = problem_key(problem) | {"weights": _digest(group)} | ({"seeds": own} if own else {})
 
-        def compute(group: Tensor = group) -> Row:
-            return {"outcomes": retrained_outcomes(problem, group)}
+        def compute(group: Tensor = group, own: list[int] | None = own) -> Row:
+            return {"outcomes": retrained_outcomes(problem, group, own)}
 
         row = rows.get(f"{name}, from {start}", key, compute)
         if row is None:
