@@ -155,7 +155,7 @@ def _of_run(
         if NUM_STATES * work.piece_bytes > options.memory_budget // 2 and work.first == 0 and not is_path:
             work = replace(work, nodes=path_nodes(run.trained, FEW_STATES))
         rows, columns = work.shape
-        is_exact = len(work.pieces) * rows * columns * run.num_weights <= _EXACT
+        is_exact = work.num_nodes * rows * columns * run.num_weights <= _EXACT
         return _fitted(replace(work, is_exact=is_exact), options)
 
     return with_plan(compute, questions.X, questions.run, trained)
@@ -205,13 +205,14 @@ def _questions(
 def _fitted(work: KernelWork, options: ComputeOptions) -> Datamodel:
     """Compute the kernels of a run, and what is made of them."""
     nodes, questions, coordinates, size = work.nodes, work.questions, work.coordinates, work.piece_bytes
-    N, count, fitting = work.shape[1], len(work.pieces), options.memory_budget // 2 // work.piece_bytes
+    N, count, fitting = work.shape[1], work.num_nodes, options.memory_budget // 2 // work.piece_bytes
     groups = max((number for number in (1, 2, FEW_STATES, NUM_STATES) if number <= min(fitting, count)), default=0)
     if not groups:
         raise ValueError(
             f"half of memory_budget must hold the kernel of {N:,} gradients of training samples, {size:,} bytes: got "
             f"memory_budget={options.memory_budget:,}. Pass a larger one, or record fewer samples."
         )
+    work = replace(work, groups=count if isinstance(coordinates, PseudoLabels) else groups)
     recorded = questions.values(-1)
     weights, trainings = nodes.sample_weights.to(recorded), tuple[PathTraining, ...]()
     sums = (own.added for _, own in run_pieces(work, options, "datamodel"))
@@ -219,18 +220,14 @@ def _fitted(work: KernelWork, options: ComputeOptions) -> Datamodel:
         of_states = [gauss_newton_scores(own["kernel"].mul_(NUM_STATES), weights, coordinates.draws) for own in sums]
         scores = torch.stack(of_states).mean(dim=0)
     else:
-        kernels, along, sizes = list[Tensor](), list[Tensor](), list[float]()
-        for number, own in enumerate(sums):
-            along.append(own["coordinates"])
-            sizes.append(float(own["kernel"][:N].diagonal().mean()))
-            if number * groups % count < groups:
-                kernels.append(own["kernel"])
-            else:
-                kernels[-1] += own["kernel"]
+        found = list(sums)
+        along, sizes = (torch.cat([own[name] for own in found]) for name in ("coordinates", "diagonals"))
         start = torch.cat([coordinates.of(outputs_at(work.trained, work.inputs, 0, "logits")), questions.values(0)])
-        forces, curvatures = coordinates.along(torch.stack(along, dim=1))
-        curvature = float(curvatures @ start.new_tensor(sizes)) / sum(sizes)
-        training = PathTraining(tuple(kernels), start, recorded, coordinates, weights, forces.mean(dim=1), curvature)
+        forces, curvatures = coordinates.along(along.T)
+        curvature = float(curvatures @ sizes / sizes.sum())
+        training = PathTraining(
+            tuple(own["kernel"] for own in found), start, recorded, coordinates, weights, forces.mean(dim=1), curvature
+        )
         if isinstance(nodes, CheckpointNodes):
             training = training.with_time(coordinates.forces(along[-1][:, None]))
         scores, trainings = training.ridge(), (training,)

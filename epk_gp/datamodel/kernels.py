@@ -93,6 +93,7 @@ class KernelWork(RunWork):
     Attributes:
         nodes: The nodes.
         first: The first node whose kernel is computed.
+        groups: Pieces: neighbouring nodes have one kernel, the sum of theirs.
         trained: The run whose network gives what the coordinates are made of.
         coordinates: Of the training samples, K' of each of M.
         questions: What is asked.
@@ -102,6 +103,7 @@ class KernelWork(RunWork):
 
     nodes: PathNodes
     first: int = 0
+    groups: int = 1
     trained: Trajectory
     coordinates: Coordinates | PseudoLabels
     questions: Questions
@@ -121,9 +123,13 @@ class KernelWork(RunWork):
 
     @property
     def pieces(self) -> list[Piece]:
-        """The nodes."""
-        name = self.named("kernel")
-        return [Piece(f"{name}-{number}", (number,)) for number in range(self.first, len(self.nodes.steps))]
+        """The groups of nodes."""
+        return [Piece(f"{self.named('kernel')}-{number}", (number,)) for number in range(self.groups)]
+
+    @property
+    def num_nodes(self) -> int:
+        """Number of nodes whose kernels are computed."""
+        return len(self.nodes.steps) - self.first
 
     @property
     def piece_bytes(self) -> int:
@@ -133,7 +139,7 @@ class KernelWork(RunWork):
     def identity(self) -> str:
         """Return a fingerprint of everything on which the kernels depend."""
         asked, run = self.questions, self.nodes.run
-        sizes = self.is_exact, self.memory_budget, self.coordinates.per_sample
+        sizes = self.is_exact, self.memory_budget, self.coordinates.per_sample, self.groups
         return fingerprint("datamodel", run.digest, asked.run.digest, asked.X, asked.classes, asked.head, *sizes)
 
     @cached_property
@@ -153,11 +159,23 @@ class KernelWork(RunWork):
         return ContractionCost(self.coordinates.per_sample**2, 1, all_dense=plans[0] != plans[1])
 
     def compute(self, place: Place, saved: Sums) -> Iterator[Sums]:
-        """Compute the kernel at a node, and the coordinates of the training samples there."""
-        side = _NodeSide(self, place[0])
+        """Sum the kernels of a group, and give each one's mean diagonal and the coordinates of the samples there."""
+        numbers = [k for k in range(self.num_nodes) if k * self.groups // self.num_nodes == place[0]]
+        kernel = torch.empty(0)
+        along, diagonals = list[Tensor](), list[Tensor]()
+        for number in numbers:
+            side = _NodeSide(self, self.first + number)
+            before = kernel.diagonal().mean() if len(kernel) else 0.0
+            kernel = self._add(side, kernel)
+            diagonals.append(kernel.diagonal().mean() - before)
+            along.append(self.coordinates.of(side.outputs))
+        yield Sums({"kernel": kernel, "coordinates": torch.stack(along), "diagonals": torch.stack(diagonals)}, steps=1)
+
+    def _add(self, side: "_NodeSide", kernel: Float[Tensor, "NQ N"]) -> Float[Tensor, "NQ N"]:
+        """Add the kernel at a node to a sum, which is new if it is empty."""
         (rows, columns), M, n = self.shape, self.nodes.run.num_points, len(self.questions.X)
         K, per_input = self.coordinates.per_sample, self.questions.per_input
-        kernel = empty_huge_pages((rows, columns), side.weights)
+        kernel = kernel if len(kernel) else empty_huge_pages((rows, columns), side.weights).zero_()
         of_train, of_questions = kernel[:columns].view(K, M, K, M), kernel[columns:].view(n, per_input, K, M)
         tiles, asked = (_tiles(count, side.tile_points) for count in (M, n))
         for number, own in enumerate(tiles):
@@ -165,11 +183,12 @@ class KernelWork(RunWork):
             for others in tiles[number:]:
                 left = right if others == own else side.train(others)
                 block = _products(left, right, is_symmetric=others == own)
-                of_train[:, others, :, own] = block
-                of_train[:, own, :, others] = block.permute(2, 3, 0, 1)
+                of_train[:, others, :, own] += block
+                if others != own:
+                    of_train[:, own, :, others] += block.permute(2, 3, 0, 1)
             for others in asked:
-                of_questions[others][..., own] = _products(side.asked(others), right).transpose(0, 1)
-        yield Sums({"kernel": kernel, "coordinates": self.coordinates.of(side.outputs)}, steps=1)
+                of_questions[others][..., own] += _products(side.asked(others), right).transpose(0, 1)
+        return kernel
 
 
 class _NodeSide:
