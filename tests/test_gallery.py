@@ -299,6 +299,7 @@ def worst(r: dict) -> list[str]:
         f"is predicted as {odds[0]:.2f} and measured as {odds[1]:.2f}, after {whole[1]:.2f} with all points; without a "
         f"random tenth {odds[2]:.2f} and {odds[3]:.2f}",
         f"predicted {max(low):.1f} points too low at most",
+        f"ends {spans(column(r['whole'], 'miss', 100), '.0f')} % of the numbers' change from the recorded network",
     ]
 
 
