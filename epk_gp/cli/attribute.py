@@ -249,4 +249,4 @@ def datamodel(
     typer.echo(f"forecast: {words.format(*() if forecast is None else (forecast.lds, *forecast.interval))}")
     typer.echo(f"written to {folder}: datamodel.safetensors, .csv, .json and .png ({timer.total:.1f} s)")
     if model.findings:
-        raise ValueError(f"the run must be certified: {'; '.join(model.findings)}. Do not use its datamodel.")
+        raise ValueError(f"the datamodel must be certified: {'; '.join(model.findings)}. Do not use it.")
