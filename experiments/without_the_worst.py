@@ -14,7 +14,7 @@ from epk_gp.analysis.counterfactual import random_subsets
 from epk_gp.datasets import Dataset, digits
 from epk_gp.plots import new_figure
 from epk_gp.plots.style import PALETTE, SMALL, styled
-from harness import Experiment, main
+from harness import Experiment, main, uncertified_results
 
 WAYS = {"datamodel": "o", "influence": "s", "wrong labels, if they were known": "^", "at random": "D"}
 
@@ -55,7 +55,8 @@ class Result:
     Attributes:
         rows: For each seed, way and share: accuracy and mean log-odds of the true class of the test points, predicted
             and measured, and the share of wrong labels among those that were dropped; means over random draws.
-        whole: Accuracy and mean log-odds with all training points, of each seed.
+        whole: Accuracy and mean log-odds with all training points, of each seed, and how far path training ends from
+            these log-odds, relative to their change in training.
         num_test: Points that judge.
         same: Share of the first points to drop that datamodel and influence have in common, for each share dropped.
     """
@@ -78,12 +79,13 @@ def run(config: Config) -> Result:
         labels, is_wrong = with_wrong_labels(train, config.wrong, generator)
         trajectory = record(config, train, labels, seed)
         harms = {
-            "datamodel": -epk.datamodel(trajectory, validation.inputs, validation.labels).scores.sum(dim=0),
+            "datamodel": -scores_of(trajectory, validation),
             "influence": -influence_on_log_odds(trajectory, validation),
             "wrong labels, if they were known": is_wrong.double() + 1e-3 * torch.rand(len(train), generator=generator),
         }
-        model, C = of_all_classes(trajectory, test), data.num_classes
-        whole.append(judged(model.outputs.view(-1, C), test.labels))
+        with uncertified_results():  # where path training ends far from the network, which is said
+            model, C = of_all_classes(trajectory, test), data.num_classes
+        whole.append(judged(model.outputs.view(-1, C), test.labels) | {"miss": model.miss})
         for share in config.dropped:
             count = round(share * len(train))
             worst = [harm.topk(count).indices for harm in harms.values()]
@@ -129,6 +131,12 @@ def log_odds(z: Tensor) -> Tensor:
     """Return log p - log(1 - p) of every class."""
     own = torch.eye(z.shape[1], dtype=torch.bool)
     return z - z[:, None, :].masked_fill(own, -torch.inf).logsumexp(dim=2)
+
+
+def scores_of(trajectory: epk.Trajectory, points: Dataset) -> Tensor:
+    """Return the scores of a datamodel, summed over the points."""
+    with uncertified_results():
+        return epk.datamodel(trajectory, points.inputs, points.labels).scores.sum(dim=0)
 
 
 def influence_on_log_odds(trajectory: epk.Trajectory, points: Dataset) -> Tensor:

@@ -213,12 +213,12 @@ def _datamodel(request: ReportRequest, model: Datamodel) -> dict[str, Any]:
         "with a positive one its absence lowers the number. For one sample alone, influence is exact. "
     )
     if (forecast := model.forecast) is None:
-        sentence += "No forecast was asked for: how well they predict networks trained again is not known here."
+        sentence += "No forecast was asked for: how well scores predict networks trained again is not known here."
     else:
         low, high = forecast.interval
         sentence += (
             f"On {len(forecast.measured)} networks trained on random halves, predictions by {forecast.method} have the "
-            f"rank correlation {forecast.lds:.2f} (95 %: {low:.2f} to {high:.2f})."
+            f"linear datamodeling score {forecast.lds:.2f} (95 %: {low:.2f} to {high:.2f})."
         )
     return {"sentence": sentence, "head": ["explained", "number", "of the network", "score"], "rows": rows}
 

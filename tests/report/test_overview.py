@@ -152,7 +152,7 @@ def test_a_datamodel_names_the_largest_scores_of_each_explained_point_and_the_fo
             expected = [float(value) for value in (model.outputs[question], model.scores[question, index])]
             assert row[3:] == pytest.approx(expected, rel=1e-3)
             assert str(index) in content["samples"]["shown"]
-    said = f"the rank correlation {model.forecast.lds:.2f}" if pairs else "No forecast was asked for"
+    said = f"the linear datamodeling score {model.forecast.lds:.2f}" if pairs else "No forecast was asked for"
     assert said in found["sentence"]
 
 
