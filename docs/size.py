@@ -54,7 +54,7 @@ CAPABILITIES = {
     "influence and retraining": (
         "kernel_machine/influence*.py", "kernel_machine/curvature.py", "kernel_machine/retrain.py",
     ),
-    "datamodels": ("datamodel/*.py",),
+    "datamodels": ("datamodels/*.py",),
     "other kernel machines": ("kernel_machine/baselines.py",),
     "networks that were not recorded": ("trained/*.py",),
     "the GPyTorch kernel": ("kernels/*.py",),

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from epk_gp.core.show import CertificateWarning as CertificateWarning
     from epk_gp.core.trajectory import Trajectory as Trajectory
     from epk_gp.core.trajectory import network_outputs as network_outputs
-    from epk_gp.datamodel.fit import datamodel as datamodel
+    from epk_gp.datamodels.fit import datamodel as datamodel
     from epk_gp.gp.models import LogitGP as LogitGP
     from epk_gp.gp.softmax import softmax_uncertainty as softmax_uncertainty
     from epk_gp.gp.uncertain_classifier import UncertainClassifier as UncertainClassifier
@@ -75,7 +75,7 @@ else:
         "core.checks": "ComputeOptions",
         "core.show": "CertificateWarning",
         "core.trajectory": "Trajectory network_outputs",
-        "datamodel.fit": "datamodel",
+        "datamodels.fit": "datamodel",
         "gp.models": "LogitGP",
         "gp.softmax": "softmax_uncertainty",
         "gp.uncertain_classifier": "UncertainClassifier",

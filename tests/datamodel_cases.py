@@ -20,13 +20,12 @@ from helpers import Attention
 from loops import Tokens
 
 NODES = 6
-datamodel = epk.datamodel  # asked for before its folder's modules, whose import gives the folder the function's name
 Metric = Callable[[dict[str, Any], dict[str, Any], int], Any]
 
 
 def internals(name: str) -> ModuleType:
-    """Return a module of the package's folder; `epk_gp.datamodel` itself is the public function."""
-    return importlib.import_module(f"epk_gp.datamodel.{name}")
+    """Return a module of the package's folder."""
+    return importlib.import_module(f"epk_gp.datamodels.{name}")
 
 
 def vectors(n: int, seed: int = 2, width: int = 4) -> Tensor:
@@ -272,21 +271,21 @@ def dense(
     (X, y), (X_asked, y_asked), states = loop.data, loop.asked, loop.states()
     coordinates = coordinates or (lambda z: margin(z, y))
     numbers = numbers or (lambda z: margin(z, y_asked))
-    net, kernels, path = loop.net.eval(), list[Tensor](), list[Tensor]()
+    net, kernels, path, shares = loop.net.eval(), list[Tensor](), list[Tensor](), loop.shares(states)
     for state, times in node_states(states):
         evaluate = functools.partial(_rows, net, state, coordinates, numbers, X, X_asked)
         weights = torch.cat([w.flatten() for w in state.weights.values()])
         J = jacrev(evaluate)(weights)
         path.append(coordinates(functional_call(net, {**state.weights, **state.buffers}, X)).detach())
-        H = metric(torch.cat([moving(state.metric[name]).flatten() for name in state.weights])) * times
+        H = torch.cat([state.metric[name].flatten() for name in state.weights])
+        if not loop.optimizer.startswith(("sgd", "momentum", "nesterov")):
+            force = torch.func.grad(loss or (lambda u: F.softplus(-u).sum()))(path[-1])
+            g = (shares.repeat(len(force) // loop.points) * force) @ J[: len(force)]
+            H = H.where(H * g.abs() <= 100 * state.rate, state.rate / g.abs())  # where no gradient was seen before
+        H = metric(H) * times
         kernels.append((J * H) @ J[: len(path[-1])].T)
-    a = loop.shares(states).repeat(len(path[0]) // loop.points)
+    a = shares.repeat(len(path[0]) // loop.points)
     return Dense(torch.stack(kernels), torch.stack(path), a, loss or (lambda u: F.softplus(-u).sum()))
-
-
-def moving(H: Tensor) -> Tensor:
-    """Return the numbers of a parameter, 0 for weights that a preconditioner divides by nothing but its eps."""
-    return H.where(1e4 * H.median() >= H, 0.0)
 
 
 def _rows(

@@ -18,7 +18,7 @@ from page_code import load
 ROOT = Path(epk_gp.__file__).parent
 LAYERS = (  # each imports those before it, and itself
     {"optimizers"}, {"core"}, {"storage", "autodiff", "datasets"}, {"provenance", "work", "recording", "quadrature"},
-    {"callbacks", "gram"}, {"kernel_machine", "kernels"}, {"trained"}, {"datamodel"}, {"gp"}, {"analysis"},
+    {"callbacks", "gram"}, {"kernel_machine", "kernels"}, {"trained"}, {"datamodels"}, {"gp"}, {"analysis"},
     {"estimator"}, {"classifier", "regressor"}, {"plots", "adapters"}, {"report"}, {"cli"},
 )  # fmt: skip
 RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}

@@ -21,7 +21,7 @@ from torch.func import functional_call, grad, vmap
 import epk_gp as epk
 
 if TYPE_CHECKING:  # imported as modules they hide the functions of these names
-    from epk_gp.datamodel.model import Datamodel
+    from epk_gp.datamodels.model import Datamodel
     from epk_gp.kernel_machine.influence import Influence
 
 PATH, RIDGE, CORRECTED, DERIVATIVE = "path training", "path ridge", "path training + derivative", "exact derivative"

@@ -16,7 +16,7 @@ from epk_gp.cli.gram import show_plan
 from epk_gp.cli.networks import open_run
 from epk_gp.cli.workers import computing
 from epk_gp.core.show import CertificateWarning
-from epk_gp.datamodel.fit import datamodel as datamodel_of
+from epk_gp.datamodels.fit import datamodel as datamodel_of
 from epk_gp.kernel_machine.attribute import Attribution, terms_by_sample
 from epk_gp.kernel_machine.attribute import attribute as attribution_of
 from epk_gp.kernel_machine.axes import by_sample

@@ -12,7 +12,7 @@ from torch import Tensor
 from epk_gp.analysis.labels import LabelErrors
 from epk_gp.analysis.score_check import CheckedScores, ScoreCheck
 from epk_gp.core.show import count
-from epk_gp.datamodel.model import Verification
+from epk_gp.datamodels.model import Verification
 from epk_gp.plots import style
 from epk_gp.plots.contributions import image_row
 

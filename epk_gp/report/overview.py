@@ -20,7 +20,7 @@ from epk_gp.analysis.measures import ROCCurve, calibration, gram_spectrum, ood_m
 from epk_gp.core.checks import ComputeOptions
 from epk_gp.core.inputs import Points
 from epk_gp.core.trajectory import Trajectory
-from epk_gp.datamodel.model import Datamodel
+from epk_gp.datamodels.model import Datamodel
 from epk_gp.gp.uncertain_classifier import UncertainClassifier
 from epk_gp.gram.path_kernel import PathKernel
 from epk_gp.gram.sketch import NUM_NODES, nodes_trajectory

@@ -19,7 +19,7 @@ from epk_gp.core.graphs import Graph
 from epk_gp.core.inputs import Inputs
 from epk_gp.core.losses import CrossEntropy, Head, NegativeLogLikelihood, apply_head, resolve_head
 from epk_gp.core.trajectory import Trajectory, network_outputs, parse_inputs, validate_trajectory
-from epk_gp.datamodel.model import Datamodel
+from epk_gp.datamodels.model import Datamodel
 from epk_gp.gp.models import LogitGP
 from epk_gp.gp.posterior import LogitPosterior
 from epk_gp.gp.uncertain_classifier import UncertainClassifier

@@ -24,7 +24,7 @@ from epk_gp.core.checks import ComputeSettings, parse_options, validate_count
 from epk_gp.core.inputs import Inputs
 from epk_gp.core.losses import Head
 from epk_gp.core.trajectory import Trajectory, parse_inputs
-from epk_gp.datamodel.model import Datamodel
+from epk_gp.datamodels.model import Datamodel
 from epk_gp.kernel_machine.axes import Axis
 from epk_gp.kernel_machine.certificate import warn_unless_certified
 from epk_gp.kernel_machine.influence import Influence

@@ -18,7 +18,7 @@ from commands import SMALL, refused, run, write_data
 from epk_gp.cli.data import draw_rows
 from epk_gp.cli.networks import open_run
 from epk_gp.cli.options import parse_path
-from epk_gp.datamodel.fit import datamodel
+from epk_gp.datamodels.fit import datamodel
 from helpers import assert_close
 from report_cases import embedded
 from written_files import described

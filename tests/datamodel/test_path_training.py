@@ -32,29 +32,20 @@ def some_weights(M: int) -> Tensor:
 WEIGHTS = some_weights(11)
 
 
-def changes(loop: Loop, *, steps: int | None = None) -> Tensor:
-    """Return what numbers change by without samples, by Euler's method in the kernels of explicit Jacobians."""
+def changes(loop: Loop, steps: int) -> Tensor:
+    """Return what numbers change by without samples, by so many Euler steps a part in kernels of explicit Jacobians."""
     (X, y), (X_asked, y_asked) = loop.data, loop.asked
     start, evaluate, reference = loop.run.weights(0), loop.run.model.evaluate, dense(loop)
     begun = torch.cat([margin(evaluate(start, X), y), margin(evaluate(start, X_asked), y_asked)]).detach()
-    largest = loop.model.trainings[0].largest
-    found = torch.stack([simulated(begun, reference, largest, weights, steps) for weights in WEIGHTS])
+    found = torch.stack([simulated(begun, reference, weights, steps) for weights in WEIGHTS])
     return found - found[0]
 
 
-def simulated(u: Tensor, reference: Dense, largest: list[float], weights: Tensor, steps: int | None) -> Tensor:
-    """Train margins by Euler's method: by the rule for the size of steps, or with so many in each part."""
-    N, a = len(weights), reference.a
-    kept = max(1.0, float(weights.sum())) / N
-    for K, eigenvalue in zip(reference.kernels, largest, strict=True):
-        left = 1.0
-        while left > 0:
-            p = torch.sigmoid(u[:N])
-            curvature = float((weights * a * p * (1 - p)).sum() / (kept * a.sum()))
-            size = 1 / steps if steps else min(left, 1.2 / (eigenvalue * max(curvature, 0.002)))
-            u = u + size * K @ (weights * a * (1 - p))
-            left = left - size if left - size > 1e-9 else 0.0
-    return u[N:]
+def simulated(u: Tensor, reference: Dense, weights: Tensor, steps: int) -> Tensor:
+    for K in reference.kernels:
+        for _ in range(steps):
+            u = u + K @ (weights * reference.a * torch.sigmoid(-u[: len(weights)])) / steps
+    return u[len(weights) :]
 
 
 def error(a: Tensor, b: Tensor) -> float:
@@ -63,21 +54,14 @@ def error(a: Tensor, b: Tensor) -> float:
 
 def with_smaller_steps(monkeypatch: pytest.MonkeyPatch, factor: float) -> None:
     monkeypatch.setattr(internals("training"), "_EULER", 1.2 * factor)
+    monkeypatch.setattr(internals("training"), "_FARTHEST", 2.0 * factor)
 
 
 @every_loop
-def test_predictions_are_the_equation_by_hand_with_the_same_steps(loop: Loop) -> None:
-    model = loop.model
-    assert_close(model.predict(WEIGHTS), model.outputs + changes(loop), rounding=TIGHT)
-
-
-@every_loop
-def test_the_step_rule_knows_the_largest_eigenvalue(loop: Loop) -> None:
-    """Well enough that steps of 1.2 of it are ones below 2, where Euler's method is stable."""
-    reference = dense(loop)
-    exact = torch.stack([torch.linalg.eigvals(K[:11] * reference.a).real.max() for K in reference.kernels])
-    ratio = torch.tensor(loop.model.trainings[0].largest) / exact
-    assert bool(((ratio > 0.6) & (ratio < 1 + 1e-6)).all())
+def test_predictions_are_the_equation_by_hand(loop: Loop, monkeypatch: pytest.MonkeyPatch) -> None:
+    with_smaller_steps(monkeypatch, 1 / 64)
+    model = epk.datamodel(loop.run, *loop.asked)
+    assert error(model.predict(WEIGHTS) - model.outputs, changes(loop, steps=400)) < 0.01
 
 
 def test_with_smaller_steps_predictions_reach_the_solution(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -181,5 +165,5 @@ def test_of_squared_error_predictions_reach_the_matrix_exponential(
         solution = torch.stack(ends) - ends[0]
         errors.append(error(model.predict(WEIGHTS) - model.outputs, solution))
     assert errors[0] < 0.15
-    assert errors[1] < 0.35 * errors[0]
-    assert errors[2] < 0.35 * errors[1]
+    assert errors[1] < 0.45 * errors[0]
+    assert errors[2] < 0.45 * errors[1]

@@ -64,7 +64,7 @@ QUESTIONS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     ),
     "too small a budget": (asked(RUN, X, Y, memory_budget=1000), ValueError, "memory_budget must be at least 1 MiB"),
     "two pairs": (asked(RUN, X, Y, pairs=2), ValueError, "pairs must be at least 3: got 2"),
-    "pairs below 0": (asked(RUN, X, Y, pairs=-3), ValueError, "pairs must be at least 0"),
+    "pairs below 0": (asked(RUN, X, Y, pairs=-3), ValueError, "pairs must be at least 3"),
     "half a pair": (asked(RUN, X, Y, pairs=3.5), TypeError, "pairs must be a whole number"),
     "a seed of no kind": (asked(RUN, X, Y, seed="one"), TypeError, "seed must be a whole number"),
     "another option": (asked(RUN, X, Y, nodes=6), TypeError, "argument 'nodes'. It takes memory_budget, progress"),

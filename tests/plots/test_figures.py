@@ -12,7 +12,7 @@ import epk_gp as epk
 from epk_gp.analysis.breakdown import prediction_breakdown, step_ranges
 from epk_gp.analysis.maps import UncertaintyMap, coordinate_plane
 from epk_gp.cli.uncertainty import describe_plane
-from epk_gp.datamodel.model import Verification
+from epk_gp.datamodels.model import Verification
 from epk_gp.kernel_machine.axes import by_sample
 from epk_gp.plots import shades_of
 from epk_gp.plots.contributions import attribution_figure

@@ -30,8 +30,8 @@ from epk_gp.core.losses import Head, apply_head
 from epk_gp.core.plans import empty_huge_pages, rows_per_pass
 from epk_gp.core.step import fingerprint
 from epk_gp.core.trajectory import Trajectory, flat_state, outputs_at
-from epk_gp.datamodel.coordinates import Coordinates, PseudoLabels, log_odds, log_odds_cotangents
-from epk_gp.datamodel.nodes import PathNodes
+from epk_gp.datamodels.coordinates import Coordinates, PseudoLabels, log_odds, log_odds_cotangents
+from epk_gp.datamodels.nodes import PathNodes
 from epk_gp.gram.accumulator import GramAccumulator
 from epk_gp.work.run import Piece, Place, RunWork, Sums
 
@@ -197,7 +197,7 @@ class _NodeSide:
     def __init__(self, work: KernelWork, node: int) -> None:
         self.work, net = work, work.trained_net
         self.weights = flat_state(work.nodes.run, work.nodes.steps[node], work.questions.X)
-        H = work.nodes.metric(node, self.weights[: net.model.num_weights])
+        H = work.nodes.metric(node, self.weights)
         self._metric = H[flat_columns(net, all_dense=work.cost.all_dense).to(H.device)]
         with torch.no_grad():
             params, parts = net.model.unflatten(self.weights), work.inputs.split(rows_per_pass(net.plan, net.itemsize))

@@ -130,16 +130,15 @@ class Coordinates:
 
     def along(self, u: Float[Tensor, "KM s"]) -> tuple[Float[Tensor, "KM s"], Float[Tensor, " s"]]:
         """Return the forces at some states, and the mean curvature of the loss at each, from one product with signs."""
-        signs = alternating(u)
+        signs = random_signs(u)
         forces, slopes = self.pull(u, signs)
         return forces, -(slopes * signs).mean(dim=0)
 
 
-def alternating(u: Float[Tensor, "N s"]) -> Float[Tensor, "N s"]:
-    """Return 1 and -1 in turn along the rows: with them v . A v is the trace of A if A couples few rows."""
-    signs = torch.ones_like(u)
-    signs[1::2] = -1
-    return signs
+def random_signs(u: Float[Tensor, "N s"]) -> Float[Tensor, "N s"]:
+    """Return random signs for the rows, the same in every call: with them v . A v is the trace of A in the mean."""
+    signs = torch.randint(0, 2, (len(u), 1), generator=torch.Generator().manual_seed(0)).mul(2).sub(1)
+    return signs.to(u).expand_as(u)
 
 
 @dataclass(frozen=True, eq=False)

@@ -3,9 +3,8 @@
     du / dt = K_l (w * a * force(u)),   0 <= t <= 1 in each part l of the run, one after the other,
 
 with u the coordinates of all samples and the numbers that are asked, from their recorded values before the first step;
-K_l the kernel of part l times its time, a the weights of the samples in the loss, w those that are asked about. Without
-a free number: steps of Euler's method, of at most 1.2 / (largest eigenvalue of K_l a times mean curvature), since the
-equation is stiff.
+K_l the kernel of part l times its time, a the weights of the samples in the loss, w those that are asked about. The
+equation is stiff: a step of Euler's method is at most 1.2 / (largest eigenvalue of K_l a times the loss's curvature).
 
 Path ridge is its closed form with means over the path in the place of kernels, forces and curvatures:
 
@@ -24,13 +23,14 @@ from linear_operator.utils import linear_cg
 from scipy.optimize import brentq
 from torch import Tensor
 
-from epk_gp.datamodel.coordinates import Coordinates, alternating
+from epk_gp.datamodels.coordinates import Coordinates
 
 LARGEST_DENSE = 5000  # coordinates up to which the ridge is solved by Cholesky
 SHARE = 0.5  # alpha: of the samples that stay, in the curvature of the ridge
-_EULER, _FLATTEST = 1.2, 0.002  # of 2, where Euler's method is stable; the smallest mean curvature of a step
+_EULER, _FARTHEST = 1.2, 2.0  # of 2, where Euler's method is stable; how far a margin goes in a step
 _LOG_RANGE, _LOG_ERROR = 12.0, 0.02  # of the logarithm of a time, in units of the slowest change of a margin
-_POWERS, _CG_STEPS = 15, 11  # fewer steps than ten are not made; eleven are enough with this damping
+_POWERS, _EVERY = 4, 4  # iterations for the largest eigenvalue at the beginning of a part; steps between others
+_CG_STEPS = 11  # fewer steps than ten are not made; eleven are enough with this damping
 
 
 @dataclass(frozen=True, eq=False)
@@ -92,20 +92,6 @@ class PathTraining:
         found: Tensor = scores.unflatten(1, (self.coordinates.per_sample, -1)).sum(dim=1)
         return found
 
-    @cached_property
-    def largest(self) -> list[float]:
-        """The largest eigenvalue of K_l diag(a), for each part."""
-        N, found = self.num_coordinates, list[float]()
-        root = self.share.sqrt()
-        v = torch.ones_like(root)
-        for kernel in self.kernels:
-            for _ in range(_POWERS):
-                v = root * (kernel[:N] @ (root * v))
-                size = v.norm()
-                v = v / size.clamp(min=torch.finfo(v.dtype).tiny)
-            found.append(float(size))
-        return found
-
     def simulate(self, weights: Float[Tensor, "s M"]) -> Float[Tensor, "s Q"]:
         """Train with other weights of the samples, s times, and return the numbers that are asked."""
         found: Tensor = self._steps(weights)[0][self.num_coordinates :].T
@@ -127,7 +113,7 @@ class PathTraining:
             u = timed._steps(self.present[None])[0][: self.num_coordinates]
             return float(self.coordinates.forces(u).square().mean().log() - size)
 
-        center = -math.log(sum(self.largest))
+        center = -math.log(sum(float(kernel.diagonal() @ self.share) for kernel in self.kernels))
         try:
             found = brentq(miss, center - _LOG_RANGE, center + _LOG_RANGE, xtol=_LOG_ERROR)
         except ValueError as error:
@@ -156,19 +142,23 @@ class PathTraining:
     ) -> tuple[Float[Tensor, "NQ s"], list[tuple[int, Tensor, Tensor]]]:
         N, a = self.num_coordinates, weights.T.repeat(self.coordinates.per_sample, 1) * self.share[:, None]
         u, kept = self.start[:, None].repeat(1, len(weights)), list[tuple[int, Tensor, Tensor]]()
-        signs = alternating(u[:N])
-        present = weights.sum(dim=1).clamp(min=1.0) / weights.shape[1]
-        for part, (kernel, largest) in enumerate(zip(self.kernels, self.largest, strict=True)):
-            left = torch.ones_like(u[0])
+        v, flattest = torch.ones_like(u[:N]).div(N**0.5), torch.finfo(u.dtype).tiny
+        for part, kernel in enumerate(self.kernels):
+            left, count = torch.ones_like(u[0]), 0
             while bool((left > 0).any()):
-                forces, slopes = self.coordinates.pull(u[:N], signs)
-                curvature = -(slopes * signs * a).sum(dim=0) / (present * self.share.sum())
-                longest = _EULER / (largest * curvature.clamp(min=_FLATTEST))
+                for _ in range(_POWERS if not count else count % _EVERY == 0):
+                    product = -self.coordinates.pull(u[:N], kernel[:N] @ v)[1] * a
+                    largest = product.norm(dim=0)
+                    v = torch.where((left > 0) & (largest > flattest), product / largest.clamp(min=flattest), v)
+                step = kernel @ (a * self.coordinates.forces(u[:N]))
+                longest = _EULER / largest.clamp(min=flattest)
+                if self.coordinates.are_margins:
+                    longest = torch.minimum(longest, _FARTHEST / step[:N].abs().amax(dim=0).clamp(min=flattest))
                 size = torch.minimum(left, longest)
                 if keeps:
                     kept.append((part, size, u[:N].clone()))
-                u += kernel @ (a * forces * size)
-                left = torch.where(size < left, left - size, 0.0)
+                u += step * size
+                left, count = torch.where(size < left, left - size, 0.0), count + 1
         return u, kept
 
     @property

@@ -16,8 +16,8 @@ from torch.nn.functional import cosine_similarity
 from epk_gp.core.checks import ComputeSettings, door, validate_count, validate_finite, validate_tensor
 from epk_gp.core.show import SHOWN_ROWS, Displayed, Entry, Summary, Table, Tabular, certificate_entry, count, number
 from epk_gp.core.trajectory import Trajectory
-from epk_gp.datamodel.kernels import Questions
-from epk_gp.datamodel.training import PathTraining
+from epk_gp.datamodels.kernels import Questions
+from epk_gp.datamodels.training import PathTraining
 from epk_gp.kernel_machine.axes import PointsTable, by_sample, group_name
 from epk_gp.kernel_machine.retrain import retrain
 from epk_gp.trained.between import CHECKPOINTS
@@ -211,7 +211,7 @@ class Datamodel(Tabular):
         """
         change = self._changes(self._weights(kept), self.method)
         slope = 1.0 if self.forecast is None else self.forecast.slope
-        return (self.outputs + slope * change).reshape(*kept.shape[:-1], -1)
+        return (self.outputs + slope * change).reshape(*kept.shape[:-1], len(self.outputs))
 
     def _changes(self, weights: Float[Tensor, "s M"], method: str) -> Float[Tensor, "s Q"]:
         """Predict the change of the numbers by a method."""
@@ -230,9 +230,10 @@ class Datamodel(Tabular):
 
     def derivative(self) -> Float[Tensor, "Q M"]:
         """Return the derivative of the predictions in the weight of each sample at `present`, without a correction."""
-        if self.method != TRAINING:
-            return self.scores
-        return torch.stack([own.derivative() for own in self.trainings]).mean(dim=0)
+        found, slope = self.scores, 1.0 if self.forecast is None else self.forecast.slope
+        if self.method == TRAINING:
+            found = torch.stack([own.derivative() for own in self.trainings]).mean(dim=0)
+        return slope * found
 
     def top(self, question: int, k: int = 10) -> Top:
         """Return the k samples whose presence raises a number most.
@@ -270,7 +271,6 @@ class Datamodel(Tabular):
 
     def with_forecast(self, pairs: int, seed: int, **options: Unpack[ComputeSettings]) -> "Datamodel":
         """Return the same datamodel with a forecast, and the method and the unit that it shows; see `datamodel`."""
-        validate_count(pairs, "pairs", minimum=LEAST_PAIRS)
         halves = _complementary_halves(self.scores.shape[1], pairs, seed).to(self.scores)
         measured, findings = self._measured(halves, options)
         methods = (TRAINING, RIDGE) if self.method == TRAINING else (self.method,)
@@ -292,6 +292,8 @@ class Datamodel(Tabular):
 
     def _weights(self, kept: Any) -> Float[Tensor, "s M"]:
         validate_tensor(kept, "kept")
+        if kept.is_complex():
+            raise TypeError(f"kept must be booleans or numbers: got {kept.dtype}.")
         M = self.scores.shape[1]
         if kept.ndim not in (1, 2) or kept.shape[-1] != M:
             raise ValueError(f"kept must have one entry per sample, ({M},) or (s, {M}): got shape {tuple(kept.shape)}.")

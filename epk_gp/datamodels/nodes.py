@@ -19,12 +19,16 @@ from torch.nn.functional import cosine_similarity
 
 from epk_gp.core.losses import sample_weights
 from epk_gp.core.replayed_steps import RunReplay
-from epk_gp.core.trajectory import Trajectory, flat_state, held_coefficients, step_coefficients
+from epk_gp.core.step import Step
+from epk_gp.core.trajectory import Trajectory, flat_state, flat_weights, held_coefficients, step_coefficients
+from epk_gp.core.update_law import scaled_fields
 from epk_gp.optimizers.update_rules import broadcast_to_params
 
 # Of the path, and where six kernels have no room. Measured: 12 and 24 predict as six (docs/capabilities/datamodel.md).
 NUM_STATES, FEW_STATES = 6, 3
-_STILL = 1e4  # times the median of a parameter: there a preconditioner divides by nothing but its smallest number
+# Rates a step beyond which no optimizer moves a weight whose gradient it has seen: Adam some 3, RMSprop 10, and with
+# momentum ten times as many.
+_MOST_RATES = 100
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,31 +52,54 @@ class PathNodes:
     sample_weights: Float64[Tensor, " M"]
 
     @property
+    def scaled(self) -> list[bool]:
+        """Which parameters a preconditioner scales."""
+        return [bool(own) for own in scaled_fields(self.run.optimizer_groups, self.run.model.names)]
+
+    @property
     def is_even(self) -> bool:
         """Whether all weights of a parameter have the same number, as under SGD."""
         L, updates = len(self.run.model.sizes), (held_coefficients(self.run, s) for s in self.steps)
-        return all(len(value) == L for update in updates for value in (update.lr, update.momentum_lr))
+        return not any(self.scaled) and all(len(v) == L for u in updates for v in (u.lr, u.momentum_lr, u.grad_scale))
 
-    def metric(self, node: int, reference: Tensor) -> Float[Tensor, " P"]:
+    def metric(self, node: int, state: Float[Tensor, " PQ"]) -> Float[Tensor, " P"]:
         """Return the sum of H_s over the part of the run that a node stands for.
 
+        Where a preconditioner has seen no gradient yet, it divides by nothing, and H_s is huge: the gradient g of the
+        whole loss would move the weight by more than 100 rates. It would move it by one, with H_s = eps_s / |g|.
+
+        Args:
+            node: The node.
+            state: The weights there, and moving statistics behind them.
+
         Raises:
-            ValueError: A step moves weights up the gradient.
+            ValueError: A step moves weights up the gradient, or passes over some weights of a parameter.
         """
-        sizes, update = self.run.model.sizes, step_coefficients(self.run, self.steps[node], reference)
+        run, s, sizes = self.run, self.steps[node], self.run.model.sizes
+        update, reference = step_coefficients(run, s, state), state[: run.num_weights]
         scale, lr, momentum_lr, factor = (
             broadcast_to_params(value, sizes, reference)
             for value in (update.grad_scale, update.lr, update.momentum_lr, self.factors[node])
         )
-        H = scale * (lr + momentum_lr * factor) * self.times[node]  # a tensor of its own
-        for own in H.split(list(sizes)):  # whose gradients were 0 all along: how far they move for others is not known
-            own.masked_fill_(own > _STILL * own.median(), 0.0)
-        if not bool((H >= 0).all() & H.isfinite().all()):
+        H = scale * (lr + momentum_lr * factor)
+        rests = [own == 0 for own in (lr + momentum_lr * factor).split(list(sizes))]
+        is_uneven = any(bool(own.any()) and not bool(own.all()) for own in rests)
+        if not bool((H >= 0).all() & H.isfinite().all()) or is_uneven:
             raise ValueError(
-                "a datamodel needs steps down the gradient, with a finite number >= 0 for each weight: step "
-                f"{self.steps[node]} has others (maximize=True, or a learning rate below 0)."
+                "a datamodel needs steps down the gradient, with a finite number >= 0 for each weight, of all weights "
+                f"of a parameter: step {s} has others (maximize=True, a rate below 0, SparseAdam or Rprop)."
             )
-        return H
+        if any(scaled := self.scaled):
+            step = Step(index=s, lr=0.0, batch=None, sample_weights=self.sample_weights)
+            g, _ = RunReplay(run, run.model_for(state), state).gradient_at(step, state)
+            moved = g.abs() / self.rate(node)  # times H: rates
+            is_scaled = torch.tensor(scaled, device=H.device).repeat_interleave(torch.tensor(sizes, device=H.device))
+            H = torch.where(is_scaled & (H * moved > _MOST_RATES), 1 / moved, H)
+        return H * self.times[node]
+
+    def rate(self, node: int) -> float:
+        """Return the rate of the step of a node: part of the time of the run over the number of such steps."""
+        return self.time / (len(self.steps) * self.times[node])
 
 
 def path_nodes(run: Trajectory, count: int = NUM_STATES) -> PathNodes:
@@ -82,23 +109,29 @@ def path_nodes(run: Trajectory, count: int = NUM_STATES) -> PathNodes:
         ValueError: The run is too short, or its steps have no number for each weight.
     """
     S, rates = run.num_steps, torch.tensor([step.lr for step in run.steps], dtype=torch.float64)
-    if S < NUM_STATES or not bool((rates >= 0).all()) or not 0 < (time := float(rates.sum())) < float("inf"):
-        raise ValueError(
-            f"a datamodel needs {NUM_STATES} steps at least, with learning rates >= 0, not all 0: got a run of {S}."
-        )
-    ends = rates.cumsum(0)
+    if S < NUM_STATES or not bool((rates >= 0).all()) or not float(rates.sum()) < float("inf"):
+        raise ValueError(f"a datamodel needs {NUM_STATES} steps at least, with learning rates >= 0: got a run of {S}.")
+    rates = rates if bool(rates.any()) else torch.ones_like(rates)  # of a first group that rests: all steps alike
+    time, ends = float(rates.sum()), rates.cumsum(0) * (1 + 1e-12)  # on a tie the step that ends there
     middles = (torch.arange(count, dtype=torch.float64) + 0.5) * time / count
     steps = torch.searchsorted(ends, middles).clamp(max=S - 1).tolist()
     factors = dict[int, Tensor]()
     factor = torch.zeros(len(run.model.sizes), dtype=torch.float64)
+    reference = flat_weights(run, 0, run.states[0])
+    fields = scaled_fields(run.optimizer_groups, run.model.names)
+    is_held = not any({"beta", "one_minus_dampening"} & own for own in fields)
     for s in range(steps[-1] + 1):
-        update = held_coefficients(run, s)
+        update = held_coefficients(run, s) if is_held else step_coefficients(run, s, reference)
         if update.has_matrices:
             raise ValueError(
                 f"a datamodel needs steps with one number for each weight: those of {run.update_rule} have matrices, "
                 "or two buffers. Ask epk_gp.attribute, or train on subsets in a loop of your own."
             )
-        factor = update.beta.double().cpu() * factor + update.one_minus_dampening.double().cpu()
+        beta, share = update.beta.double().cpu(), update.one_minus_dampening.double().cpu()
+        if len({len(beta), len(share), len(factor)}) > 1:
+            wide = reference.double().cpu()
+            beta, share, factor = (broadcast_to_params(value, run.model.sizes, wide) for value in (beta, share, factor))
+        factor = beta * factor + share
         factors[s] = factor
     times = tuple(time / count / float(rates[s]) for s in steps)
     return PathNodes(run, tuple(steps), tuple(factors[s] for s in steps), times, time, _mean_weights(run, rates))
@@ -143,9 +176,9 @@ class CheckpointNodes(PathNodes):
         """Whether all weights have the same number."""
         return self.rule == "SGD"
 
-    def metric(self, node: int, reference: Tensor) -> Float[Tensor, " P"]:
+    def metric(self, node: int, state: Float[Tensor, " PQ"]) -> Float[Tensor, " P"]:
         """Return the metric times the share of the run that a node stands for."""
-        return self.diagonal.to(reference) * self.times[node]
+        return self.diagonal.to(state) * self.times[node]
 
 
 def checkpoint_nodes(run: Trajectory, rule: str | None) -> CheckpointNodes:

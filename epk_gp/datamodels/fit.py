@@ -3,6 +3,7 @@
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, Literal, Unpack
 
 import torch
@@ -25,11 +26,11 @@ from epk_gp.core.checks import (
 from epk_gp.core.inputs import Inputs
 from epk_gp.core.losses import ClassLoss, CrossEntropy, Head, Loss, resolve_head
 from epk_gp.core.trajectory import Trajectory, outputs_at, parse_inputs, validate_trajectory, warn_unless_live
-from epk_gp.datamodel.coordinates import Coordinates, PseudoLabels
-from epk_gp.datamodel.kernels import KernelWork, Questions
-from epk_gp.datamodel.model import CORRECTION, LINEAR, RIDGE, TRAINING, Datamodel, joined
-from epk_gp.datamodel.nodes import FEW_STATES, NUM_STATES, CheckpointNodes, checkpoint_nodes, path_nodes
-from epk_gp.datamodel.training import LARGEST_DENSE, PathTraining, gauss_newton_scores
+from epk_gp.datamodels.coordinates import Coordinates, PseudoLabels
+from epk_gp.datamodels.kernels import KernelWork, Questions
+from epk_gp.datamodels.model import CORRECTION, LEAST_PAIRS, LINEAR, RIDGE, TRAINING, Datamodel, joined
+from epk_gp.datamodels.nodes import FEW_STATES, NUM_STATES, CheckpointNodes, checkpoint_nodes, path_nodes
+from epk_gp.datamodels.training import LARGEST_DENSE, PathTraining, gauss_newton_scores
 from epk_gp.kernel_machine.certificate import run_findings, warn_unless_certified
 from epk_gp.kernel_machine.influence import Influence, influence
 from epk_gp.kernel_machine.retrain import require_loss_as_function
@@ -102,7 +103,7 @@ def datamodel(
             into half of `memory_budget`.
     """
     parsed = parse_options("datamodel", ("accumulate",), **options)
-    validate_count(pairs, "pairs", minimum=0)
+    validate_count(pairs, "pairs", minimum=LEAST_PAIRS if pairs else 0)
     validate_integer(seed, "seed")
     runs: tuple[Any, ...] = tuple(trajectory) if isinstance(trajectory, list | tuple) else (trajectory,)
     if network is not None or data is not None:
@@ -112,6 +113,8 @@ def datamodel(
             raise ValueError(f'optimizer must be "Adam", "SGD" or None: got {optimizer!r}.')
         stated = CrossEntropy() if loss is None else loss
         runs = (path_of_checkpoints(network, listed(trajectory), data, stated, output)[0],)
+    if not runs:
+        raise ValueError("trajectory must be a run, or several: got none.")
     for run in runs:
         validate_trajectory(run)
     if any(run.data_digest != runs[0].data_digest for run in runs):
@@ -119,14 +122,29 @@ def datamodel(
     if derivative is not False and len(runs) > 1:
         raise ValueError("derivative must be of one run: got several. Leave it out.")
     asked: dict[str, Any] = {"head": head, "classes": classes, "function": function}
-    models = [_of_run(run, X, y, asked, parsed, optimizer) for run in runs]
+    models = [_of_run(run, X, y, asked, _in_folder(parsed, f"run-{k}"), optimizer) for k, run in enumerate(runs)]
     model = joined(models)
     if derivative is not False:
-        model = _corrected(model, X, y, asked, derivative, options)
+        model = _corrected(model, X, asked, derivative, _settings(parsed, "derivative"))
     if pairs:
-        model = model.with_forecast(pairs, seed, **options)
+        model = model.with_forecast(pairs, seed, **_settings(parsed, "halves"))
     warn_unless_certified("the datamodel", model.findings)
     return model
+
+
+def _in_folder(options: ComputeOptions, name: str) -> ComputeOptions:
+    """Return the options of a part of the computation, whose checkpoint is a folder in that of the whole."""
+    return options if options.checkpoint is None else replace(options, checkpoint=Path(options.checkpoint) / name)
+
+
+def _settings(options: ComputeOptions, name: str) -> ComputeSettings:
+    own = _in_folder(options, name)
+    return {
+        "memory_budget": own.memory_budget,
+        "progress": own.progress,
+        "checkpoint": own.checkpoint,
+        "executor": own.executor,
+    }
 
 
 def _of_run(
@@ -184,6 +202,8 @@ def _questions(
         if not (head is None and classes is None and y is None):
             raise ValueError("y, head or classes, and function, must not be given together: let the function choose.")
         return Questions(*ask(run, X, function), None, "logits")
+    if y is not None and not (head is None and classes is None):
+        raise ValueError("y must be given without head or classes: it asks for log-odds, and they ask for outputs.")
     if classes is not None:
         validate_labels(classes, len(X), run.num_outputs, name="classes")
         own = resolve_head(head, run.loss, run.num_outputs)
@@ -239,7 +259,7 @@ def _fitted(work: KernelWork, options: ComputeOptions) -> Datamodel:
         present=(weights > 0).to(weights),
         states=nodes.steps[work.first :],
         num_gradients=count * work.shape[0],
-        trajectories=(nodes.run,),
+        trajectories=(questions.run.recorded,),
         questions=questions,
         method=LINEAR if not trainings else RIDGE if N > LARGEST_DENSE else TRAINING,
         metric="exact" if work.is_exact or nodes.is_even else "factored",
@@ -252,9 +272,7 @@ def _fitted(work: KernelWork, options: ComputeOptions) -> Datamodel:
     return model
 
 
-def _corrected(
-    model: Datamodel, X: Any, y: Any, asked: dict[str, Any], derivative: Any, options: ComputeSettings
-) -> Datamodel:
+def _corrected(model: Datamodel, X: Any, asked: dict[str, Any], derivative: Any, options: ComputeSettings) -> Datamodel:
     """Return a datamodel with a share of an exact derivative's difference from its own."""
     if derivative is True:
         log_odds = model.questions.as_function
