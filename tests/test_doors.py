@@ -30,7 +30,7 @@ OTHER_DOORS = {
     "kernel_machine.tokens.attribute_tokens",
     "kernel_machine.plan.plan_attribution",  # a cost, of the same request as `attribute`
     "trained.between.between",  # of no run: tests/trained
-    "datamodel.fit.datamodel",  # log-odds, unless classes are asked for: tests/datamodel
+    "datamodels.fit.datamodel",  # log-odds, unless classes are asked for: tests/datamodel
     "cli.gram.gram",
     "cli.attribute.attribute",
     "cli.attribute.influence",
