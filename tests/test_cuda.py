@@ -306,3 +306,17 @@ def test_terms_of_sequences_on_a_gpu_equal_those_on_the_cpu() -> None:
         assert tokens.certified
         found.append(tokens.tokens.cpu())
     assert_close(found[1], found[0], rounding=1e8)
+
+
+@pytest.mark.parametrize("is_regression", [False, True], ids=["margins", "outputs"])
+def test_datamodels_on_a_gpu_equal_those_on_the_cpu(is_regression: bool) -> None:
+    (X, y), net = data(20), mlp()
+    targets, loss = (X[:, :3].sin(), epk.MeanSquaredError()) if is_regression else (y, epk.CrossEntropy())
+    run = epk.train(net, X, targets, optimizer=torch.optim.Adam(net.parameters(), lr=0.02), steps=30, loss=loss)
+    kept = torch.arange(20) % 3 > 0
+    on_cpu, on_gpu = (
+        epk.datamodel(run, X[:4].to(device), None if is_regression else y[:4].to(device)) for device in ("cpu", "cuda")
+    )
+    assert on_gpu.scores.is_cuda
+    assert_close(on_gpu.scores.cpu(), on_cpu.scores, rounding=1e6)
+    assert_close(on_gpu.predict(kept.cuda()).cpu(), on_cpu.predict(kept), rounding=1e6)

@@ -153,7 +153,7 @@ def _of_run(
     require_loss_as_function(run, "epk_gp.datamodel")
     warn_unless_live(run)
     X = parse_inputs(run, X).detach()
-    trained, coordinates = _training_side(run)
+    trained, coordinates = _training_side(run, run.targets.to(X.device))
     questions = _questions(run, X, y, coordinates, **asked)
     is_path = run.update_rule == CHECKPOINTS
     nodes = checkpoint_nodes(run, optimizer) if is_path else path_nodes(run.trained)
@@ -179,20 +179,20 @@ def _of_run(
     return with_plan(compute, questions.X, questions.run, trained)
 
 
-def _training_side(run: Trajectory) -> tuple[Trajectory, Coordinates | PseudoLabels]:
+def _training_side(run: Trajectory, targets: Shaped[Tensor, "M ..."]) -> tuple[Trajectory, Coordinates | PseudoLabels]:
     """Return what the loss of the samples depends on, and the run whose network gives it."""
     if run.loss_takes_outputs:
-        return run, Coordinates(run.loss, run.targets, run.num_outputs)
+        return run, Coordinates(run.loss, targets, run.num_outputs)
     found, loss = scores_of_loss(run, run.inputs, run.targets), run.loss
     if found is not None and len(found[2]) == 1:
-        return found[0], Coordinates(loss, run.targets, found[0].num_outputs)
-    if found is None or not isinstance(loss, ClassLoss) or run.targets.is_floating_point():
+        return found[0], Coordinates(loss, targets, found[0].num_outputs)
+    if found is None or not isinstance(loss, ClassLoss) or targets.is_floating_point():
         raise ValueError(
             f"a datamodel needs a loss of outputs (n, C), or of classes at positions: got {loss} of what else the "
             "network returned. Record the run without output=, or ask epk_gp.influence."
         )
     draws = max(1, min(_DRAWS, LARGEST_DENSE // run.num_points))
-    return found[0], PseudoLabels(loss, run.targets, found[2], draws)
+    return found[0], PseudoLabels(loss, targets, found[2], draws)
 
 
 def _questions(
