@@ -161,21 +161,21 @@ class KernelWork(RunWork):
     def compute(self, place: Place, saved: Sums) -> Iterator[Sums]:
         """Sum the kernels of a group, and give each one's mean diagonal and the coordinates of the samples there."""
         numbers = [k for k in range(self.num_nodes) if k * self.groups // self.num_nodes == place[0]]
-        kernel = torch.empty(0)
-        along, diagonals = list[Tensor](), list[Tensor]()
+        total, along, traces = Sums(steps=1), list[Tensor](), list[Tensor]()
         for number in numbers:
             side = _NodeSide(self, self.first + number)
-            before = kernel.diagonal().mean() if len(kernel) else 0.0
-            kernel = self._add(side, kernel)
-            diagonals.append(kernel.diagonal().mean() - before)
+            total.added["kernel"] = self._add(side, total.added.get("kernel"))
+            traces.append(total.added["kernel"].diagonal().mean())
             along.append(self.coordinates.of(side.outputs))
-        yield Sums({"kernel": kernel, "coordinates": torch.stack(along), "diagonals": torch.stack(diagonals)}, steps=1)
+        diagonals = torch.stack(traces).diff(prepend=torch.zeros_like(traces[0])[None])
+        total.added |= {"coordinates": torch.stack(along), "diagonals": diagonals}
+        yield total
 
-    def _add(self, side: "_NodeSide", kernel: Float[Tensor, "NQ N"]) -> Float[Tensor, "NQ N"]:
-        """Add the kernel at a node to a sum, which is new if it is empty."""
+    def _add(self, side: "_NodeSide", kernel: Float[Tensor, "NQ N"] | None) -> Float[Tensor, "NQ N"]:
+        """Add the kernel at a node to a sum, which is begun if there is none."""
         (rows, columns), M, n = self.shape, self.nodes.run.num_points, len(self.questions.X)
         K, per_input = self.coordinates.per_sample, self.questions.per_input
-        kernel = kernel if len(kernel) else empty_huge_pages((rows, columns), side.weights).zero_()
+        kernel = empty_huge_pages((rows, columns), side.weights).zero_() if kernel is None else kernel
         of_train, of_questions = kernel[:columns].view(K, M, K, M), kernel[columns:].view(n, per_input, K, M)
         tiles, asked = (_tiles(count, side.tile_points) for count in (M, n))
         for number, own in enumerate(tiles):
