@@ -156,6 +156,11 @@ def _of_run(
     trained, coordinates = _training_side(run, run.targets.to(X.device))
     questions = _questions(run, X, y, coordinates, **asked)
     is_path = run.update_rule == CHECKPOINTS
+    if is_path and isinstance(coordinates, PseudoLabels):
+        raise ValueError(
+            "a datamodel of scores at positions needs a recorded run: the time of a training does not follow from its "
+            "checkpoints there. Record it, or use a network that returns scores (n, C)."
+        )
     nodes = checkpoint_nodes(run, optimizer) if is_path else path_nodes(run.trained)
 
     def compute(net: PlannedModel, trained_net: PlannedModel) -> Datamodel:
