@@ -213,7 +213,7 @@ def _number(value: float | None) -> str:
     return "–" if value is None else f"{value:.2f}"
 
 
-TRUTHS = ("half", "half, fresh seeds", "90 %", "leave-one-out")
+TRUTHS = ("half", "half, first questions", "half, fresh seeds", "90 %", "leave-one-out")
 
 
 def datamodels_markdown(results: dict[str, Any]) -> str:
