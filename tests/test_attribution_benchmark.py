@@ -151,12 +151,19 @@ def test_datamodels_of_classes_and_numbers_rank_subsets_and_go_on_where_they_wer
         table = json.loads((tmp_path / f"{out}.json").read_text())["results"]["table"]
         return {(row["problem"], row["seed"], row["system"]): row for row in table}
 
-    first = run("seed 0: (truth, half|path|ridge)")
+    first = run("seed 0: (truth, half|path training$|path.*(six|4)|path ridge|ridge|linearised)")
     for problem in ("digits", "Friedman, SGD"):
         row = first[problem, 0, "path training"]
         assert 0.5 < row["half"][0] <= 1
         assert row["half"][1] < row["half"][0] < row["half"][2]
         assert row["trainings"] == pytest.approx(sum(row["parts"].values()) / row["training"])
+        others = {name: first[problem, 0, f"path training, {name}"] for name in ("six checkpoints", "4 halves")}
+        assert all(other["half"][0] > 0.5 for other in others.values())
+        parts, training = others["six checkpoints"]["parts"], others["six checkpoints"]["training"]
+        assert others["six checkpoints"]["trainings"] == pytest.approx(1 + sum(parts.values()) / training)
+        assert others["4 halves"]["parts"]["recording"] > row["parts"]["recording"]
+    assert {key[2] for key in first if key[0] == "tiny transformer"} == {"linearised training"}
+    assert first["tiny transformer", 0, "linearised training"]["half"][0] > 0
     assert first["digits", 0, "ridge datamodel"]["trainings"] > 40
     assert first["digits", 0, "exact derivative"]["failure"] == first["digits", 1, "path ridge"]["failure"]
     assert first["digits", 0, "TRAK-1 (traker)"]["failure"] == "not computed yet"

@@ -2,16 +2,17 @@
 
 import tempfile
 import time
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import nets
 import torch
 from agreement import mean_rank_correlation
-from retraining import retrained_outcomes, trained
+from retraining import checkpoints, record, retrained_outcomes, trained
 from rows import WAITING, Row
 from scores import HALVES, Trained, peer_process
 from settings import Problem
@@ -25,9 +26,10 @@ if TYPE_CHECKING:  # imported as modules they hide the functions of these names
     from epk_gp.kernel_machine.influence import Influence
 
 PATH, RIDGE, CORRECTED, DERIVATIVE = "path training", "path ridge", "path training + derivative", "exact derivative"
-LAST_STATE, CEILING = "the last state's kernel", "ridge datamodel"
+LAST_STATE, CEILING, LINEAR = "the last state's kernel", "ridge datamodel", "linearised training"
 FEW = 20  # questions whose derivatives are computed where those of all take too long
-FEW_DERIVATIVES = {"MNIST, CNN": FEW, "KMNIST, CNN": FEW, "MNIST, MLP": FEW}
+FEW_DERIVATIVES = {"MNIST, CNN": FEW, "KMNIST, CNN": FEW, "MNIST, MLP": FEW, "text, transformer": FEW}
+CHECKPOINTS = 6  # saved by a plain training
 DAMPINGS = (1.0, 0.1, 0.01)  # of the last state's kernel, relative to its mean diagonal
 PENALTIES = (1.0, 3.0, 10.0, 30.0, 100.0, 300.0)  # of the ridge datamodel; chosen on a fifth of its networks
 NETWORKS = 2000  # of the ridge datamodel
@@ -48,10 +50,15 @@ def least_seconds(compute: Callable[[], T]) -> tuple[T, float]:
     return found, min(times)
 
 
+def datamodel(trajectory: Any, X: Tensor, y: Tensor | None, **options: Any) -> "Datamodel":
+    """Return the datamodel of a run, of several, or of checkpoints."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", epk.CertificateWarning)  # how far predictions miss is measured here
+        return epk.datamodel(trajectory, X, y, **options)
+
+
 class Asked:
     """A problem's recorded run and what is asked about it: everything is computed once, and timed.
-
-    Texts and checkpoints without a recorder belong here: `explained` says what is asked, `recorded` what is known.
 
     Attributes:
         problem: The problem.
@@ -68,15 +75,15 @@ class Asked:
         return least_seconds(lambda: trained(self.problem))[1]
 
     @cached_property
-    def recorded(self) -> tuple[Trained, float]:
+    def recorded(self) -> tuple[epk.Trajectory, float]:
         """The recorded run, and the seconds of recording it."""
-        return least_seconds(lambda: Trained(self.problem, self.problem.setting.num_test))
+        return least_seconds(lambda: record(self.problem, positions=True))
 
     @cached_property
     def job(self) -> tuple[Path, tempfile.TemporaryDirectory[str]]:
         """The file that peers read, and the folder that goes with it."""
         folder = tempfile.TemporaryDirectory()
-        self.recorded[0].save_job(file := Path(folder.name) / "job.pt")
+        Trained(self.problem, self.problem.setting.num_test).save_job(file := Path(folder.name) / "job.pt")
         return file, folder
 
     @property
@@ -84,10 +91,15 @@ class Asked:
         """Questions whose derivatives are computed."""
         return FEW_DERIVATIVES.get(self.problem.setting.name, self.problem.setting.num_test)
 
+    @property
+    def answers(self) -> Tensor | None:
+        """The classes or letters whose log-odds are explained; None of numbers, whose outputs are."""
+        return None if self.data.y.is_floating_point() else self.data.y_test
+
     def model(self, questions: int, **options: Any) -> "Datamodel":
-        """Return the datamodel of the first questions: log-odds of classes, or outputs."""
-        y = None if self.data.y.is_floating_point() else self.data.y_test[:questions]
-        return epk.datamodel(self.recorded[0].run, self.data.X_test[:questions], y, **options)
+        """Return the datamodel of the first questions."""
+        y = None if self.answers is None else self.answers[:questions]
+        return datamodel(self.recorded[0], self.data.X_test[:questions], y, **options)
 
     @cached_property
     def fitted(self) -> "tuple[Datamodel, float]":
@@ -95,11 +107,19 @@ class Asked:
         return least_seconds(lambda: self.model(self.problem.setting.num_test))
 
     @cached_property
+    def from_checkpoints(self) -> "tuple[Datamodel, float]":
+        """The datamodel of the checkpoints of a plain training, and its seconds."""
+        data, states = self.data, checkpoints(self.problem, CHECKPOINTS)
+        known: dict[str, Any] = {"data": (data.X, data.y), "network": self.problem.network().eval()}
+        known["loss"] = epk.MeanSquaredError() if self.answers is None else epk.CrossEntropy()
+        return least_seconds(lambda: datamodel(states, data.X_test, self.answers, **known))
+
+    @cached_property
     def derivative(self) -> "tuple[Influence, float]":
         """The exact derivative of the first questions, and its seconds."""
         few = self.few
         asked = {} if self.data.y.is_floating_point() else {"function": self.model(few).questions.as_function}
-        return least_seconds(lambda: epk.influence(self.recorded[0].run, self.data.X_test[:few], **asked))
+        return least_seconds(lambda: epk.influence(self.recorded[0], self.data.X_test[:few], **asked))
 
 
 @dataclass(frozen=True)
@@ -112,6 +132,7 @@ class System:
         peer: Of a peer: environment, script and method.
         networks: Trainings that its seconds do not hold. TRAK-10 does not need the network that is explained.
         only: Names of the settings whose first seed has it; empty for all. Peers explain classes alone.
+        texts: Whether it explains texts, and nothing else; the others explain none.
     """
 
     name: str
@@ -119,12 +140,15 @@ class System:
     peer: tuple[str, str, str] | None = None
     networks: int = 0
     only: tuple[str, ...] = ()
+    texts: bool = False
 
     def left_out(self, problem: Problem) -> bool:
         """Return whether a problem does not have it."""
         if self.only and (problem.setting.name not in self.only or problem.seed):
             return True
-        return self.peer is not None and problem.data().y.is_floating_point()
+        y = problem.data().y
+        has_numbers = y.is_floating_point()
+        return self.texts != (y.ndim > 1 and not has_numbers) or (self.peer is not None and has_numbers)
 
 
 def predict(asked: Asked, model: "Datamodel") -> tuple[dict[str, Tensor], float]:
@@ -136,7 +160,7 @@ def predict(asked: Asked, model: "Datamodel") -> tuple[dict[str, Tensor], float]
 
 
 def path_training(asked: Asked) -> Row:
-    """Simulate every training in the path kernel of the recorded run."""
+    """Simulate every training in the path kernel of the recorded run; of texts, linearise its end."""
     (model, fitting), (_, recording) = asked.fitted, asked.recorded
     predictions, predicting = predict(asked, model)
     parts = {"recording": recording, "datamodel": fitting, "predictions": predicting}
@@ -148,6 +172,30 @@ def path_ridge(asked: Asked) -> Row:
     (model, fitting), (_, recording) = asked.fitted, asked.recorded
     parts = {"recording": recording, "datamodel": fitting}
     return {"scores": {"": model.scores}, "seconds": {"": sum(parts.values())}, "parts": parts}
+
+
+def checkpoint_training(asked: Asked) -> Row:
+    """Simulate every training in the path kernel of a plain training's checkpoints."""
+    model, fitting = asked.from_checkpoints
+    predictions, predicting = predict(asked, model)
+    parts = {"datamodel": fitting, "predictions": predicting}
+    return {"predictions": {"": predictions}, "seconds": {"": sum(parts.values())}, "parts": parts}
+
+
+def checkpoint_ridge(asked: Asked) -> Row:
+    """Take the linear scores of the same datamodel."""
+    model, seconds = asked.from_checkpoints
+    return {"scores": {"": model.scores}, "seconds": {"": seconds}, "parts": {"datamodel": seconds}}
+
+
+def halves_training(asked: Asked, count: int) -> Row:
+    """Average path training over runs on pairs of complementary halves, with the seeds of the recorded run."""
+    drawn = asked.problem.subsets(0.5, count // 2, purpose=9).bool()  # other halves than those of the truth
+    runs, recording = least_seconds(lambda: [record(asked.problem, half) for half in torch.cat([drawn, ~drawn])])
+    model, fitting = least_seconds(lambda: datamodel(runs, asked.data.X_test, asked.answers))
+    predictions, predicting = predict(asked, model)
+    parts = {"recording": recording, "datamodel": fitting, "predictions": predicting}
+    return {"predictions": {"": predictions}, "seconds": {"": sum(parts.values())}, "parts": parts}
 
 
 def path_training_and_derivative(asked: Asked) -> Row:
@@ -251,6 +299,11 @@ def ridge_datamodel(asked: Asked) -> Row:
 SYSTEMS = [
     System(PATH, path_training),
     System(RIDGE, path_ridge),
+    System(f"{PATH}, six checkpoints", checkpoint_training, networks=1),
+    System(f"{RIDGE}, six checkpoints", checkpoint_ridge, networks=1),
+    System(f"{PATH}, 2 halves", partial(halves_training, count=2), only=("MNIST, MLP",)),
+    System(f"{PATH}, 4 halves", partial(halves_training, count=4)),
+    System(LINEAR, path_training, texts=True),
     System(CORRECTED, path_training_and_derivative),
     System(DERIVATIVE, exact_derivative),
     System(LAST_STATE, last_state_kernel),

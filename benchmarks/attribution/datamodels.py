@@ -31,6 +31,7 @@ from truth import outcomes, problem_key
 from epk_gp.provenance import Stopwatch, provenance
 
 HALF, MOST, SINGLE, FRESH = "half", "90 %", "leave-one-out", "half, fresh seeds"
+FIRST = "half, first questions"  # those whose derivatives are computed
 NUM_SINGLE = 60  # samples that are left out alone, drawn at random
 WITH_FRESH = ("digits",)
 Truth = dict[str, tuple[Tensor, Tensor | None]]  # by kind: sample weights (s, M), and outcomes (s, n) where they are
@@ -115,9 +116,16 @@ def _judged(system: System, asked: Asked, truth: Truth, saved: Rows, pythons: Py
     for kind, (_, true) in truth.items():
         if true is not None:
             own = predicted[option][kind]
-            pair = own, true.T[: len(own)]
-            row[kind] = [mean_rank_correlation(*pair), *bootstrap_interval(*pair)]
+            row[kind] = _agreement(own, true)
+            if kind == HALF and asked.few < problem.setting.num_test:
+                row[FIRST] = _agreement(own[: asked.few], true)
     return row
+
+
+def _agreement(predicted: Tensor, true: Tensor) -> list[float]:
+    """Return the mean rank correlation of predictions (n, s) and networks (s, n or more), and its interval."""
+    pair = predicted, true.T[: len(predicted)]
+    return [mean_rank_correlation(*pair), *bootstrap_interval(*pair)]
 
 
 def _predictions(found: Row, option: str, truth: Truth) -> dict[str, Tensor]:

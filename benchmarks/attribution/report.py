@@ -213,7 +213,7 @@ def _number(value: float | None) -> str:
     return "–" if value is None else f"{value:.2f}"
 
 
-TRUTHS = ("half", "half, fresh seeds", "90 %", "leave-one-out")
+TRUTHS = ("half", "half, first questions", "half, fresh seeds", "90 %", "leave-one-out")
 
 
 def datamodels_markdown(results: dict[str, Any]) -> str:
@@ -270,3 +270,83 @@ def seeds_table(table: Rows) -> str:
         for row in rows
     ]
     return _table(["problem, seed", "system", *truths, "trainings"], lines)
+
+
+PROBLEMS = {  # of one table for several problems: its head and their names
+    "half": {
+        "digits": "digits", "Fashion": "Fashion-MNIST", "KMNIST": "KMNIST", "MNIST, CNN": "MNIST, CNN",
+        "KMNIST, CNN": "KMNIST, CNN", "dattri's MLP": "MNIST, MLP", "text": "text, transformer",
+    },
+    "numbers": {
+        name: name for name in ("Friedman, AdamW", "Friedman, SGD", "diabetes, AdamW", "diabetes, SGD")
+    },
+}  # fmt: skip
+
+
+def datamodels_of(results: dict[str, Any], kind: str) -> str:
+    """Return LDS on halves of several problems in one table, each with its cost in trainings."""
+    columns = {head: (problem, "half") for head, problem in PROBLEMS[kind].items()}
+    return _several(results["table"], columns, with_costs=True)
+
+
+def datamodels_elsewhere(results: dict[str, Any]) -> str:
+    """Return the rank correlations of the other truths, and of the first questions, in one table."""
+    table = results["table"]
+    columns = {
+        f"{head}, {words}": (problem, kind)
+        for kind, words in (
+            ("half, fresh seeds", "fresh seeds"), ("90 %", "90 %"), ("leave-one-out", "leave-one-out"),
+            ("half, first questions", "first 20"),
+        )
+        for head, problem in PROBLEMS["half"].items()
+        if any(row["problem"] == problem and kind in row for row in table)
+    }  # fmt: skip
+    return _several(table, columns, with_costs=False)
+
+
+def _several(table: Rows, columns: dict[str, tuple[str, str]], *, with_costs: bool) -> str:
+    """Return a system a line and a problem and truth a column: means over seeds, the best in bold."""
+    found = {
+        (row["system"], head): [
+            other for other in table if (other["system"], other["problem"]) == (row["system"], problem) and kind in other
+        ]
+        for row in table
+        for head, (problem, kind) in columns.items()
+    }
+    systems = [name for name in dict.fromkeys(row["system"] for row in table) if any(found[name, c] for c in columns)]
+    lines = [[name] for name in systems]
+    for head, (_, kind) in columns.items():
+        values = {name: mean(row[kind][0] for row in found[name, head]) for name in systems if found[name, head]}
+        best = max(values.values(), default=None)
+        for line, name in zip(lines, systems, strict=True):
+            text = f"{values[name]:.2f}" if name in values else "–"
+            text = f"**{text}**" if values.get(name, "–") == best else text
+            if with_costs and name in values:
+                cost = mean(row["trainings"] for row in found[name, head])
+                text += f" ({cost:.1f})" if cost < 9.95 else f" ({cost:,.0f})"
+            line.append(text)
+    return _table(["", *columns], lines)
+
+
+def datamodel_winners(results: dict[str, Any]) -> str:
+    """Say where something else predicts better than every datamodel, and where one of them is the best."""
+    lost, won = [], []
+    for problem in dict.fromkeys(row["problem"] for row in results["table"]):
+        rows = [{**row, "score": row["system"]} for row in results["table"] if row["problem"] == problem]
+        for kind in TRUTHS:
+            found = means([{**row, kind: row[kind][0]} for row in rows if kind in row], kind)
+            ours = {name: value for name, value in found.items() if is_datamodel(name)}
+            if not ours or len(ours) == len(found):
+                continue
+            own, best = max(ours, key=lambda name: ours[name]), max(found, key=lambda name: found[name])
+            if best == own:
+                won.append(f"{problem}, {kind} ({own})")
+            else:
+                lost.append(f"{problem}, {kind} ({best} {found[best]:.2f}, {own} {found[own]:.2f})")
+    parts = [f"**Something else is better at:** {'; '.join(lost)}."] if lost else []
+    return " ".join(parts + ([f"**A datamodel is best at:** {'; '.join(won)}."] if won else []))
+
+
+def is_datamodel(system: str) -> bool:
+    """Return whether a system is one of `epk_gp.datamodel`."""
+    return system.startswith(("path ", "linearised"))

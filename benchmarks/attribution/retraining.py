@@ -1,6 +1,7 @@
 """Recording a problem's run, and training it again with other sample weights, several networks side by side."""
 
 import time
+from collections.abc import Callable
 from dataclasses import replace
 
 import nets
@@ -12,30 +13,40 @@ from torch.func import functional_call, vmap
 import epk_gp as epk
 
 
-def record(problem: Problem) -> epk.Trajectory:
-    """Train the network with every sample, and record it in memory."""
+def record(problem: Problem, kept: Tensor | None = None, *, positions: bool = False) -> epk.Trajectory:
+    """Train the network, and record it in memory.
+
+    Args:
+        problem: The problem.
+        kept: Which samples are there, (M,) booleans: the others leave gaps in their batches. None keeps all.
+        positions: Whether a text's network is recorded as it is, rather than together with its log-likelihood.
+    """
     data, net = problem.data(), problem.network()
     X, y, loss, train = data.X, data.y, epk.CrossEntropy(), net
     if data.y.is_floating_point():
         loss = epk.MeanSquaredError()
-    scored = data.y.ndim > 1 and not nets.padded(data.y)
+    scored = data.y.ndim > 1 and not nets.padded(data.y) and not positions
     if scored:  # a text has several targets: the network is recorded together with its log-likelihood
         X, train = (data.X, data.y), nets.Scored(net)
         loss = epk.PerSampleLoss(lambda returned, _: -returned[:, 0])
     optimizer = problem.optimizer(list(train.parameters()))
     train.train()
     torch.manual_seed(problem.seed)
-    output = {"output": lambda returned: returned[:, -1]} if nets.padded(data.y) else {}  # explained are other numbers
+    # explained are other numbers than this one
+    output = {"output": lambda returned: returned[:, -1]} if positions or nets.padded(data.y) else {}
     with epk.Recorder(train, optimizer, X, y, loss=loss, **output) as recorder:
         for batch in problem.batches():
             optimizer.zero_grad()
+            rows = batch if kept is None else batch[kept[batch]]
+            share = len(rows) / len(batch)
             if scored:
-                (-train(data.X[batch], data.y[batch]).mean()).backward()
+                value = -train(data.X[rows], data.y[rows]).mean()
             elif data.y.is_floating_point():
-                nn.functional.mse_loss(train(data.X[batch]), data.y[batch]).backward()
+                value = nn.functional.mse_loss(train(data.X[rows]), data.y[rows])
             else:
-                nn.functional.cross_entropy(train(data.X[batch]).movedim(-1, 1), data.y[batch]).backward()
-            recorder.batch(batch)
+                value = nn.functional.cross_entropy(train(data.X[rows]).movedim(-1, 1), data.y[rows])
+            (share * value).backward()
+            recorder.batch(rows, weight=share)
             optimizer.step()
     return recorder.trajectory
 
@@ -97,18 +108,36 @@ def retrained(problem: Problem, subsets: Tensor, seeds: list[int] | None = None)
     return {name: value.detach() for name, value in weights.items()}
 
 
-def trained(problem: Problem) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """Train the network once, by torch's plain loop."""
+def trained(
+    problem: Problem, before_step: Callable[[int, nn.Module], None] | None = None
+) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """Train the network once, by torch's plain loop; what is to be done before each step is told its number."""
     data, net = problem.data(), problem.network()
     optimizer = problem.optimizer(list(net.parameters()))
     net.train()
     with torch.random.fork_rng(devices=()):
         torch.manual_seed(problem.seed)
-        for batch in problem.batches():
+        for number, batch in enumerate(problem.batches()):
+            if before_step is not None:
+                before_step(number, net)
             optimizer.zero_grad()
             (-nets.log_p(net(data.X[batch]), data.y[batch]).mean()).backward()
             optimizer.step()
     return net.eval(), optimizer
+
+
+def checkpoints(problem: Problem, count: int) -> list[dict[str, Tensor]]:
+    """Train the network once, and return its weights at even times: the first and the last ones, and between them."""
+    steps, states = len(problem.batches()), dict[int, dict[str, Tensor]]()
+    times = {round(k * steps / (count - 1)) for k in range(count)}
+
+    def save(number: int, net: nn.Module) -> None:
+        if number in times:
+            states[number] = {name: value.clone() for name, value in net.state_dict().items()}
+
+    net, _ = trained(problem, save)
+    save(steps, net)
+    return list(states.values())
 
 
 def retraining_seconds(problem: Problem) -> float:

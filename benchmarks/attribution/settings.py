@@ -107,11 +107,13 @@ DATAMODELS = {  # of datamodels.py, each with its number of seeds
     Setting("Friedman, SGD", "friedman", num_test=100, momentum=0.9, **REGRESSION): 1,
     Setting("diabetes, AdamW", "diabetes", num_test=42, optimizer="adamw", lr=5e-3, **REGRESSION): 1,
     Setting("diabetes, SGD", "diabetes", num_test=42, momentum=0.9, **REGRESSION): 1,
+    SETTINGS[3]: 3,
     replace(SETTINGS[0], num_test=100): 1,
 }
 TINY_DATAMODELS = {
     TINY_JUDGED[0]: 2,
     Setting("Friedman, SGD", "friedman", "tanh", 30, 4, momentum=0.9, epochs=3, batch_size=10): 1,
+    replace(TINY[1], epochs=4): 1,
 }
 
 
