@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
@@ -118,10 +119,12 @@ def report_of_everything(folder: Path) -> dict[str, Any]:
     layers = [nn.Linear(2, 12), nn.BatchNorm1d(12), nn.Tanh(), nn.Linear(12, 14)]
     run = _run(nn.Sequential(*layers).double(), X[:98], y[:98], steps=48, batch_size=14, weight_decay=0.01)
     gp = epk.LogitGP(run, points=range(14), rule=epk.gauss_legendre(1))
+    with pytest.warns(epk.CertificateWarning, match="training in the path kernel ends"):
+        datamodel = epk.datamodel(run, X[126:], y[126:])
     return written(
         folder, run, X[126:], y[126:], explained=60, top=5, rule=epk.adaptive(1e-8), kernel_points=28,
         class_names=[f"class {letter}" for letter in "ABCDEFGHIJKLMN"], outside=9 * X[:20],
-        influence=epk.influence(run, X[126:]), datamodel=epk.datamodel(run, X[126:], y[126:]),
+        influence=epk.influence(run, X[126:]), datamodel=datamodel,
         suspects=epk.label_errors(run, nodes=4),
         posterior=epk.UncertainClassifier(run, nodes=4).fit(X[98:126], y[98:126]),
         uncertainty_map=uncertainty_on_plane(gp, coordinate_plane(X), size=18, square=True, num_samples=32),

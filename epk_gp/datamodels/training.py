@@ -28,7 +28,7 @@ from epk_gp.datamodels.coordinates import Coordinates
 LARGEST_DENSE = 5000  # coordinates up to which the ridge is solved by Cholesky
 SHARE = 0.5  # alpha: of the samples that stay, in the curvature of the ridge
 _EULER, _FARTHEST = 1.2, 2.0  # of 2, where Euler's method is stable; how far a margin goes in a step
-_LOG_RANGE, _LOG_ERROR = 12.0, 0.02  # of the logarithm of a time, in units of the slowest change of a margin
+_LOG_RANGE, _LOG_STEP, _LOG_ERROR = 12, 2, 0.02  # of the logarithm of a time, whose unit is that of the fastest change
 _POWERS, _EVERY = 4, 4  # iterations for the largest eigenvalue at the beginning of a part; steps between others
 _CG_STEPS = 11  # fewer steps than ten are not made; eleven are enough with this damping
 
@@ -114,13 +114,14 @@ class PathTraining:
             return float(self.coordinates.forces(u).square().mean().log() - size)
 
         center = -math.log(sum(float(kernel.diagonal() @ self.share) for kernel in self.kernels))
-        try:
-            found = brentq(miss, center - _LOG_RANGE, center + _LOG_RANGE, xtol=_LOG_ERROR)
-        except ValueError as error:
+        later = (center + log_time for log_time in range(-_LOG_RANGE, _LOG_RANGE + 1, _LOG_STEP))
+        end = next((log_time for log_time in later if miss(log_time) <= 0), None)  # longer times take more steps
+        if end is None or end == center - _LOG_RANGE:
             raise ValueError(
                 "the checkpoints must be those of a training, whose residuals fall: training in their path kernel does "
                 "not come to the residuals of the last one, whatever its time."
-            ) from error
+            )
+        found = brentq(miss, end - _LOG_STEP, end, xtol=_LOG_ERROR)
         return replace(self, kernels=tuple(kernel.mul_(math.exp(found)) for kernel in self.kernels))
 
     def derivative(self) -> Float[Tensor, "Q M"]:
