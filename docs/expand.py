@@ -182,6 +182,7 @@ def _saved(name: str) -> dict:
     elsewhere = {
         "attribution": ATTRIBUTION / "results.json",
         "judged": ATTRIBUTION / "judged.json",
+        "datamodels": ATTRIBUTION / "datamodels.json",
         "language_models": LANGUAGE_MODELS,
         "benchmarks": ROOT / "benchmarks" / "results.json",
         "faults": ROOT / "benchmarks" / "faults.json",
@@ -407,6 +408,10 @@ TABLES: dict[str, Callable[[dict], str]] = {
     "judged_faults": lambda saved: SCORES.faults_table(saved["results"]["runs"]),
     "judged_sizes": _judged_sizes,
     "judged_front": lambda saved: SCORES.judged_front(saved["results"]["runs"][0]),
+    "datamodel_winners": lambda saved: SCORES.datamodel_winners(saved["results"]),
+    "datamodels_halves": lambda saved: SCORES.datamodels_of(saved["results"], "half"),
+    "datamodels_numbers": lambda saved: SCORES.datamodels_of(saved["results"], "numbers"),
+    "datamodels_elsewhere": lambda saved: SCORES.datamodels_elsewhere(saved["results"]),
     "language_costs": _language_costs,
     "language_agreement": _language_agreement,
     **METHODS.TABLES,
