@@ -98,6 +98,7 @@ SYSTEMS = [
     ),
 ]  # fmt: skip
 EXACT, RANDOM = ("exact contributions", "exact derivatives"), "random numbers"
+NOT_ASKED = "not asked for"
 WARM_SECONDS = 10  # as peers/job.py has it: a shorter computation is made twice, and the second one counts
 Options = dict[str, Any]
 T = TypeVar("T")
@@ -116,19 +117,32 @@ def main(
     torch.set_num_threads(1)
     timer, saved = Stopwatch(), Rows(rows, only)
     needed = list(dict.fromkeys(system.environment for system in SYSTEMS))
-    pythons: Pythons = dict.fromkeys(needed, "not asked for")
+    pythons: Pythons = dict.fromkeys(needed, NOT_ASKED)
     if peers:
         pythons = {name: python_of(environments / name, PACKAGES[name]) for name in needed}
     results = [judge(Problem(setting, 0), saved, pythons, retrainings) for setting in (TINY_JUDGED if tiny else JUDGED)]
+    config = {"retrainings": retrainings, "packages": {name: PACKAGES[name][1] for name in needed}}
+    if (file := out.with_suffix(".json")).is_file() and (earlier := json.loads(file.read_text()))["config"] == config:
+        _fill(results, earlier["results"]["runs"])
     content = {
         "experiment": "judged_scores",
-        "config": {"retrainings": retrainings, "packages": {name: PACKAGES[name][1] for name in needed}},
+        "config": config,
         "results": {"runs": results},
     }
     out.parent.mkdir(parents=True, exist_ok=True)
     out.with_suffix(".json").write_text(json.dumps(content | provenance(timer), allow_nan=False, indent=1) + "\n")
     out.with_suffix(".md").write_text(judged_markdown(results))
     typer.echo(f"written: {out.with_suffix('.json')}, {out.with_suffix('.md')}")
+
+
+def _fill(runs: list[Options], earlier: list[Options]) -> None:
+    """Put what earlier tables hold about a peer in the place of what was not asked for: the run is the same."""
+    for run, before in zip(runs, earlier, strict=True):
+        known = {(row["system"], row["fault"]): row for row in before["systems"]}
+        run["systems"] = [
+            known.get((row["system"], row["fault"]), row) if row.get("failure") in (WAITING, NOT_ASKED) else row
+            for row in run["systems"]
+        ]
 
 
 def judge(problem: Problem, saved: Rows, pythons: Pythons, retrainings: int) -> Options:
@@ -184,6 +198,7 @@ def _ours(trained: Trained, explained: Options) -> tuple[dict[str, Tensor], dict
         EXACT[0]: lambda: attribute().samples,
         EXACT[1]: lambda: influence().values,
         "first-order In-Run Shapley (epk_gp)": lambda: attribute(rule=epk.left_endpoint()).samples,
+        "datamodel (epk_gp)": lambda: epk.datamodel(trained.run, trained.X_test, trained.y_test).scores[:, None],
         "smoothed influence (epk_gp)": lambda: influence(smoothing=epk.Smoothing()).values,
         "smoothed influence, weights 0 to 1 (epk_gp)": lambda: influence(smoothing=epk.Smoothing(high=1.0)).values,
     }

@@ -308,7 +308,9 @@ def _several(table: Rows, columns: dict[str, tuple[str, str]], *, with_costs: bo
     """Return a system a line and a problem and truth a column: means over seeds, the best in bold."""
     found = {
         (row["system"], head): [
-            other for other in table if (other["system"], other["problem"]) == (row["system"], problem) and kind in other
+            other
+            for other in table
+            if (other["system"], other["problem"]) == (row["system"], problem) and kind in other
         ]
         for row in table
         for head, (problem, kind) in columns.items()

@@ -8,7 +8,7 @@ CAPTION = (
     ": Results, by scripts in `benchmarks` and `experiments` or `make`, on a CPU; float64 unless another library needs "
     "float32. LDS: rank correlation with training on random halves (cost in trainings; *: ours).\\label{results}"
 )
-OURS = ("exact derivatives", "smoothed influence (epk_gp)", "exact contributions")
+OURS = ("datamodel (epk_gp)", "exact derivatives", "smoothed influence (epk_gp)", "exact contributions")
 Row = tuple[str, str, str]
 
 
@@ -106,7 +106,7 @@ def language_model(r: dict[str, Any]) -> Row:
 def agreement(name: str, rows: dict[str, dict[str, Any]]) -> Row:
     """Say how well scores predict retraining, and what they cost."""
     shown = {
-        **dict(zip(OURS, ("derivative*", "smoothed*", "contributions*"), strict=True)),
+        **dict(zip(OURS, ("datamodel*", "derivative*", "smoothed*", "contributions*"), strict=True)),
         "TRAK-10 (traker)": "TRAK",
         "influence functions by EK-FAC (kronfluence)": "EK-FAC",
         "TracIn (dattri)": "TracIn",

@@ -25,7 +25,7 @@ def draw(run: dict[str, Any], retrainings: int) -> Figure:
     names.set_axis_off()
     (chance,) = (row["LDS"] for row in sound if "trainings" not in row)
     ax.axhline(chance, color=GREY, linewidth=0.8, linestyle=":", label="random numbers")
-    low, high = -0.12, 0.05 + max(row["LDS interval"][1] for row in rows)
+    low, high = -0.12, 0.08 + max(row["LDS interval"][1] for row in rows)
     places = apart([row["LDS"] for row in rows], (high - low) / (len(rows) + 1))
     costs = [row["trainings"] for row in rows]
     ax.set(xscale="log", xlim=(min(costs) / 2, max(costs) * 2), ylim=(low, high))

@@ -24,7 +24,7 @@ from epk_gp.core.trajectory import Trajectory, flat_state, flat_weights, held_co
 from epk_gp.core.update_law import scaled_fields
 from epk_gp.optimizers.update_rules import broadcast_to_params
 
-# Of the path, and where six kernels have no room. Measured: 12 and 24 predict as six (docs/capabilities/datamodel.md).
+# Of the path, and where six kernels have no room: docs/capabilities/datamodel.md has what 3, 6, 12 and 24 are worth.
 NUM_STATES, FEW_STATES = 6, 3
 # Rates a step beyond which no optimizer moves a weight whose gradient it has seen: Adam some 3, RMSprop 10, and with
 # momentum ten times as many.
@@ -158,8 +158,8 @@ def _batches(run: Trajectory, rates: Float64[Tensor, " S"]) -> Iterator[tuple[Te
 class CheckpointNodes(PathNodes):
     """Checkpoints at even times, of a training of which nothing else is known; its time is found out later.
 
-    Adam's metric is that of the gradient of the whole loss, squared and averaged over the checkpoints: measured, it
-    loses nothing against the recorded one (docs/capabilities/datamodel.md).
+    Adam's metric is that of the gradient of the whole loss, squared and averaged over the checkpoints; what it loses
+    against the recorded one stands in docs/attribution_benchmarks.md.
 
     Attributes:
         diagonal: The metric of a whole run of time 1, (P,).
