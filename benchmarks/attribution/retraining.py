@@ -25,7 +25,8 @@ def record(problem: Problem, kept: Tensor | None = None, *, positions: bool = Fa
     X, y, loss, train = data.X, data.y, epk.CrossEntropy(), net
     if data.y.is_floating_point():
         loss = epk.MeanSquaredError()
-    scored = data.y.ndim > 1 and not nets.padded(data.y) and not positions
+    is_text = data.y.ndim > 1 and not data.y.is_floating_point()
+    scored = is_text and not nets.padded(data.y) and not positions
     if scored:  # a text has several targets: the network is recorded together with its log-likelihood
         X, train = (data.X, data.y), nets.Scored(net)
         loss = epk.PerSampleLoss(lambda returned, _: -returned[:, 0])
@@ -33,7 +34,7 @@ def record(problem: Problem, kept: Tensor | None = None, *, positions: bool = Fa
     train.train()
     torch.manual_seed(problem.seed)
     # explained are other numbers than this one
-    output = {"output": lambda returned: returned[:, -1]} if positions or nets.padded(data.y) else {}
+    output = {"output": lambda returned: returned[:, -1]} if is_text and not scored else {}
     with epk.Recorder(train, optimizer, X, y, loss=loss, **output) as recorder:
         for batch in problem.batches():
             optimizer.zero_grad()
