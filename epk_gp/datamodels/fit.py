@@ -254,7 +254,7 @@ def _fitted(work: KernelWork, options: ComputeOptions) -> Datamodel:
             tuple(own["kernel"] for own in found), start, recorded, coordinates, weights, forces.mean(dim=1), curvature
         )
         if isinstance(nodes, CheckpointNodes):
-            training = training.with_time(coordinates.forces(along[-1][:, None]))
+            training = training.with_time(along[-1])
         scores, trainings = training.ridge(), (training,)
     if not bool(scores.isfinite().all()):
         raise ValueError("scores must be finite: gradients along the run overflow, or hold NaN.")

@@ -28,7 +28,8 @@ from epk_gp.datamodels.coordinates import Coordinates
 LARGEST_DENSE = 5000  # coordinates up to which the ridge is solved by Cholesky
 SHARE = 0.5  # alpha: of the samples that stay, in the curvature of the ridge
 _EULER, _FARTHEST = 1.2, 2.0  # of 2, where Euler's method is stable; how far a margin goes in a step
-_LOG_RANGE, _LOG_STEP, _LOG_ERROR = 12, 2, 0.02  # of the logarithm of a time, whose unit is that of the fastest change
+# The logarithm of a time, in units of the fastest change: range, steps and error. Steps of outputs do not grow longer.
+_SHORTEST, _LONGEST, _LONGEST_OF_OUTPUTS, _LOG_STEP, _LOG_ERROR = -12, 24, 8, 2, 0.02
 _POWERS, _EVERY = 4, 4  # iterations for the largest eigenvalue at the beginning of a part; steps between others
 _CG_STEPS = 11  # fewer steps than ten are not made; eleven are enough with this damping
 
@@ -97,31 +98,41 @@ class PathTraining:
         found: Tensor = self._steps(weights)[0][self.num_coordinates :].T
         return found
 
-    def with_time(self, forces: Float[Tensor, " N"]) -> "PathTraining":
-        """Return the training whose kernels are those of unit time, at the time at which it ends with given forces.
+    def with_time(self, last: Float[Tensor, " N"]) -> "PathTraining":
+        """Return the training whose kernels are those of unit time, at the time at which it has the last residuals.
+
+        Where it does not come to residuals so small, at the time at which it is nearest.
 
         Args:
-            forces: At the end of the recorded training.
+            last: The coordinates at the end of the recorded training.
 
         Raises:
-            ValueError: Training in the path kernel does not come to them.
+            ValueError: Residuals do not fall.
         """
-        size = forces.square().mean().log()
 
-        def miss(log_time: float) -> float:
+        def mean_square(u: Float[Tensor, " N"]) -> float:
+            return float(self.coordinates.forces(u[:, None]).square().mean().log())
+
+        def end(log_time: float) -> Float[Tensor, " N"]:
             timed = replace(self, kernels=tuple(kernel * math.exp(log_time) for kernel in self.kernels))
-            u = timed._steps(self.present[None])[0][: self.num_coordinates]
-            return float(self.coordinates.forces(u).square().mean().log() - size)
+            return timed._steps(self.present[None])[0][: self.num_coordinates, 0]
 
         center = -math.log(sum(float(kernel.diagonal() @ self.share) for kernel in self.kernels))
-        later = (center + log_time for log_time in range(-_LOG_RANGE, _LOG_RANGE + 1, _LOG_STEP))
-        end = next((log_time for log_time in later if miss(log_time) <= 0), None)  # longer times take more steps
-        if end is None or end == center - _LOG_RANGE:
+        longest = _LONGEST if self.coordinates.are_margins else _LONGEST_OF_OUTPUTS
+        size, first = mean_square(last), self.start[: self.num_coordinates]
+        found, least = -math.inf, float((first - last).norm())
+        for log_time in range(_SHORTEST, longest + 1, _LOG_STEP) if size < mean_square(first) else ():
+            u = end(time := center + log_time)
+            if mean_square(u) <= size:
+                found = brentq(lambda time: mean_square(end(time)) - size, time - _LOG_STEP, time, xtol=_LOG_ERROR)
+                break
+            if (distance := float((u - last).norm())) < least:
+                found, least = time, distance
+        if found == -math.inf:
             raise ValueError(
-                "the checkpoints must be those of a training, whose residuals fall: training in their path kernel does "
-                "not come to the residuals of the last one, whatever its time."
+                "the checkpoints must be those of a training, whose residuals fall: those of the last one are not "
+                "smaller, or training in the path kernel does not come nearer to it, whatever its time."
             )
-        found = brentq(miss, end - _LOG_STEP, end, xtol=_LOG_ERROR)
         return replace(self, kernels=tuple(kernel.mul_(math.exp(found)) for kernel in self.kernels))
 
     def derivative(self) -> Float[Tensor, "Q M"]:

@@ -148,3 +148,22 @@ def test_checkpoints_that_are_too_few_or_are_asked_too_much_are_refused(options:
     given = {"data": loop.data, "network": loop.net} | asked
     with pytest.raises(ValueError, match=message):
         epk.datamodel(states[::-1] if is_backwards else states, *loop.asked, **given)
+
+
+@pytest.mark.parametrize("fits", ["classes", "numbers"])
+def test_checkpoints_of_a_training_to_the_end_predict_which_samples_count(fits: str) -> None:
+    torch.manual_seed(0)
+    X, new = torch.randn(20, 3).double(), torch.randn(6, 3).double()
+    is_number = fits == "numbers"
+    net = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 1 if is_number else 2)).double()
+    y = (2 * X[:, :1]).tanh() + 0.05 * torch.randn(20, 1).double() if is_number else (X[:, 0] > 0).long()
+    loss: Any = epk.MeanSquaredError() if is_number else epk.CrossEntropy()
+    optimizer = torch.optim.Adam(net.parameters(), lr=0.01)
+    run = epk.train(net, X, y, optimizer=optimizer, steps=1000, loss=loss)
+    states = [run.weights(200 * k) for k in range(6)]
+    asked = None if is_number else (new[:, 0] > 0).long()
+    model = epk.datamodel(states, new, asked, data=(X, y), network=net, loss=loss)
+    kept = (torch.rand(40, 20, generator=torch.Generator().manual_seed(1)) < 0.7).double()
+    measured = epk.datamodel(run, new, asked).verify(kept).measured
+    changes = [(own - model.outputs).T for own in (model.predict(kept), measured)]
+    assert float(row_correlations(*changes).mean()) > 0.5
