@@ -98,19 +98,17 @@ def capability(file: str) -> str:
 
 def sizes() -> tuple[Mapping[str, tuple[int, int]], Mapping[str, tuple[int, int]]]:
     """Return (code lines, files) of every folder and of every capability."""
-    lines, files = Counter[str](), Counter[str]()
-    folders = set[str]()
+    lines, files = Counter[tuple[str, str]](), Counter[tuple[str, str]]()  # a folder may be named as a capability is
     for path in sorted(PACKAGE.rglob("*.py")):
         file = path.relative_to(PACKAGE).as_posix()
         folder = file.rpartition("/")[0] or "top level"
-        folders.add(folder)
         count = code_lines(path.read_text(encoding="utf-8"))
-        for name in (folder, capability(file)):
-            lines[name] += count
-            files[name] += 1
+        for key in (("folder", folder), ("capability", capability(file))):
+            lines[key] += count
+            files[key] += 1
     return (
-        {name: (lines[name], files[name]) for name in sorted(folders)},
-        {name: (lines[name], files[name]) for name in CAPABILITIES},
+        {name: (lines[kind, name], files[kind, name]) for kind, name in sorted(lines) if kind == "folder"},
+        {name: (lines["capability", name], files["capability", name]) for name in CAPABILITIES},
     )
 
 
