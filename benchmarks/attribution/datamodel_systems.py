@@ -159,12 +159,17 @@ def predict(asked: Asked, model: "Datamodel") -> tuple[dict[str, Tensor], float]
     return {kind: first} | rest, seconds
 
 
+def _predicted(asked: Asked, model: "Datamodel", parts: dict[str, float]) -> Row:
+    """Return the row of a datamodel's predictions, from the seconds of the parts before them."""
+    predictions, predicting = predict(asked, model)
+    parts |= {"predictions": predicting}
+    return {"predictions": {"": predictions}, "seconds": {"": sum(parts.values())}, "parts": parts}
+
+
 def path_training(asked: Asked) -> Row:
     """Simulate every training in the path kernel of the recorded run; of texts, linearise its end."""
     (model, fitting), (_, recording) = asked.fitted, asked.recorded
-    predictions, predicting = predict(asked, model)
-    parts = {"recording": recording, "datamodel": fitting, "predictions": predicting}
-    return {"predictions": {"": predictions}, "seconds": {"": sum(parts.values())}, "parts": parts}
+    return _predicted(asked, model, {"recording": recording, "datamodel": fitting})
 
 
 def path_ridge(asked: Asked) -> Row:
@@ -177,9 +182,7 @@ def path_ridge(asked: Asked) -> Row:
 def checkpoint_training(asked: Asked) -> Row:
     """Simulate every training in the path kernel of a plain training's checkpoints."""
     model, fitting = asked.from_checkpoints
-    predictions, predicting = predict(asked, model)
-    parts = {"datamodel": fitting, "predictions": predicting}
-    return {"predictions": {"": predictions}, "seconds": {"": sum(parts.values())}, "parts": parts}
+    return _predicted(asked, model, {"datamodel": fitting})
 
 
 def checkpoint_ridge(asked: Asked) -> Row:
@@ -193,9 +196,7 @@ def halves_training(asked: Asked, count: int) -> Row:
     drawn = asked.problem.subsets(0.5, count // 2, purpose=9).bool()  # other halves than those of the truth
     runs, recording = least_seconds(lambda: [record(asked.problem, half) for half in torch.cat([drawn, ~drawn])])
     model, fitting = least_seconds(lambda: datamodel(runs, asked.data.X_test, asked.answers))
-    predictions, predicting = predict(asked, model)
-    parts = {"recording": recording, "datamodel": fitting, "predictions": predicting}
-    return {"predictions": {"": predictions}, "seconds": {"": sum(parts.values())}, "parts": parts}
+    return _predicted(asked, model, {"recording": recording, "datamodel": fitting})
 
 
 def path_training_and_derivative(asked: Asked) -> Row:

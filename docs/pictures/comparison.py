@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from epk_gp.plots import new_figure, save_figure
@@ -33,20 +34,24 @@ def draw(run: dict[str, Any], retrainings: int) -> Figure:
     ax.set(xlabel="cost in trainings of the network", ylabel=f"LDS, {retrainings} trainings on half")
     for row, place in zip(rows, places, strict=True):
         name = NAMES.get(row["system"], row["system"])
-        ours = "epk_gp" in name
-        colour = EXACT if ours else GREY
-        x, y = row["trainings"], row["LDS"]
-        ax.plot([x, x], row["LDS interval"], color=colour, linewidth=0.8, alpha=0.6)
-        ax.plot(x, y, "D" if ours else "o", color=colour, markersize=5)
-        line = {"arrowstyle": "-", "color": colour, "linewidth": 0.5, "alpha": 0.6, "shrinkA": 2, "shrinkB": 4,
-                "relpos": (0, 0.5)}  # fmt: skip
-        ends = {"xytext": (0.02, place), "textcoords": names.get_yaxis_transform(), "va": "center"}
-        names.annotate(
-            name, (x, y), xycoords=ax.transData, arrowprops=line, color=colour, fontsize=SMALL,
-            annotation_clip=False, in_layout=False, **ends,
-        )  # fmt: skip
+        mark(ax, names, (row["trainings"], row["LDS"]), row["LDS interval"], name, place, ours="epk_gp" in name)
     ax.legend(loc="lower right", fontsize=SMALL)
     return figure
+
+
+def mark(
+    ax: Axes, names: Axes, point: tuple[float, float], bar: list[float], name: str, place: float, *, ours: bool
+) -> None:
+    """Draw a system's mark and its bar, and its name at a place of the column on the right, with a line to it."""
+    colour, x = EXACT if ours else GREY, point[0]
+    ax.plot([x, x], bar, color=colour, linewidth=0.8, alpha=0.6)
+    ax.plot(*point, "D" if ours else "o", color=colour, markersize=5)
+    line = {"arrowstyle": "-", "color": colour, "linewidth": 0.5, "alpha": 0.6, "shrinkA": 2, "shrinkB": 4,
+            "relpos": (0, 0.5)}  # fmt: skip
+    names.annotate(
+        name, point, xycoords=ax.transData, arrowprops=line, color=colour, fontsize=SMALL, annotation_clip=False,
+        in_layout=False, xytext=(0.02, place), textcoords=names.get_yaxis_transform(), va="center",
+    )  # fmt: skip
 
 
 def apart(places: list[float], least: float) -> list[float]:

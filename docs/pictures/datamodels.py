@@ -5,12 +5,12 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
-from comparison import apart
+from comparison import apart, mark
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from epk_gp.plots import new_figure, save_figure
-from epk_gp.plots.style import EXACT, GREY, SMALL, styled
+from epk_gp.plots.style import SMALL, styled
 
 HERE = Path(__file__).parent
 RESULTS = HERE.parents[1] / "benchmarks" / "attribution" / "datamodels.json"
@@ -47,19 +47,10 @@ def _panel(ax: Axes, names: Axes, rows: list[dict[str, Any]]) -> None:
     ax.minorticks_off()
     places = apart([mean(seeds[name]) for name in systems], APART)
     for name, place in zip(systems, places, strict=True):
-        ours = name.startswith(("path ", "exact"))
-        colour, x, y = EXACT if ours else GREY, costs[name], mean(seeds[name])
-        ax.plot([x, x], [min(seeds[name]), max(seeds[name])], color=colour, linewidth=0.8)
-        ax.plot(x, y, "D" if ours else "o", color=colour, markersize=4)
+        ours, point = name.startswith(("path ", "exact")), (costs[name], mean(seeds[name]))
         few = f", {questions[name]} questions" * (questions[name] < max(questions.values()))
         words = f"{name}{few} (epk_gp)" if ours else name
-        line = {"arrowstyle": "-", "color": colour, "linewidth": 0.5, "alpha": 0.6, "shrinkA": 2, "shrinkB": 4,
-                "relpos": (0, 0.5)}  # fmt: skip
-        names.annotate(
-            words, (x, y), xycoords=ax.transData, arrowprops=line, color=colour,
-            fontsize=SMALL, annotation_clip=False, in_layout=False, va="center",
-            xytext=(0.02, place), textcoords=names.get_yaxis_transform(),
-        )  # fmt: skip
+        mark(ax, names, point, [min(seeds[name]), max(seeds[name])], words, place, ours=ours)
 
 
 def main() -> None:

@@ -238,7 +238,7 @@ def _fitted(work: KernelWork, options: ComputeOptions) -> Datamodel:
             f"memory_budget={options.memory_budget:,}. Pass a larger one, or record fewer samples."
         )
     work = replace(work, groups=count if isinstance(coordinates, PseudoLabels) else groups)
-    recorded = questions.values(-1)
+    recorded, findings = questions.values(-1), run_findings(nodes.run)
     weights, trainings = nodes.sample_weights.to(recorded), tuple[PathTraining, ...]()
     sums = (own.added for _, own in run_pieces(work, options, "datamodel"))
     if isinstance(coordinates, PseudoLabels):
@@ -254,7 +254,9 @@ def _fitted(work: KernelWork, options: ComputeOptions) -> Datamodel:
             tuple(own["kernel"] for own in found), start, recorded, coordinates, weights, forces.mean(dim=1), curvature
         )
         if isinstance(nodes, CheckpointNodes):
-            training = training.with_time(along[-1])
+            training, is_reached = training.with_time(along[-1])
+            nearest = "path training never has the last checkpoint's residuals: it ends where it is nearest to it"
+            findings += () if is_reached else (nearest,)
         scores, trainings = training.ridge(), (training,)
     if not bool(scores.isfinite().all()):
         raise ValueError("scores must be finite: gradients along the run overflow, or hold NaN.")
@@ -269,7 +271,7 @@ def _fitted(work: KernelWork, options: ComputeOptions) -> Datamodel:
         method=LINEAR if not trainings else RIDGE if N > LARGEST_DENSE else TRAINING,
         metric="exact" if work.is_exact or nodes.is_even else "factored",
         trainings=trainings,
-        findings=tuple(run_findings(nodes.run)),
+        findings=findings,
     )
     if model.method == TRAINING and not model.miss <= _MISSED:
         finding = f"training in the path kernel ends {model.miss:.0%} of the numbers' change from the recorded network"

@@ -98,10 +98,10 @@ class PathTraining:
         found: Tensor = self._steps(weights)[0][self.num_coordinates :].T
         return found
 
-    def with_time(self, last: Float[Tensor, " N"]) -> "PathTraining":
+    def with_time(self, last: Float[Tensor, " N"]) -> tuple["PathTraining", bool]:
         """Return the training whose kernels are those of unit time, at the time at which it has the last residuals.
 
-        Where it does not come to residuals so small, at the time at which it is nearest.
+        Where it does not come to residuals so small, it is at the time at which it is nearest; and False.
 
         Args:
             last: The coordinates at the end of the recorded training.
@@ -114,17 +114,18 @@ class PathTraining:
             return float(self.coordinates.forces(u[:, None]).square().mean().log())
 
         def end(log_time: float) -> Float[Tensor, " N"]:
-            timed = replace(self, kernels=tuple(kernel * math.exp(log_time) for kernel in self.kernels))
+            timed = replace(self, sample_weights=self.sample_weights * math.exp(log_time))  # a time goes with either
             return timed._steps(self.present[None])[0][: self.num_coordinates, 0]
 
         center = -math.log(sum(float(kernel.diagonal() @ self.share) for kernel in self.kernels))
         longest = _LONGEST if self.coordinates.are_margins else _LONGEST_OF_OUTPUTS
         size, first = mean_square(last), self.start[: self.num_coordinates]
-        found, least = -math.inf, float((first - last).norm())
+        found, least, is_reached = -math.inf, float((first - last).norm()), False
         for log_time in range(_SHORTEST, longest + 1, _LOG_STEP) if size < mean_square(first) else ():
             u = end(time := center + log_time)
             if mean_square(u) <= size:
-                found = brentq(lambda time: mean_square(end(time)) - size, time - _LOG_STEP, time, xtol=_LOG_ERROR)
+                if is_reached := log_time > _SHORTEST:
+                    found = brentq(lambda time: mean_square(end(time)) - size, time - _LOG_STEP, time, xtol=_LOG_ERROR)
                 break
             if (distance := float((u - last).norm())) < least:
                 found, least = time, distance
@@ -133,7 +134,7 @@ class PathTraining:
                 "the checkpoints must be those of a training, whose residuals fall: those of the last one are not "
                 "smaller, or training in the path kernel does not come nearer to it, whatever its time."
             )
-        return replace(self, kernels=tuple(kernel.mul_(math.exp(found)) for kernel in self.kernels))
+        return replace(self, kernels=tuple(kernel.mul_(math.exp(found)) for kernel in self.kernels)), is_reached
 
     def derivative(self) -> Float[Tensor, "Q M"]:
         """Differentiate what training gives in the weight of each sample, at those of the recorded training."""

@@ -150,6 +150,7 @@ def test_checkpoints_that_are_too_few_or_are_asked_too_much_are_refused(options:
         epk.datamodel(states[::-1] if is_backwards else states, *loop.asked, **given)
 
 
+@pytest.mark.filterwarnings("ignore:the datamodel is not certified. path training never:epk_gp.CertificateWarning")
 @pytest.mark.parametrize("fits", ["classes", "numbers"])
 def test_checkpoints_of_a_training_to_the_end_predict_which_samples_count(fits: str) -> None:
     torch.manual_seed(0)
@@ -167,3 +168,28 @@ def test_checkpoints_of_a_training_to_the_end_predict_which_samples_count(fits: 
     measured = epk.datamodel(run, new, asked).verify(kept).measured
     changes = [(own - model.outputs).T for own in (model.predict(kept), measured)]
     assert float(row_correlations(*changes).mean()) > 0.5
+
+
+@pytest.mark.parametrize(("way", "says"), [(1.0, None), (1e-9, "must be those of a training")])
+def test_checkpoints_that_hardly_moved_are_refused(way: float, says: str | None) -> None:
+    loop = Loop(optimizer="sgd", steps=60)
+    first = loop.run.weights(0)
+    states = [{k: w + way * (loop.run.weights(12 * s)[k] - w) for k, w in first.items()} for s in range(6)]
+    ask = lambda: epk.datamodel(states, *loop.asked, data=loop.data, network=loop.net)  # noqa: E731
+    if says is None:
+        assert ask().findings == ()
+    else:
+        with pytest.raises(ValueError, match=says):
+            ask()
+
+
+def test_checkpoints_whose_residuals_no_path_kernel_reaches_say_so() -> None:
+    torch.manual_seed(0)
+    X, y = torch.randn(20, 3).double(), torch.randn(20, 1).double()
+    net = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 1)).double()
+    optimizer = torch.optim.Adam(net.parameters(), lr=0.01)
+    run = epk.train(net, X, y, optimizer=optimizer, steps=1500, loss=epk.MeanSquaredError())
+    states = [run.weights(300 * k) for k in range(6)]
+    with pytest.warns(epk.CertificateWarning, match="never has the last checkpoint's residuals"):
+        model = epk.datamodel(states, X[:4], data=(X, y), network=net, loss=epk.MeanSquaredError())
+    assert "nearest" in model.findings[0]
