@@ -13,8 +13,7 @@ from sklearn.utils.validation import _check_sample_weight, check_is_fitted, vali
 
 from epk_gp.analysis.labels import LabelErrors, label_errors
 from epk_gp.core.checks import door
-from epk_gp.core.losses import CrossEntropy
-from epk_gp.estimator import RecordedEstimator
+from epk_gp.estimator import RecordedEstimator, Table
 from epk_gp.gp.data import plain_frame
 from epk_gp.gp.uncertain_classifier import UncertainClassifier
 
@@ -77,7 +76,7 @@ class EPKClassifier(ClassifierMixin, RecordedEstimator):  # type: ignore[misc]  
         targets, classes = torch.as_tensor(encoder.transform(labels)).long(), encoder.classes_
         frequencies = np.bincount(targets, weights.clip(0), len(classes))
         constant = np.log(np.maximum(frequencies, np.finfo(np.float64).tiny))  # logits, whatever is added to all
-        self._record(X, features, targets, classes.tolist(), CrossEntropy(), weights, constant)
+        self._record(X, Table(features, targets, weights, len(classes)), classes.tolist(), constant)
         self.classes_ = classes
         return self
 

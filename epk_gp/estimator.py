@@ -2,17 +2,22 @@
 
 import copy
 import threading
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from functools import cached_property, partial
+from numbers import Integral
 from pathlib import Path
-from typing import Any, final
+from typing import Any, NamedTuple, final
 
 import numpy as np
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int64, Shaped
 from numpy.typing import ArrayLike
 from sklearn.base import BaseEstimator, is_classifier
 from sklearn.exceptions import ConvergenceWarning
+from sklearn.model_selection import KFold, StratifiedKFold, check_cv
 from sklearn.preprocessing import StandardScaler
 from sklearn.utils.validation import check_is_fitted, check_random_state, validate_data
 from torch import Tensor, nn
@@ -20,18 +25,70 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import epk_gp  # whose report needs matplotlib, which is imported when a report is written
 from epk_gp.core.checks import as_tensor, validate_positive
-from epk_gp.core.losses import Loss, per_sample_losses
+from epk_gp.core.losses import CrossEntropy, Loss, PerSampleLoss, per_sample_losses
 from epk_gp.core.show import warn_caller
 from epk_gp.core.trajectory import Trajectory, network_outputs
 from epk_gp.gp.data import InUnits, class_labels, plain_frame, row_labels
 from epk_gp.kernel_machine.attribute import Attribution, attribute
-from epk_gp.recording.train import train
+from epk_gp.recording.train import EpochSampler, train
 
 # torch notes in a global variable that a mode is entered, and puts it back as it was: one thread at a time.
 _ENTERED = threading.RLock()
 
 NO_UNITS = np.array([[0.0], [1.0]])  # of columns, or of outputs: nothing is subtracted, and all are divided by 1
 Network = nn.Module | Callable[[int, int], nn.Module]
+
+MOMENTUM = 0.9
+STEPS = tuple(round(5 * 192 ** (k / 14)) for k in range(15))  # 5, 7, 11, ..., 660, 960: what folds choose from
+PATIENCE = 4  # numbers of steps in a row that are no better, after which no more are tried
+
+
+@dataclass(frozen=True)
+class Table:
+    """Rows that a network is trained on.
+
+    Attributes:
+        features: (M, D).
+        targets: (M,) classes or (M, C) values.
+        weights: Of the rows, (M,).
+        num_outputs: C.
+    """
+
+    features: Float[np.ndarray, "M D"]
+    targets: Shaped[Tensor, "M ..."]
+    weights: Float[np.ndarray, " M"]
+    num_outputs: int
+
+    @cached_property
+    def units(self) -> Float[np.ndarray, "2 C"]:
+        """Mean and scale of the values; classes have none."""
+        return fit_units(self.targets.numpy(), self.weights) if self.targets.ndim == 2 else NO_UNITS
+
+    @property
+    def loss(self) -> Loss:
+        """Cross entropy of classes, and the squared error of values, in their standard deviations."""
+        if self.targets.ndim == 1:
+            return CrossEntropy()
+        squared_error = partial(_squared_error, as_tensor(self.units[1]))
+        return PerSampleLoss(squared_error, name="squared error of scaled targets")
+
+    def of(self, rows: Int64[np.ndarray, " m"]) -> "Table":
+        """Return some rows."""
+        return Table(self.features[rows], self.targets[rows], self.weights[rows], self.num_outputs)
+
+
+class StepChoice(NamedTuple):
+    """A number of steps, and what the folds that chose it say; None where no folds were asked.
+
+    Attributes:
+        steps: The number.
+        losses: Mean loss of the held-out rows, by number of steps.
+        outputs: Of each row, by the network that did not see it, after `steps` steps, (M, C); NaN for rows in no fold.
+    """
+
+    steps: int
+    losses: dict[int, float] | None
+    outputs: Float[Tensor, "M C"] | None
 
 
 @contextmanager
@@ -65,9 +122,32 @@ class _Draws(TorchDispatchMode):
         return func(*args, **kwargs)
 
 
-def one_hidden_layer(num_features: int, num_outputs: int, width: int = 32) -> nn.Module:
-    """Build the default network: one hidden layer of tanh units."""
-    return nn.Sequential(nn.Linear(num_features, width), nn.Tanh(), nn.Linear(width, num_outputs))
+class LinearAndHidden(nn.Module):
+    """The default network: a linear model, and one hidden layer beside it.
+
+        f(x) = A x / sqrt(D) + b + V silu(W x + c)
+
+    A, b and V start at 0, so that a short training is nearly a linear model, and a long one as nonlinear as its table
+    asks for.
+
+    Args:
+        num_features: D.
+        num_outputs: C.
+        width: Hidden units.
+    """
+
+    def __init__(self, num_features: int, num_outputs: int, width: int = 64) -> None:
+        super().__init__()
+        self.linear = nn.Linear(num_features, num_outputs)
+        self.hidden = nn.Linear(num_features, width)
+        self.last = nn.Linear(width, num_outputs, bias=False)
+        for parameter in (*self.linear.parameters(), *self.last.parameters()):
+            nn.init.zeros_(parameter)
+
+    def forward(self, x: Float[Tensor, "n D"]) -> Float[Tensor, "n C"]:
+        """Evaluate the network."""
+        z: Tensor = self.linear(x / x.shape[1] ** 0.5) + self.last(nn.functional.silu(self.hidden(x)))
+        return z
 
 
 class RecordedEstimator(BaseEstimator):  # type: ignore[misc]  # scikit-learn ships no types
@@ -75,14 +155,15 @@ class RecordedEstimator(BaseEstimator):  # type: ignore[misc]  # scikit-learn sh
 
     def __init__(
         self,
-        network: Network = one_hidden_layer,
+        network: Network = LinearAndHidden,
         *,
-        steps: int = 100,
-        lr: float = 0.5,
+        steps: int | None = None,
+        lr: float = 0.03,
         batch_size: int | None = None,
         optimizer: Callable[[Iterable[Tensor]], torch.optim.Optimizer] | None = None,
         random_state: int | np.random.RandomState | None = None,
         standardize: bool = True,
+        cv: Any = 4,
     ) -> None:
         self.network = network
         self.steps = steps
@@ -91,6 +172,7 @@ class RecordedEstimator(BaseEstimator):  # type: ignore[misc]  # scikit-learn sh
         self.optimizer = optimizer
         self.random_state = random_state
         self.standardize = standardize
+        self.cv = cv
 
     def attribute(self, X: ArrayLike, *, classes: ArrayLike | None = None, **settings: Any) -> Attribution:
         """Split predictions into exact contributions of the training rows: `epk_gp.attribute`.
@@ -134,28 +216,14 @@ class RecordedEstimator(BaseEstimator):  # type: ignore[misc]  # scikit-learn sh
         names = {"names": getattr(self, "feature_names_in_", None), "class_names": self._output_names}
         return epk_gp.write_report(file, self.trajectory_, points, targets, **{**names, **settings})
 
-    def _record(
-        self,
-        X: ArrayLike,
-        features: Float[np.ndarray, "M D"],
-        targets: Tensor,
-        names: Any,
-        loss: Loss,
-        weights: Float[np.ndarray, " M"],
-        constant: Float[np.ndarray, " C"],
-        units: Float[np.ndarray, "2 C"] = NO_UNITS,
-    ) -> None:
-        """Train a network and record the run.
+    def _record(self, X: ArrayLike, table: Table, names: Any, constant: Float[np.ndarray, " C"]) -> None:
+        """Choose the number of steps by folds where it is not given, train a network on all rows and record the run.
 
         Args:
             X: The rows as they were given.
-            features: Their features.
-            targets: Their targets.
+            table: Their features, targets and weights.
             names: Of the outputs, if they have any.
-            loss: The loss.
-            weights: Of the rows.
             constant: The constant outputs of least loss.
-            units: Mean and scale of each output.
 
         Raises:
             ValueError: Training ended above the loss that it began with and above that of the constant.
@@ -164,28 +232,95 @@ class RecordedEstimator(BaseEstimator):  # type: ignore[misc]  # scikit-learn sh
             validate_positive(self.lr, "lr")
         elif not callable(self.optimizer):
             raise TypeError(f"optimizer must be a function of parameters: got {self.optimizer!r}.")
-        seed, num_outputs = int(check_random_state(self.random_state).randint(2**31 - 1)), len(constant)
-        with draw_from(torch.Generator().manual_seed(seed)):
-            net = self._network(features.shape[1], num_outputs).double()
-        columns = fit_units(features, weights) if self.standardize else NO_UNITS
-        wrapped = InUnits(net, as_tensor(columns), as_tensor(units))
-        points = as_tensor(features)
-        _validate_num_outputs(net, wrapped.standardized(points[:1]), num_outputs)
-        parameters = [p for p in net.parameters() if p.requires_grad]
+        seed = int(check_random_state(self.random_state).randint(2**31 - 1))
+        _validate_num_outputs(self._started(table, seed)[0], as_tensor(table.features[:1]), table.num_outputs)
+        choice = self._choose_steps(table, seed) if self.steps is None else StepChoice(self.steps, None, None)
+        net, optimizer = self._started(table, seed)
         trajectory = train(
-            wrapped,
-            points,
-            targets,
-            optimizer=torch.optim.SGD(parameters, lr=self.lr) if self.optimizer is None else self.optimizer(parameters),
-            steps=self.steps,
-            loss=loss,
+            net,
+            as_tensor(table.features),
+            table.targets,
+            optimizer=optimizer,
+            steps=choice.steps,
+            loss=table.loss,
             batch_size=self.batch_size,
             generator=torch.Generator().manual_seed(seed),
-            sample_weight=as_tensor(weights),
+            sample_weight=as_tensor(table.weights),
         )
-        _validate_trained(trajectory, as_tensor(weights / weights.sum()), as_tensor(constant))
-        self.trajectory_, self.index_, self._output_names = trajectory, row_labels(X), names
-        self._weighted = None if weights.all() else torch.from_numpy(np.flatnonzero(weights))  # None: all rows
+        _validate_trained(trajectory, as_tensor(table.weights / table.weights.sum()), as_tensor(constant))
+        self.trajectory_, self.network_ = trajectory, net.eval()
+        self.steps_ = trajectory.num_steps
+        self.fold_losses_, self.out_of_fold_ = choice.losses, choice.outputs
+        self.index_, self._output_names = row_labels(X), names
+        self._weighted = None if table.weights.all() else torch.from_numpy(np.flatnonzero(table.weights))  # None: all
+
+    def _started(self, table: Table, seed: int) -> tuple[InUnits, torch.optim.Optimizer]:
+        """Build the network of a table, in units of its rows, and its optimizer."""
+        with draw_from(torch.Generator().manual_seed(seed)):
+            net = self._network(table.features.shape[1], table.num_outputs).double()
+        columns = fit_units(table.features, table.weights) if self.standardize else NO_UNITS
+        parameters = [p for p in net.parameters() if p.requires_grad]
+        make = partial(torch.optim.SGD, lr=self.lr, momentum=MOMENTUM) if self.optimizer is None else self.optimizer
+        return InUnits(net, as_tensor(columns), as_tensor(table.units)), make(parameters)
+
+    def _choose_steps(self, table: Table, seed: int) -> StepChoice:
+        """Train on all folds but one, for each fold, and choose the number of steps of least loss on the held-out rows.
+
+        All folds take their steps together, and stop once `PATIENCE` more numbers of steps have been no better.
+
+        Raises:
+            ValueError: There are too few rows, or `cv` divides them in no way that can be used.
+        """
+        folds = self._folds(table, seed)
+        rows = torch.from_numpy(np.concatenate([held_out for _, held_out in folds]))
+        shares = as_tensor(table.weights)[rows]
+        curves = zip(*(self._held_out(table, *fold, seed) for fold in folds), strict=True)
+        best, losses = StepChoice(STEPS[0], None, None), dict[int, float]()
+        for steps, outputs in zip(STEPS, curves, strict=False):
+            z = torch.cat(outputs)
+            losses[steps] = float(shares @ per_sample_losses(table.loss, z, table.targets[rows]) / shares.sum())
+            if steps == STEPS[0] or losses[steps] < losses[best.steps]:
+                whole = z.new_full((len(table.weights), z.shape[1]), torch.nan)
+                best = StepChoice(steps, losses, whole.index_copy(0, rows, z))
+            elif STEPS.index(steps) - STEPS.index(best.steps) >= PATIENCE:
+                break
+        return best
+
+    def _folds(self, table: Table, seed: int) -> list[tuple[np.ndarray, np.ndarray]]:
+        """Return the rows to train on and to hold out, for each fold; rows of weight 0 are in none of them."""
+        rows, is_class = np.flatnonzero(table.weights), is_classifier(self)
+        y = table.targets.numpy()
+        if not isinstance(self.cv, Integral):
+            return [(np.asarray(a), np.asarray(b)) for a, b in check_cv(self.cv, y, classifier=is_class).split(rows, y)]
+        count = int(self.cv)
+        if is_class and np.bincount(y[rows]).max() >= 2:
+            count = min(count, np.bincount(y[rows]).max())
+            splitter: Any = StratifiedKFold(count, shuffle=True, random_state=seed)
+        else:
+            splitter = KFold(min(count, max(2, len(rows))), shuffle=True, random_state=seed)
+        with warnings.catch_warnings():  # of a class with fewer members than folds, which some folds then lack
+            warnings.filterwarnings("ignore", "The least populated class", UserWarning)
+            return [(rows[a], rows[b]) for a, b in splitter.split(rows, y[rows])]
+
+    def _held_out(self, table: Table, trained: np.ndarray, held_out: np.ndarray, seed: int) -> Iterator[Tensor]:
+        """Train on some rows as `fit` does on all, and yield the outputs at others after each of `STEPS`."""
+        own = table.of(trained)
+        net, optimizer = self._started(own, seed)
+        X, new, weights = as_tensor(own.features), as_tensor(table.features[held_out]), as_tensor(own.weights)
+        factors = weights * (len(weights) / weights.sum())
+        generator = torch.Generator().manual_seed(seed)
+        sampler = None if self.batch_size is None else EpochSampler(len(X), self.batch_size, generator)
+        for step in range(1, STEPS[-1] + 1):
+            batch = slice(None) if sampler is None else sampler.next_batch()
+            optimizer.zero_grad()
+            with torch.enable_grad():
+                terms = per_sample_losses(own.loss, net(X[batch]), own.targets[batch])
+                (factors[batch] * terms).mean().backward()
+            optimizer.step()
+            if step in STEPS:
+                with torch.no_grad():
+                    yield net.eval()(new)
+                net.train()
 
     def _network(self, num_features: int, num_outputs: int) -> nn.Module:
         if isinstance(self.network, nn.Module):
@@ -212,6 +347,10 @@ def fit_units(values: Float[np.ndarray, "M D"], weights: Float[np.ndarray, " M"]
     known = weights if (weights >= 0).all() and weights.any() else None
     scaler = StandardScaler().fit(values, sample_weight=known)
     return np.stack([scaler.mean_, scaler.scale_])
+
+
+def _squared_error(std: Float[Tensor, " T"], z: Float[Tensor, "n T"], y: Float[Tensor, "n T"]) -> Float[Tensor, " n"]:
+    return ((z - y) / std).square().mean(dim=1)
 
 
 def _validate_trained(trajectory: Trajectory, shares: Float[Tensor, " M"], constant: Float[Tensor, " C"]) -> None:

@@ -2,22 +2,25 @@
 
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any, final
 
 import numpy as np
 import torch
 from jaxtyping import Float
 from numpy.typing import ArrayLike
+import warnings
 from sklearn.base import MultiOutputMixin, RegressorMixin
+from sklearn.exceptions import ConvergenceWarning
+from sklearn.gaussian_process import GaussianProcessRegressor
+from sklearn.gaussian_process.kernels import RBF, ConstantKernel, DotProduct, WhiteKernel
 from sklearn.utils.validation import _check_sample_weight, check_is_fitted, validate_data
 from torch import Tensor
 
 from epk_gp.core.checks import as_tensor, door
-from epk_gp.core.losses import PerSampleLoss
 from epk_gp.core.show import warn_caller
 from epk_gp.core.trajectory import network_outputs
-from epk_gp.estimator import Network, RecordedEstimator, fit_units, one_hidden_layer
+from epk_gp.estimator import LinearAndHidden, Network, RecordedEstimator, Table
 from epk_gp.gp.data import in_network_units, plain_frame
 from epk_gp.gp.models import LogitGP
 from epk_gp.gp.regression import predict_targets
@@ -53,16 +56,24 @@ class EPKRegressor(MultiOutputMixin, RegressorMixin, RecordedEstimator):  # type
 
     def __init__(
         self,
-        network: Network = one_hidden_layer,
+        network: Network = LinearAndHidden,
         *,
-        steps: int = 300,
+        steps: int | None = None,
         lr: float = 0.05,
         batch_size: int | None = None,
         optimizer: Callable[[Iterable[Tensor]], torch.optim.Optimizer] | None = None,
         random_state: int | np.random.RandomState | None = None,
         standardize: bool = True,
+        cv: Any = 4,
+        process: str = "inputs",
     ) -> None:
-        shared: dict[str, Any] = {"batch_size": batch_size, "optimizer": optimizer, "random_state": random_state}
+        self.process = process
+        shared: dict[str, Any] = {
+            "batch_size": batch_size,
+            "optimizer": optimizer,
+            "random_state": random_state,
+            "cv": cv,
+        }
         super().__init__(network, steps=steps, lr=lr, standardize=standardize, **shared)
 
     @door
@@ -80,12 +91,11 @@ class EPKRegressor(MultiOutputMixin, RegressorMixin, RecordedEstimator):  # type
         features, targets = validate_data(self, plain_frame(X), y, dtype=np.float64, multi_output=True, y_numeric=True)
         weights = _check_sample_weight(sample_weight, features, dtype=np.float64)
         values = targets.reshape(len(targets), -1).astype(np.float64)
-        units = fit_units(values, weights)
         names = list(getattr(y, "columns", [getattr(y, "name", None)]))
         known_names = None if names == [None] else names
-        loss = PerSampleLoss(partial(_squared_error, as_tensor(units[1])), name="squared error of scaled targets")
-        self._record(X, features, as_tensor(values), known_names, loss, weights, units[0], units)
-        self._units, self._is_single, self.target_names_ = units, targets.ndim == 1, known_names
+        table = Table(features, as_tensor(values), weights, values.shape[1])
+        self._record(X, table, known_names, table.units[0])
+        self._units, self._is_single, self.target_names_ = table.units, targets.ndim == 1, known_names
         self.__dict__.pop("process_", None)
         return self
 
@@ -95,31 +105,24 @@ class EPKRegressor(MultiOutputMixin, RegressorMixin, RecordedEstimator):  # type
         Args:
             X: n rows.
             return_std: Whether to return how far an observation is from each prediction, too: the root of its mean
-                square under `process_`, the Gaussian process with the path kernel on the training targets. This is the
-                process's variance, with its noise, and the square of its mean's distance from the network. It hardly
-                grows with the distance from the training rows, so it is too small where the network extrapolates: a
-                warning tells of rows more than twice as far from their nearest training row as any training row is.
+                square under `process_`.
         """
         points = self._points(X)
         z = network_outputs(self.trajectory_, points).numpy()
         if not return_std:
             return self._as_y(z)
         self._warn_if_far(points)
-        under_process = predict_targets(self.process_, points)
         mean, scale = self._units
-        distance = (z - mean) / scale - under_process.mean.detach().numpy()
-        std = np.sqrt(under_process.variance.detach().numpy() + distance**2) * scale
+        process_mean, variance = self.process_.predict(points)
+        distance = (z - mean) / scale - process_mean
+        std = np.sqrt(variance + distance**2) * scale
         return self._as_y(z), self._as_y(std)
 
     @cached_property
-    def process_(self) -> LogitGP:
+    def process_(self) -> "InputsProcess | PathProcess":
         """The process on the targets, in standard deviations, made when it is first asked for."""
         check_is_fitted(self)
-        mean, scale = map(as_tensor, self._units)
-        run = replace(self.trajectory_, targets=(self.trajectory_.targets - mean) / scale)
-        process = LogitGP(run, "independent", "constant", "labels", self._weighted, nodes=20, noise=0.1)
-        process.fit(100)
-        return process
+        return _PROCESSES[self.process](self.trajectory_, self._weighted, self._units)
 
     def _warn_if_far(self, points: Float[Tensor, "n D"]) -> None:
         """Warn where a row lies farther from all training rows than rows of the same kind do.
@@ -142,5 +145,47 @@ class EPKRegressor(MultiOutputMixin, RegressorMixin, RecordedEstimator):  # type
         return values[:, 0] if self._is_single else values
 
 
-def _squared_error(std: Float[Tensor, " T"], z: Float[Tensor, "n T"], y: Float[Tensor, "n T"]) -> Float[Tensor, " n"]:
-    return ((z - y) / std).square().mean(dim=1)
+class InputsProcess:
+    """A Gaussian process with an RBF and a linear kernel on the rows, for each target by itself."""
+
+    def __init__(self, trajectory, rows, units):
+        self.trajectory = trajectory
+        X = in_network_units(trajectory, trajectory.inputs).numpy()
+        Y = (trajectory.targets.numpy() - units[0]) / units[1]
+        if rows is not None:
+            X, Y = X[rows], Y[rows]
+        D = X.shape[1]
+        rng = np.random.default_rng(0)
+        order = rng.permutation(len(X))
+        few, most = order[:MOST_LEARNED], order[:MOST_CONDITIONED]
+        self.gps = []
+        for y in Y.T:
+            kernel = (ConstantKernel(1.0, (1e-5, 1e3)) * RBF(D**0.5, (1e-2, 1e4))
+                + ConstantKernel(1 / D, (1e-8, 1e3)) * DotProduct(1.0, "fixed") + WhiteKernel(0.1, (1e-8, 1e2)))
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", ConvergenceWarning)
+                gp = GaussianProcessRegressor(kernel, random_state=0).fit(X[few], y[few])
+            if len(few) < len(most):
+                gp = GaussianProcessRegressor(gp.kernel_, optimizer=None).fit(X[most], y[most])
+            self.gps.append(gp)
+
+    def predict(self, points):
+        X = in_network_units(self.trajectory, points).numpy()
+        out = [gp.predict(X, return_std=True) for gp in self.gps]
+        return np.stack([m for m, _ in out], 1), np.stack([s**2 for _, s in out], 1)
+
+
+class PathProcess:
+    def __init__(self, trajectory, rows, units):
+        mean, scale = map(as_tensor, units)
+        run = replace(trajectory, targets=(trajectory.targets - mean) / scale)
+        self.gp = LogitGP(run, "independent", "constant", "labels", rows, nodes=20, noise=0.1)
+        self.gp.fit(100)
+
+    def predict(self, points):
+        p = predict_targets(self.gp, points)
+        return p.mean.detach().numpy(), p.variance.detach().numpy()
+
+
+MOST_LEARNED, MOST_CONDITIONED = 1000, 5000
+_PROCESSES = {"inputs": InputsProcess, "path": PathProcess}
