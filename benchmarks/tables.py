@@ -110,7 +110,7 @@ def friedman2(X: np.ndarray) -> np.ndarray:
 
 
 def of_loader(loader: Callable[..., Any], column: int | None = None) -> Callable[[int], tuple[np.ndarray, np.ndarray]]:
-    """Return the rows of one of scikit-learn's tables; with a column, that is the target, and the classes are left out."""
+    """Return the rows of one of scikit-learn's tables; a column that is given is the target, in place of classes."""
 
     def load(seed: int) -> tuple[np.ndarray, np.ndarray]:
         X, y = loader(return_X_y=True)

@@ -3,13 +3,13 @@
 import copy
 import threading
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from numbers import Integral
 from pathlib import Path
-from typing import Any, NamedTuple, final
+from typing import Any, final
 
 import numpy as np
 import torch
@@ -24,27 +24,28 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import epk_gp  # whose report needs matplotlib, which is imported when a report is written
-from epk_gp.core.checks import as_tensor, validate_positive
+from epk_gp.core.checks import as_tensor, validate_count, validate_positive
 from epk_gp.core.losses import CrossEntropy, Loss, PerSampleLoss, per_sample_losses
 from epk_gp.core.show import warn_caller
 from epk_gp.core.trajectory import Trajectory, network_outputs
 from epk_gp.gp.data import InUnits, class_labels, plain_frame, row_labels
 from epk_gp.kernel_machine.attribute import Attribution, attribute
-from epk_gp.recording.train import EpochSampler, train
+from epk_gp.recording.train import EpochSampler, train, validate_row_weights
 
 # torch notes in a global variable that a mode is entered, and puts it back as it was: one thread at a time.
 _ENTERED = threading.RLock()
 
 NO_UNITS = np.array([[0.0], [1.0]])  # of columns, or of outputs: nothing is subtracted, and all are divided by 1
 Network = nn.Module | Callable[[int, int], nn.Module]
+Fold = tuple[Int64[np.ndarray, " m"], Int64[np.ndarray, " h"]]  # rows to train on, and rows that are held out
 
 MOMENTUM = 0.9
 STEPS = tuple(round(5 * 192 ** (k / 14)) for k in range(15))  # 5, 7, 11, ..., 660, 960: what folds choose from
-PATIENCE = 4  # numbers of steps in a row that are no better, after which no more are tried
+PATIENCE = 3  # numbers of steps in a row that are no better, after which no more are tried
 
 
 @dataclass(frozen=True)
-class Table:
+class TrainingTable:
     """Rows that a network is trained on.
 
     Attributes:
@@ -72,23 +73,26 @@ class Table:
         squared_error = partial(_squared_error, as_tensor(self.units[1]))
         return PerSampleLoss(squared_error, name="squared error of scaled targets")
 
-    def of(self, rows: Int64[np.ndarray, " m"]) -> "Table":
+    def of(self, rows: Int64[np.ndarray, " m"]) -> "TrainingTable":
         """Return some rows."""
-        return Table(self.features[rows], self.targets[rows], self.weights[rows], self.num_outputs)
+        return TrainingTable(self.features[rows], self.targets[rows], self.weights[rows], self.num_outputs)
 
 
-class StepChoice(NamedTuple):
-    """A number of steps, and what the folds that chose it say; None where no folds were asked.
+@dataclass(frozen=True, eq=False)
+class Choice:
+    """A network and its number of steps, and what the folds that chose them say; None where no folds were asked.
 
     Attributes:
-        steps: The number.
+        network: The network, as it was given.
+        steps: The number of steps.
         losses: Mean loss of the held-out rows, by number of steps.
         outputs: Of each row, by the network that did not see it, after `steps` steps, (M, C); NaN for rows in no fold.
     """
 
+    network: Network
     steps: int
-    losses: dict[int, float] | None
-    outputs: Float[Tensor, "M C"] | None
+    losses: Any = None
+    outputs: Float[Tensor, "M C"] | None = None
 
 
 @contextmanager
@@ -127,27 +131,34 @@ class LinearAndHidden(nn.Module):
 
         f(x) = A x / sqrt(D) + b + V silu(W x + c)
 
-    A, b and V start at 0, so that a short training is nearly a linear model, and a long one as nonlinear as its table
-    asks for.
+    A, b and V start at 0.
 
     Args:
         num_features: D.
         num_outputs: C.
-        width: Hidden units.
+        width: Hidden units; 0 for a linear model.
     """
 
     def __init__(self, num_features: int, num_outputs: int, width: int = 64) -> None:
         super().__init__()
         self.linear = nn.Linear(num_features, num_outputs)
-        self.hidden = nn.Linear(num_features, width)
-        self.last = nn.Linear(width, num_outputs, bias=False)
-        for parameter in (*self.linear.parameters(), *self.last.parameters()):
-            nn.init.zeros_(parameter)
+        self.hidden = nn.Linear(num_features, width) if width else None
+        self.last = nn.Linear(width, num_outputs, bias=False) if width else None
+        for layer in filter(None, (self.linear, self.last)):
+            for parameter in layer.parameters():
+                nn.init.zeros_(parameter)
 
     def forward(self, x: Float[Tensor, "n D"]) -> Float[Tensor, "n C"]:
         """Evaluate the network."""
-        z: Tensor = self.linear(x / x.shape[1] ** 0.5) + self.last(nn.functional.silu(self.hidden(x)))
+        z: Tensor = self.linear(x / x.shape[1] ** 0.5)
+        if self.hidden is not None and self.last is not None:
+            z = z + self.last(nn.functional.silu(self.hidden(x)))
         return z
+
+
+def line(num_features: int, num_outputs: int) -> nn.Module:
+    """Build a linear model."""
+    return LinearAndHidden(num_features, num_outputs, width=0)
 
 
 class RecordedEstimator(BaseEstimator):  # type: ignore[misc]  # scikit-learn ships no types
@@ -155,7 +166,7 @@ class RecordedEstimator(BaseEstimator):  # type: ignore[misc]  # scikit-learn sh
 
     def __init__(
         self,
-        network: Network = LinearAndHidden,
+        network: Network | Sequence[Network] = (line, LinearAndHidden),
         *,
         steps: int | None = None,
         lr: float = 0.03,
@@ -216,7 +227,7 @@ class RecordedEstimator(BaseEstimator):  # type: ignore[misc]  # scikit-learn sh
         names = {"names": getattr(self, "feature_names_in_", None), "class_names": self._output_names}
         return epk_gp.write_report(file, self.trajectory_, points, targets, **{**names, **settings})
 
-    def _record(self, X: ArrayLike, table: Table, names: Any, constant: Float[np.ndarray, " C"]) -> None:
+    def _record(self, X: ArrayLike, table: TrainingTable, names: Any, constant: Float[np.ndarray, " C"]) -> None:
         """Choose the number of steps by folds where it is not given, train a network on all rows and record the run.
 
         Args:
@@ -232,10 +243,17 @@ class RecordedEstimator(BaseEstimator):  # type: ignore[misc]  # scikit-learn sh
             validate_positive(self.lr, "lr")
         elif not callable(self.optimizer):
             raise TypeError(f"optimizer must be a function of parameters: got {self.optimizer!r}.")
+        for name in ("steps", "batch_size"):
+            if getattr(self, name) is not None:
+                validate_count(getattr(self, name), name)
+        validate_row_weights(as_tensor(table.weights), len(table.weights))
         seed = int(check_random_state(self.random_state).randint(2**31 - 1))
-        _validate_num_outputs(self._started(table, seed)[0], as_tensor(table.features[:1]), table.num_outputs)
-        choice = self._choose_steps(table, seed) if self.steps is None else StepChoice(self.steps, None, None)
-        net, optimizer = self._started(table, seed)
+        networks = [*self.network] if isinstance(self.network, Sequence) else [self.network]
+        for network in networks:
+            net, _ = self._started(network, table, seed)
+            _validate_num_outputs(net.net, net.standardized(as_tensor(table.features[:1])), table.num_outputs)
+        choice = self._choose(networks, table, seed)
+        net, optimizer = self._started(choice.network, table, seed)
         trajectory = train(
             net,
             as_tensor(table.features),
@@ -248,87 +266,99 @@ class RecordedEstimator(BaseEstimator):  # type: ignore[misc]  # scikit-learn sh
             sample_weight=as_tensor(table.weights),
         )
         _validate_trained(trajectory, as_tensor(table.weights / table.weights.sum()), as_tensor(constant))
-        self.trajectory_, self.network_ = trajectory, net.eval()
+        self.trajectory_, self.network_ = trajectory, copy.deepcopy(net).eval()
         self.steps_ = trajectory.num_steps
         self.fold_losses_, self.out_of_fold_ = choice.losses, choice.outputs
         self.index_, self._output_names = row_labels(X), names
         self._weighted = None if table.weights.all() else torch.from_numpy(np.flatnonzero(table.weights))  # None: all
 
-    def _started(self, table: Table, seed: int) -> tuple[InUnits, torch.optim.Optimizer]:
-        """Build the network of a table, in units of its rows, and its optimizer."""
-        with draw_from(torch.Generator().manual_seed(seed)):
-            net = self._network(table.features.shape[1], table.num_outputs).double()
+    def _started(self, network: Network, table: TrainingTable, seed: int) -> tuple[InUnits, torch.optim.Optimizer]:
+        """Build a network of a table, in units of its rows, and its optimizer."""
+        if isinstance(network, nn.Module):
+            net = copy.deepcopy(network)
+        else:
+            with draw_from(torch.Generator().manual_seed(seed)):
+                net = network(table.features.shape[1], table.num_outputs) if callable(network) else network
+        if not isinstance(net, nn.Module):
+            raise TypeError(f"network must be a torch.nn.Module or a function that returns one: got {net!r}.")
         columns = fit_units(table.features, table.weights) if self.standardize else NO_UNITS
-        parameters = [p for p in net.parameters() if p.requires_grad]
+        parameters = [p for p in net.double().parameters() if p.requires_grad]
         make = partial(torch.optim.SGD, lr=self.lr, momentum=MOMENTUM) if self.optimizer is None else self.optimizer
         return InUnits(net, as_tensor(columns), as_tensor(table.units)), make(parameters)
 
-    def _choose_steps(self, table: Table, seed: int) -> StepChoice:
-        """Train on all folds but one, for each fold, and choose the number of steps of least loss on the held-out rows.
-
-        All folds take their steps together, and stop once `PATIENCE` more numbers of steps have been no better.
+    def _choose(self, networks: Sequence[Network], table: TrainingTable, seed: int) -> Choice:
+        """Choose network and number of steps of least loss on held-out rows; what is given is not chosen.
 
         Raises:
             ValueError: There are too few rows, or `cv` divides them in no way that can be used.
         """
+        if len(networks) == 1 and self.steps is not None:
+            return Choice(networks[0], self.steps)
         folds = self._folds(table, seed)
+        choices = [self._choose_steps(network, folds, table, seed) for network in networks]
+        best = min(choices, key=lambda choice: choice.losses[choice.steps])
+        return replace(best, losses=[choice.losses for choice in choices])
+
+    def _choose_steps(self, network: Network, folds: Sequence[Fold], table: TrainingTable, seed: int) -> Choice:
+        """Train a network on all folds but one, for each fold, and choose the best number of steps.
+
+        All folds take their steps together, and stop once `PATIENCE` more numbers of steps have been no better.
+        """
+        numbers = STEPS if self.steps is None else (int(self.steps),)
         rows = torch.from_numpy(np.concatenate([held_out for _, held_out in folds]))
         shares = as_tensor(table.weights)[rows]
-        curves = zip(*(self._held_out(table, *fold, seed) for fold in folds), strict=True)
-        best, losses = StepChoice(STEPS[0], None, None), dict[int, float]()
-        for steps, outputs in zip(STEPS, curves, strict=False):
+        curves = zip(*(self._held_out(network, table, fold, seed, numbers) for fold in folds), strict=True)
+        best, losses = Choice(network, numbers[0]), dict[int, float]()
+        for steps, outputs in zip(numbers, curves, strict=True):
             z = torch.cat(outputs)
             losses[steps] = float(shares @ per_sample_losses(table.loss, z, table.targets[rows]) / shares.sum())
-            if steps == STEPS[0] or losses[steps] < losses[best.steps]:
+            if steps == numbers[0] or losses[steps] < losses[best.steps]:
                 whole = z.new_full((len(table.weights), z.shape[1]), torch.nan)
-                best = StepChoice(steps, losses, whole.index_copy(0, rows, z))
-            elif STEPS.index(steps) - STEPS.index(best.steps) >= PATIENCE:
+                best = Choice(network, steps, losses, whole.index_copy(0, rows, z))
+            elif numbers.index(steps) - numbers.index(best.steps) >= PATIENCE:
                 break
         return best
 
-    def _folds(self, table: Table, seed: int) -> list[tuple[np.ndarray, np.ndarray]]:
+    def _folds(self, table: TrainingTable, seed: int) -> list[Fold]:
         """Return the rows to train on and to hold out, for each fold; rows of weight 0 are in none of them."""
         rows, is_class = np.flatnonzero(table.weights), is_classifier(self)
         y = table.targets.numpy()
         if not isinstance(self.cv, Integral):
             return [(np.asarray(a), np.asarray(b)) for a, b in check_cv(self.cv, y, classifier=is_class).split(rows, y)]
-        count = int(self.cv)
-        if is_class and np.bincount(y[rows]).max() >= 2:
-            count = min(count, np.bincount(y[rows]).max())
-            splitter: Any = StratifiedKFold(count, shuffle=True, random_state=seed)
-        else:
-            splitter = KFold(min(count, max(2, len(rows))), shuffle=True, random_state=seed)
+        # equal rows are in one fold, so that a weight of two is the row twice, and none is predicted from its copy
+        content = np.column_stack([table.features, y])[rows]
+        _, first, group = np.unique(content, axis=0, return_index=True, return_inverse=True)
+        distinct = y[rows][first]
+        most = np.bincount(distinct).max() if is_class else 0  # no fold can have a member of each class if it is 1
+        kind, most = (StratifiedKFold, most) if most > 1 else (KFold, max(len(first), 2))
+        splitter = kind(min(int(self.cv), most), shuffle=True, random_state=seed)
         with warnings.catch_warnings():  # of a class with fewer members than folds, which some folds then lack
             warnings.filterwarnings("ignore", "The least populated class", UserWarning)
-            return [(rows[a], rows[b]) for a, b in splitter.split(rows, y[rows])]
+            folds = [*splitter.split(first, distinct)]
+        return [(rows[np.isin(group, trained)], rows[np.isin(group, held_out)]) for trained, held_out in folds]
 
-    def _held_out(self, table: Table, trained: np.ndarray, held_out: np.ndarray, seed: int) -> Iterator[Tensor]:
-        """Train on some rows as `fit` does on all, and yield the outputs at others after each of `STEPS`."""
+    def _held_out(
+        self, network: Network, table: TrainingTable, fold: Fold, seed: int, numbers: Sequence[int]
+    ) -> Iterator[Tensor]:
+        """Train on some rows as `fit` does on all, and yield the outputs at others after each number of steps."""
+        trained, held_out = fold
         own = table.of(trained)
-        net, optimizer = self._started(own, seed)
+        net, optimizer = self._started(network, own, seed)
         X, new, weights = as_tensor(own.features), as_tensor(table.features[held_out]), as_tensor(own.weights)
         factors = weights * (len(weights) / weights.sum())
         generator = torch.Generator().manual_seed(seed)
         sampler = None if self.batch_size is None else EpochSampler(len(X), self.batch_size, generator)
-        for step in range(1, STEPS[-1] + 1):
+        for step in range(1, numbers[-1] + 1):
             batch = slice(None) if sampler is None else sampler.next_batch()
             optimizer.zero_grad()
             with torch.enable_grad():
                 terms = per_sample_losses(own.loss, net(X[batch]), own.targets[batch])
                 (factors[batch] * terms).mean().backward()
             optimizer.step()
-            if step in STEPS:
+            if step in numbers:
                 with torch.no_grad():
                     yield net.eval()(new)
                 net.train()
-
-    def _network(self, num_features: int, num_outputs: int) -> nn.Module:
-        if isinstance(self.network, nn.Module):
-            return copy.deepcopy(self.network)
-        net = self.network(num_features, num_outputs) if callable(self.network) else self.network
-        if not isinstance(net, nn.Module):
-            raise TypeError(f"network must be a torch.nn.Module or a function that returns one: got {net!r}.")
-        return net
 
     def _points(self, X: ArrayLike) -> Tensor:
         check_is_fitted(self)

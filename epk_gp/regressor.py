@@ -1,15 +1,15 @@
-"""A scikit-learn regressor: a recorded network, with error bars from a Gaussian process with its path kernel."""
+"""A scikit-learn regressor: a recorded network, with error bars from a Gaussian process beside it."""
 
-from collections.abc import Callable, Iterable
-from dataclasses import replace
+import warnings
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
-from typing import Any, final
+from typing import Any, Literal, final
 
 import numpy as np
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int64
 from numpy.typing import ArrayLike
-import warnings
 from sklearn.base import MultiOutputMixin, RegressorMixin
 from sklearn.exceptions import ConvergenceWarning
 from sklearn.gaussian_process import GaussianProcessRegressor
@@ -18,14 +18,19 @@ from sklearn.utils.validation import _check_sample_weight, check_is_fitted, vali
 from torch import Tensor
 
 from epk_gp.core.checks import as_tensor, door
-from epk_gp.core.show import warn_caller
+from epk_gp.core.show import SHOWN_POINTS, Entry, Summary, Table, Tabular, columns_note, count, number, warn_caller
 from epk_gp.core.trajectory import network_outputs
-from epk_gp.estimator import LinearAndHidden, Network, RecordedEstimator, Table
-from epk_gp.gp.data import in_network_units, plain_frame
+from epk_gp.estimator import LinearAndHidden, Network, RecordedEstimator, TrainingTable, line
+from epk_gp.gp.data import in_network_units, plain_frame, row_labels
 from epk_gp.gp.models import LogitGP
-from epk_gp.gp.regression import predict_targets
+from epk_gp.gp.regression import central_quantile, predict_targets
 
-_COMPARED = 1024  # rows whose distances are held at a time
+_COMPARED = 1024  # rows that are predicted, or whose distances are held, at a time
+MOST_LEARNED, MOST_CONDITIONED = 1000, 5000  # rows that hyperparameters are learned from, and that are conditioned on
+_LOG_CHI2 = -1.2704  # mean of the logarithm of a squared standard normal variable
+_SMALLEST = 1e-6  # of a squared residual, in variances, whose logarithm is taken
+_PROCESSES = ("inputs", "path")
+FAR = 3  # spreads of the training rows from the nearest of these: rows some four times as far out
 Values = Float[np.ndarray, "n *T"]  # (n,), or (n, targets) if y had that shape
 
 
@@ -39,12 +44,17 @@ class EPKRegressor(MultiOutputMixin, RegressorMixin, RecordedEstimator):  # type
 
     Args:
         network: As of `EPKClassifier`; it maps (n, features) to (n, targets).
-        steps: Training steps.
-        lr: Learning rate of plain gradient descent.
+        steps: As of `EPKClassifier`.
+        lr: As of `EPKClassifier`.
         batch_size: As of `EPKClassifier`.
         optimizer: As of `EPKClassifier`.
         random_state: As of `EPKClassifier`.
         standardize: As of `EPKClassifier`; targets are standardised in any case.
+        cv: As of `EPKClassifier`.
+        process: The process of the error bars: "inputs" has an RBF and a linear kernel on the standardised rows, and
+            its noise depends on the row (`InputsProcess`); "path" has the path kernel of the run (`LogitGP`). The path
+            kernel was made with the targets, so that the likelihood trusts it too much: its bars hardly grow with the
+            distance from the training rows, and are too small there.
 
     Attributes:
         target_names_: Names of the targets, where y was a series or a data frame; else None.
@@ -52,11 +62,16 @@ class EPKRegressor(MultiOutputMixin, RegressorMixin, RecordedEstimator):  # type
         feature_names_in_: As of `EPKClassifier`.
         index_: As of `EPKClassifier`.
         trajectory_: The recorded run, in float64.
+        network_: As of `EPKClassifier`; it gives targets in their units.
+        steps_: As of `EPKClassifier`.
+        fold_losses_: As of `EPKClassifier`.
+        out_of_fold_: As of `EPKClassifier`; predictions, (M, targets).
+        process_: The process of the error bars, in standard deviations of the targets.
     """
 
     def __init__(
         self,
-        network: Network = LinearAndHidden,
+        network: Network | Sequence[Network] = (line, LinearAndHidden),
         *,
         steps: int | None = None,
         lr: float = 0.05,
@@ -65,16 +80,11 @@ class EPKRegressor(MultiOutputMixin, RegressorMixin, RecordedEstimator):  # type
         random_state: int | np.random.RandomState | None = None,
         standardize: bool = True,
         cv: Any = 4,
-        process: str = "inputs",
+        process: Literal["inputs", "path"] = "inputs",
     ) -> None:
         self.process = process
-        shared: dict[str, Any] = {
-            "batch_size": batch_size,
-            "optimizer": optimizer,
-            "random_state": random_state,
-            "cv": cv,
-        }
-        super().__init__(network, steps=steps, lr=lr, standardize=standardize, **shared)
+        shared: dict[str, Any] = {"batch_size": batch_size, "optimizer": optimizer, "random_state": random_state}
+        super().__init__(network, steps=steps, lr=lr, standardize=standardize, cv=cv, **shared)
 
     @door
     def fit(self, X: ArrayLike, y: ArrayLike, sample_weight: ArrayLike | None = None) -> "EPKRegressor":
@@ -88,15 +98,18 @@ class EPKRegressor(MultiOutputMixin, RegressorMixin, RecordedEstimator):  # type
         Raises:
             TypeError, ValueError: As `EPKClassifier.fit`.
         """
+        if self.process not in _PROCESSES:
+            raise ValueError(f"process must be one of {list(_PROCESSES)}: got {self.process!r}.")
         features, targets = validate_data(self, plain_frame(X), y, dtype=np.float64, multi_output=True, y_numeric=True)
         weights = _check_sample_weight(sample_weight, features, dtype=np.float64)
         values = targets.reshape(len(targets), -1).astype(np.float64)
         names = list(getattr(y, "columns", [getattr(y, "name", None)]))
         known_names = None if names == [None] else names
-        table = Table(features, as_tensor(values), weights, values.shape[1])
+        table = TrainingTable(features, as_tensor(values), weights, values.shape[1])
         self._record(X, table, known_names, table.units[0])
         self._units, self._is_single, self.target_names_ = table.units, targets.ndim == 1, known_names
-        self.__dict__.pop("process_", None)
+        self._process_name = self.process
+        self.__dict__.pop("process_", None)  # of an earlier fit
         return self
 
     def predict(self, X: ArrayLike, return_std: bool = False) -> Values | tuple[Values, Values]:
@@ -104,88 +117,179 @@ class EPKRegressor(MultiOutputMixin, RegressorMixin, RecordedEstimator):  # type
 
         Args:
             X: n rows.
-            return_std: Whether to return how far an observation is from each prediction, too: the root of its mean
-                square under `process_`.
+            return_std: Whether to return the error bars, too: `uncertainty(X).std`.
+        """
+        if not return_std:
+            return self._as_y(self._outputs(X).numpy())
+        u = self.uncertainty(X)
+        if (is_far := u.distance > FAR).any():
+            warn_caller(
+                f"{int(is_far.sum())} of {len(is_far)} rows are more than {FAR} times as far from the nearest training "
+                "row as training rows are from their mean, where error bars may be too small: row "
+                f"{int(is_far.argmax())} for one. uncertainty(X) has the distances."
+            )
+        return u.mean, u.std
+
+    def uncertainty(self, X: ArrayLike) -> "TargetUncertainty":
+        """Return predictions with error bars, and how far each row is from the training rows.
+
+        Args:
+            X: n rows.
+
+        Raises:
+            TypeError, ValueError: Rows are unlike those of `fit`.
         """
         points = self._points(X)
-        z = network_outputs(self.trajectory_, points).numpy()
-        if not return_std:
-            return self._as_y(z)
-        self._warn_if_far(points)
         mean, scale = self._units
-        process_mean, variance = self.process_.predict(points)
-        distance = (z - mean) / scale - process_mean
+        z = network_outputs(self.trajectory_, points).numpy()
+        if isinstance(self.process_, LogitGP):
+            prediction = predict_targets(self.process_, points)
+            of_process, variance = (part.detach().numpy() for part in (prediction.mean, prediction.variance))
+        else:
+            of_process, variance = self.process_.predict(in_network_units(self.trajectory_, points).numpy())
+        distance = (z - mean) / scale - of_process
         std = np.sqrt(variance + distance**2) * scale
-        return self._as_y(z), self._as_y(std)
+        known, _ = self._training_rows()
+        is_outside = (points < known.amin(0)) | (points > known.amax(0))
+        columns = is_outside.sum(1).numpy()
+        result = TargetUncertainty(self._as_y(z), self._as_y(std), self._distance(points), columns)
+        return result.labelled(point=row_labels(X), output=self.target_names_)
 
     @cached_property
-    def process_(self) -> "InputsProcess | PathProcess":
-        """The process on the targets, in standard deviations, made when it is first asked for."""
+    def process_(self) -> "InputsProcess | LogitGP":
+        """The process of the error bars, made when it is first asked for."""
         check_is_fitted(self)
-        return _PROCESSES[self.process](self.trajectory_, self._weighted, self._units)
+        run, (mean, scale) = self.trajectory_, self._units
+        if self._process_name == "path":
+            scaled = replace(run, targets=(run.targets - as_tensor(mean)) / as_tensor(scale))
+            process = LogitGP(scaled, "independent", "constant", "labels", self._weighted, nodes=20, noise=0.1)
+            process.fit(100)
+            return process
+        X, y = self._training_rows()
+        rows = torch.from_numpy(np.random.default_rng(0).permutation(len(X))[:MOST_CONDITIONED])
+        return InputsProcess(in_network_units(run, X[rows]).numpy(), (y[rows].numpy() - mean) / scale)
 
-    def _warn_if_far(self, points: Float[Tensor, "n D"]) -> None:
-        """Warn where a row lies farther from all training rows than rows of the same kind do.
+    def _training_rows(self) -> tuple[Float[Tensor, "N D"], Float[Tensor, "N T"]]:
+        """Return the rows of weight above 0, and their targets."""
+        rows = slice(None) if self._weighted is None else self._weighted
+        return self.trajectory_.inputs[rows], self.trajectory_.targets[rows]
 
-        Of new rows as the training rows hardly any is: not so of a range for each column, as columns are many.
-        """
-        known = self.trajectory_.inputs if self._weighted is None else self.trajectory_.inputs[self._weighted]
-        known, x = (in_network_units(self.trajectory_, rows) for rows in (known, points))
-        usual = torch.cdist(known, known).fill_diagonal_(torch.inf).amin(1).max()
-        nearest = torch.cat([torch.cdist(some, known).amin(1) for some in x.split(_COMPARED)])
-        if (is_far := nearest > 2 * usual).any():
-            warn_caller(
-                f"{int(is_far.sum())} of {len(x)} rows are more than twice as far from their nearest training row as "
-                "any training row is from its own, where error bars are too small as a rule: row "
-                f"{int(is_far.nonzero()[0])} for one."
-            )
+    def _distance(self, points: Float[Tensor, "n D"]) -> Float[np.ndarray, " n"]:
+        """Return the distance of rows from the nearest training row, relative to the spread of the training rows."""
+        known, X = (in_network_units(self.trajectory_, rows) for rows in (self._training_rows()[0], points))
+        spread = (known - known.mean(0)).square().sum(1).mean().sqrt().clamp_min(torch.finfo(known.dtype).tiny)
+        nearest = [torch.cdist(rows, known).amin(1) for rows in X.split(_COMPARED)]
+        return (torch.cat(nearest) / spread).numpy()
 
     def _as_y(self, values: Float[np.ndarray, "n T"]) -> Values:
         """Return values of targets in the shape that y had."""
         return values[:, 0] if self._is_single else values
 
 
+@dataclass(frozen=True, eq=False, repr=False)
+class TargetUncertainty(Tabular):
+    """Predictions of n rows with error bars, in the units of the targets, and where the rows lie.
+
+    Attributes:
+        mean: What the network predicts, (n,), or (n, targets) if y had that shape.
+        std: How far a new observation is from it: the root of its mean square under the process of the error bars,
+            which is the process's variance, with its noise, and the square of its mean's distance from the network.
+        distance: From the nearest training row, in standardised columns, relative to the root mean square distance of
+            the training rows from their mean. Far above 1 bars may be too small; `predict` warns of more than 3.
+        columns_outside: Number of columns whose value lies outside of the range of the training rows.
+    """
+
+    mean: Values
+    std: Values
+    distance: Float[np.ndarray, " n"]
+    columns_outside: Int64[np.ndarray, " n"]
+
+    def interval(self, level: float = 0.9) -> tuple[Values, Values]:
+        """Return the lower and the upper end of the central interval that holds an observation with a probability.
+
+        Args:
+            level: The probability, between 0 and 1.
+
+        Raises:
+            TypeError: `level` is not a number.
+            ValueError: It does not lie between 0 and 1.
+        """
+        half = central_quantile(level) * self.std
+        return self.mean - half, self.mean + half
+
+    def _frame(self) -> tuple[Any, ...]:
+        n = len(self.mean)
+        columns = {f.name: getattr(self, f.name) for f in fields(self)}
+        if self.mean.ndim == 1:
+            return {"point": range(n)}, columns, ()
+        T = self.mean.shape[1]
+        per_row = {name: np.repeat(columns[name], T).reshape(n, T) for name in ("distance", "columns_outside")}
+        return {"point": range(n), "output": range(T)}, columns | per_row, ()
+
+    def _summary(self) -> Summary:
+        n = len(self.mean)
+        shown = min(n, SHOWN_POINTS)
+        first = {"prediction": self.mean, "std": self.std} if self.mean.ndim == 1 else {}
+        values = first | {"distance": self.distance, "columns outside": self.columns_outside}
+        rows = tuple((name, *map(number, column[:shown].tolist())) for name, column in values.items() if n)
+        table = Table(("", *(f"point {i}" for i in range(shown))), rows, columns_note(shown, n)) if n else None
+        return Summary(
+            f"Predictions of {count(n, 'row')} with error bars", (Entry("shape", str(self.mean.shape)),), table
+        )
+
+
 class InputsProcess:
-    """A Gaussian process with an RBF and a linear kernel on the rows, for each target by itself."""
+    """A Gaussian process for each target, with an RBF and a linear kernel on the standardised rows of a table.
 
-    def __init__(self, trajectory, rows, units):
-        self.trajectory = trajectory
-        X = in_network_units(trajectory, trajectory.inputs).numpy()
-        Y = (trajectory.targets.numpy() - units[0]) / units[1]
-        if rows is not None:
-            X, Y = X[rows], Y[rows]
-        D = X.shape[1]
-        rng = np.random.default_rng(0)
-        order = rng.permutation(len(X))
-        few, most = order[:MOST_LEARNED], order[:MOST_CONDITIONED]
-        self.gps = []
-        for y in Y.T:
-            kernel = (ConstantKernel(1.0, (1e-5, 1e3)) * RBF(D**0.5, (1e-2, 1e4))
-                + ConstantKernel(1 / D, (1e-8, 1e3)) * DotProduct(1.0, "fixed") + WhiteKernel(0.1, (1e-8, 1e2)))
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore", ConvergenceWarning)
-                gp = GaussianProcessRegressor(kernel, random_state=0).fit(X[few], y[few])
-            if len(few) < len(most):
-                gp = GaussianProcessRegressor(gp.kernel_, optimizer=None).fit(X[most], y[most])
-            self.gps.append(gp)
+    Args:
+        X: N standardised rows, (N, D).
+        Y: Their targets, in standard deviations, (N, T).
+    """
 
-    def predict(self, points):
-        X = in_network_units(self.trajectory, points).numpy()
-        out = [gp.predict(X, return_std=True) for gp in self.gps]
-        return np.stack([m for m, _ in out], 1), np.stack([s**2 for _, s in out], 1)
+    def __init__(self, X: Float[np.ndarray, "N D"], Y: Float[np.ndarray, "N T"]) -> None:
+        self.targets = [TargetProcess(X, y) for y in Y.T]
+
+    def predict(self, X: Float[np.ndarray, "n D"]) -> tuple[Float[np.ndarray, "n T"], Float[np.ndarray, "n T"]]:
+        """Return mean and variance of new observations at n rows."""
+        parts = np.array_split(X, range(_COMPARED, len(X), _COMPARED))
+        found = [np.stack([target.predict(part) for target in self.targets], axis=-1) for part in parts]
+        mean, variance = np.concatenate(found, axis=1)
+        return mean, variance
 
 
-class PathProcess:
-    def __init__(self, trajectory, rows, units):
-        mean, scale = map(as_tensor, units)
-        run = replace(trajectory, targets=(trajectory.targets - mean) / scale)
-        self.gp = LogitGP(run, "independent", "constant", "labels", rows, nodes=20, noise=0.1)
-        self.gp.fit(100)
+class TargetProcess:
+    """A Gaussian process whose noise depends on the row; mean and noise by scikit-learn.
 
-    def predict(self, points):
-        p = predict_targets(self.gp, points)
-        return p.mean.detach().numpy(), p.variance.detach().numpy()
+    Hyperparameters are the most likely ones of at most 1000 rows; at most 5000 are conditioned on. The logarithm of the
+    noise variance is a process of its own, with an RBF kernel, on logarithms of squared residuals of the rows, each
+    predicted from all others (equation 5.12 of Rasmussen & Williams, 2006). As observations of it these have the
+    variance pi^2 / 2. Where the noise is even, that process is nearly constant.
 
+    Args:
+        X: N standardised rows, in random order, (N, D).
+        y: Their targets, in standard deviations, (N,).
+    """
 
-MOST_LEARNED, MOST_CONDITIONED = 1000, 5000
-_PROCESSES = {"inputs": InputsProcess, "path": PathProcess}
+    def __init__(self, X: Float[np.ndarray, "N D"], y: Float[np.ndarray, " N"]) -> None:
+        D, few = X.shape[1], slice(MOST_LEARNED)
+        smooth = ConstantKernel(1.0, (1e-5, 1e3)) * RBF(D**0.5, (1e-2, 1e4))
+        linear = ConstantKernel(1 / D, (1e-8, 1e3)) * DotProduct(1.0, "fixed")
+        uneven = ConstantKernel(0.3, (1e-4, 1e2)) * RBF(D**0.5, (0.1, 1e3)) + ConstantKernel(1.0, "fixed")
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", ConvergenceWarning)  # at a bound a part of the kernel is not needed
+            process = GaussianProcessRegressor(smooth + linear + WhiteKernel(0.1, (1e-8, 1e2))).fit(X[few], y[few])
+            inverse = np.linalg.inv(process.kernel_(X[few]))
+            variances = 1 / inverse.diagonal()
+            squares = (inverse @ y[few] * variances) ** 2 / variances
+            logs = np.log(squares.clip(_SMALLEST)) - _LOG_CHI2
+            self.log_noise = GaussianProcessRegressor(uneven, alpha=np.pi**2 / 2).fit(X[few], logs)
+        self.noise = process.kernel_.k2.noise_level
+        self.scale = self.noise / np.exp(self.log_noise.predict(X[few])).mean()
+        if len(X) > MOST_LEARNED:
+            process = GaussianProcessRegressor(process.kernel_, optimizer=None).fit(X, y)
+        self.process = process
+
+    def predict(self, X: Float[np.ndarray, "n D"]) -> tuple[Float[np.ndarray, " n"], Float[np.ndarray, " n"]]:
+        """Return mean and variance of new observations at n rows."""
+        mean, std = self.process.predict(X, return_std=True)
+        return mean, (std**2 - self.noise).clip(0) + self.scale * np.exp(self.log_noise.predict(X))

@@ -12,7 +12,7 @@ from torch import nn
 
 import epk_gp as epk
 from epk_gp.classifier import EPKClassifier
-from epk_gp.estimator import one_hidden_layer
+from epk_gp.estimator import LinearAndHidden
 
 
 @pytest.fixture(scope="module")
@@ -52,12 +52,12 @@ def test_a_given_network_is_copied_and_not_changed(data):
     torch.manual_seed(5)
     net = nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 3))
     before = [p.clone() for p in net.parameters()]
-    classifier = EPKClassifier(net, steps=3).fit(X, y)
+    classifier = EPKClassifier(net, steps=20).fit(X, y)
     assert all(torch.equal(p, q) for p, q in zip(net.parameters(), before, strict=True))
     start = classifier.trajectory_.weights(0)["net.0.weight"]
     torch.testing.assert_close(start, before[0].double())
-    built = EPKClassifier(lambda d, c: one_hidden_layer(d, c, width=5), steps=3, random_state=1).fit(X, y)
-    assert built.trajectory_.weights(0)["net.0.weight"].shape == (5, 4)
+    built = EPKClassifier(lambda d, c: LinearAndHidden(d, c, width=5), steps=3, random_state=1).fit(X, y)
+    assert built.trajectory_.weights(0)["net.hidden.weight"].shape == (5, 4)
 
 
 def test_one_seed_gives_one_run(data):
@@ -74,9 +74,9 @@ def test_what_another_thread_draws_does_not_change_the_initial_weights(data):
             other = threading.Thread(target=draw, args=(3,))
             other.start()
             other.join()
-        return one_hidden_layer(num_features, num_classes)
+        return LinearAndHidden(num_features, num_classes)
 
-    found, expected = (EPKClassifier(f, steps=1, random_state=0).fit(X, y) for f in (disturbed, one_hidden_layer))
+    found, expected = (EPKClassifier(f, steps=1, random_state=0).fit(X, y) for f in (disturbed, LinearAndHidden))
     assert found.trajectory_.digest == expected.trajectory_.digest
     before = torch.get_rng_state()
     EPKClassifier(steps=1, batch_size=10, random_state=0).fit(X, y)
@@ -92,6 +92,10 @@ def test_a_support_vector_machine_takes_the_matrix(data, fitted):
 
 OUTPUTS = "network must have one output per class or target of y, 3: it has {}. Change its last layer"
 OPTIONS = [
+    ({"steps": 0}, ValueError, "steps must be at least 1"),
+    ({"steps": "many"}, TypeError, "steps must be"),
+    ({"batch_size": 0, "steps": None}, ValueError, "batch_size must be at least 1"),
+    ({"cv": 1}, ValueError, "at least one train/test split"),
     ({"lr": float("nan")}, ValueError, "lr must be positive and finite: got nan"),
     ({"lr": "x"}, TypeError, "lr must be a positive number: got 'x'"),
     ({"network": 3}, TypeError, "network must be a torch.nn.Module or a function .*: got 3"),

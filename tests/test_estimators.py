@@ -15,7 +15,7 @@ from sklearn.preprocessing import OneHotEncoder, StandardScaler
 from torch import nn
 
 import epk_gp as epk
-from epk_gp.estimator import one_hidden_layer
+from epk_gp.estimator import STEPS, LinearAndHidden, line
 
 KINDS = np.array(["ant", "bee", "cat"])
 
@@ -149,7 +149,7 @@ def test_scores_do_not_depend_on_the_units_of_the_columns(features, tmp_path):
     """The RBF kernel's distances are in the network's units, in a file too; float32 would not tell the rows apart."""
     (X, y, _), (held_out, labels, _) = table(45, 0), table(30, 1)
     plain, scaled = (lambda table: table.assign(constant=0.0)), in_other_units
-    judged, net = [], one_hidden_layer(4, 3)
+    judged, net = [], LinearAndHidden(4, 3)
     for in_units in (plain, scaled):
         model = epk.EPKClassifier(net, steps=25, random_state=0).fit(in_units(X), y)
         judged.append(model.uncertain_classifier(in_units(held_out), labels, nodes=3, features=features))
@@ -159,7 +159,7 @@ def test_scores_do_not_depend_on_the_units_of_the_columns(features, tmp_path):
     for score in ("error", "out_of_distribution"):
         np.testing.assert_allclose(getattr(found, score), getattr(expected, score), rtol=0.05, atol=tolerance)
     assert list(found.to_frame().index) == list(held_out.index)
-    read = epk.UncertainClassifier.load(tmp_path / "2", one_hidden_layer(4, 3))  # the network that fit() was given
+    read = epk.UncertainClassifier.load(tmp_path / "2", LinearAndHidden(4, 3))  # the network that fit() was given
     assert list(read.feature_names_in_) == [*X.columns, "constant"]
     np.testing.assert_allclose(read.uncertainty(scaled(held_out)).error, found.error, rtol=1e-6)
     again = pickle.loads(pickle.dumps(judged[1]))
@@ -186,32 +186,112 @@ def test_codes_of_categories_reach_a_network_as_they_are():
 def test_training_that_makes_it_worse_than_a_constant_is_an_error_and_one_that_is_no_better_a_warning():
     X, kind, targets = table(45, 0)
     noise = np.random.default_rng(3).normal(size=45)
-    for model, y in ((epk.EPKRegressor(lr=0.9, steps=20), targets), (epk.EPKClassifier(lr=300), kind)):
+    for model, y in ((epk.EPKRegressor(lr=90, steps=20), targets), (epk.EPKClassifier(lr=300, steps=20), kind)):
         with pytest.raises(ValueError, match="training diverged"):
             model.set_params(random_state=0).fit(X, y)
         assert not hasattr(model, "trajectory_")
-    for model, y in ((epk.EPKRegressor(lr=1e-6, steps=2), noise), (epk.EPKClassifier(lr=1e-6, steps=2), noise > 0)):
+    given = {"network": nn.Linear, "lr": 1e-6, "steps": 2}
+    for model, y in ((epk.EPKRegressor(**given), noise), (epk.EPKClassifier(**given), noise > 0)):
         with pytest.warns(ConvergenceWarning, match="nothing better than a constant: its loss is .*, before the first"):
             model.set_params(random_state=0).fit(X, y)
 
 
 @pytest.mark.slow
-def test_bars_of_rows_outside_the_training_rows_come_with_a_warning():
-    x = np.random.default_rng(0).uniform(-1, 1, 40)
-    X, y = pd.DataFrame({"depth": x, "other": 0.0}), 2 * x
+def test_bars_grow_outside_the_training_rows_and_a_warning_tells_of_rows_that_are_far():
+    x = np.random.default_rng(0).uniform(-1, 1, 60)
+    X, y = pd.DataFrame({"depth": x, "other": 0.0}), np.sin(3 * x) + 0.1 * np.random.default_rng(1).normal(size=60)
     model = epk.EPKRegressor(random_state=0).fit(X, y)
-    model.predict(X, return_std=True)  # of the very ends: no warning
-    far = X.assign(depth=3 * x)
-    model.predict(far)
-    with pytest.warns(
-        UserWarning, match=r"\d+ of 40 rows are more than twice as far .* too small as a rule: row \d+ for one"
-    ):
-        mean, std = model.predict(far, return_std=True)
-    is_far = np.abs(far["depth"]) > 2.5
-    assert (np.abs(6 * x - mean) < 1.645 * std)[is_far].mean() < 0.5  # which the warning is about
-    weighted = epk.EPKRegressor(steps=20, random_state=0).fit(X, y, sample_weight=x < 0.5)
-    with pytest.warns(UserWarning, match="twice as far"):  # rows of weight 0 are no training rows
-        weighted.predict(X[x > 0.6], return_std=True)
+    inside = model.uncertainty(X)
+    assert (inside.distance <= 1e-6).all()  # rows that it has seen
+    assert not inside.columns_outside.any()
+    wide = X.assign(depth=2 * x)
+    mean, std = model.predict(wide, return_std=True)  # no warning
+    is_far = np.abs(wide["depth"]) > 1.5
+    covered = np.abs(np.sin(6 * x) - mean) < 1.645 * std
+    assert covered[is_far].mean() > 0.8  # of 0.9
+    assert std[is_far].min() > 2 * inside.std.max()
+    frame = model.uncertainty(wide).to_frame()
+    assert (frame["columns_outside"] == (wide["depth"].abs() > np.abs(x).max())).mean() > 0.95  # both ends differ
+    with pytest.warns(UserWarning, match=r"\d+ of 60 rows are more than 3 times as far .* row \d+ for one"):
+        model.predict(X.assign(depth=30 * x), return_std=True)
+    path = epk.EPKRegressor(random_state=0, process="path").fit(X, y)  # the control
+    np.testing.assert_array_equal(path.predict(wide), mean)
+    assert path.predict(wide, return_std=True)[1][is_far].mean() < 0.7 * std[is_far].mean()
+    weighted = epk.EPKRegressor(steps=20, random_state=0).fit(X, y, sample_weight=x < 0)
+    assert weighted.uncertainty(X[x > 0.6]).distance.min() > 1  # rows of weight 0 are no training rows
+
+
+@pytest.mark.slow
+def test_bars_follow_a_noise_that_depends_on_the_row():
+    rng = np.random.default_rng(0)
+    X = rng.uniform(size=(600, 2))
+    scale = 0.05 + X[:, 1]
+    y = 3 * X[:, 0] + scale * rng.normal(size=600)
+    model = epk.EPKRegressor(random_state=0).fit(X[:300], y[:300])
+    u = model.uncertainty(X[300:])
+    assert np.corrcoef(u.std, scale[300:])[0, 1] > 0.9
+    low, high = u.interval(0.9)
+    covered, is_quiet = (low <= y[300:]) & (y[300:] <= high), scale[300:] < 0.3
+    assert 0.8 < covered[is_quiet].mean() < 0.99  # one noise for all covers 1.0 there, and 0.84 elsewhere
+    assert 0.8 < covered[~is_quiet].mean() < 0.99
+
+
+@pytest.mark.slow
+def test_folds_choose_a_line_for_a_line_and_a_curve_for_a_curve():
+    rng = np.random.default_rng(0)
+    many = rng.uniform(-1, 1, size=(120, 20))
+    flat = many @ np.r_[np.ones(6), np.zeros(14)] + 0.5 * rng.normal(size=120)
+    few, bent = many[:, :2], np.sin(4 * many[:, 0]) + 0.1 * rng.normal(size=120)
+    for X, y, is_line in ((many, flat, True), (few, bent, False)):
+        model = epk.EPKRegressor(random_state=0).fit(X, y)
+        assert (model.network_.net.hidden is None) == is_line
+        losses = {(k, steps): loss for k, own in enumerate(model.fold_losses_) for steps, loss in own.items()}
+        assert min(losses, key=losses.get)[1] == model.steps_ == model.trajectory_.num_steps
+        assert {steps for _, steps in losses} <= {*STEPS}
+        residual = (model.out_of_fold_[:, 0].numpy() - y) / y.std()
+        assert (residual**2).mean() == pytest.approx(min(losses.values()), rel=1e-9)
+        assert (residual**2).mean() > ((model.predict(X) - y) ** 2).mean() / y.var()  # which has seen them
+    given = epk.EPKRegressor(line, steps=30, random_state=0).fit(many, flat)
+    assert (given.steps_, given.fold_losses_, given.out_of_fold_) == (30, None, None)
+
+
+def test_held_out_rows_are_predicted_by_a_network_that_did_not_see_them():
+    """Each fold by hand: the same training on the other rows alone; in batches and with weights too."""
+    X, _, targets = table(45, 0)
+    splits = [(np.delete(np.arange(45), np.s_[k::3]), np.arange(45)[k::3]) for k in range(3)]
+    weights = WEIGHTS + 0.5
+    for settings in ({}, {"batch_size": 7}):
+        networks = [LinearAndHidden(3, 1), line]
+        model = epk.EPKRegressor(networks, steps=12, random_state=0, cv=splits, **settings)
+        model.fit(X, targets["mass"], sample_weight=weights)
+        chosen = networks[int(model.network_.net.hidden is None)]
+        for trained, held_out in splits:
+            alone = epk.EPKRegressor(chosen, steps=12, random_state=0, **settings)
+            alone.fit(X.iloc[trained], targets["mass"].iloc[trained], sample_weight=weights[trained])
+            np.testing.assert_allclose(model.out_of_fold_[held_out, 0], alone.predict(X.iloc[held_out]), rtol=1e-9)
+
+
+def test_copies_of_a_row_are_in_one_fold_and_rows_of_weight_zero_in_none():
+    X, kind, _ = table(45, 0)
+    twice = pd.concat([X, X])
+    model = epk.EPKClassifier(steps=10, random_state=0).fit(twice, np.r_[kind, kind])
+    torch.testing.assert_close(model.out_of_fold_[:45], model.out_of_fold_[45:])
+    once = epk.EPKClassifier(steps=10, random_state=0).fit(X, kind)
+    torch.testing.assert_close(model.out_of_fold_[:45], once.out_of_fold_, rtol=1e-9, atol=1e-9)
+    weighted = epk.EPKClassifier(steps=10, random_state=0).fit(X, kind, sample_weight=WEIGHTS)
+    assert (weighted.out_of_fold_.isnan().all(1).numpy() == (WEIGHTS == 0)).all()
+
+
+def test_the_trained_network_takes_rows_in_their_units_and_can_be_exported(regressor, tmp_path):
+    X = torch.tensor(table(4, 1)[0].to_numpy())
+    program = torch.export.export(regressor.network_, (X,), dynamic_shapes=({0: torch.export.Dim("rows")},))
+    torch.export.save(program, tmp_path / "network.pt2")
+    served = torch.export.load(tmp_path / "network.pt2").module()
+    for rows in (X, X[:2]):
+        np.testing.assert_allclose(served(rows).detach(), regressor.predict(table(4, 1)[0])[: len(rows)], rtol=1e-12)
+    single = regressor.network_.float()(X.float())
+    np.testing.assert_allclose(single.detach(), regressor.predict(table(4, 1)[0]), rtol=1e-4)
+    regressor.network_.double()
 
 
 def test_a_constant_target_is_predicted():
@@ -250,8 +330,10 @@ def test_a_row_of_weight_zero_is_no_data_of_the_processes():
     held_out, labels, _ = table(30, 1)
     process = model.uncertain_classifier(held_out, labels, nodes=3).process_
     assert len(process.weights) == used.sum()
-    process = epk.EPKRegressor(steps=10, random_state=0).fit(X, targets, sample_weight=WEIGHTS).process_
-    assert process.points.tolist() == np.flatnonzero(used).tolist()
+    for name in ("path", "inputs"):
+        own = epk.EPKRegressor(steps=10, random_state=0, process=name).fit(X, targets, sample_weight=WEIGHTS).process_
+        rows = own.points if name == "path" else own.targets[0].process.X_train_
+        assert len(rows) == used.sum()
 
 
 def test_results_are_those_of_a_fit_without_the_rows_of_weight_zero():

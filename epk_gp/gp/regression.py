@@ -96,11 +96,24 @@ class TargetPrediction:
             TypeError: `level` is not a number.
             ValueError: It does not lie between 0 and 1.
         """
-        validate_number(level, "level")
-        if not 0 < level < 1:
-            raise ValueError(f"level must lie between 0 and 1: got {level}.")
-        z = torch.special.ndtri(torch.tensor((1 + level) / 2, dtype=self.mean.dtype)).to(self.mean.device)
-        return self.mean - z * self.std, self.mean + z * self.std
+        half = central_quantile(level) * self.std
+        return self.mean - half, self.mean + half
+
+
+def central_quantile(level: float) -> float:
+    """Return the half width, in standard deviations, of the interval that holds a normal variable with a probability.
+
+    Args:
+        level: The probability, between 0 and 1.
+
+    Raises:
+        TypeError: `level` is not a number.
+        ValueError: It does not lie between 0 and 1.
+    """
+    validate_number(level, "level")
+    if not 0 < level < 1:
+        raise ValueError(f"level must lie between 0 and 1: got {level}.")
+    return float(torch.special.ndtri(torch.tensor((1 + level) / 2, dtype=torch.float64)))
 
 
 def predict_targets(gp: LogitGP, X: Inputs) -> TargetPrediction:

@@ -157,13 +157,22 @@ def _row_factors(weights: Float[Tensor, " M"] | None, recorder: Recorder) -> Flo
         return None
     y = recorder.y
     weights = torch.as_tensor(weights, dtype=torch.float64, device=y.device)
-    is_weight = weights.isfinite() & (weights >= 0)
-    if weights.shape != y.shape[:1] or not is_weight.all() or not weights.any():
-        raise ValueError(
-            f"sample_weight must be a finite number >= 0 for each of {len(y)} points, and not 0 for all: got shape "
-            f"{tuple(weights.shape)}; {int(is_weight.sum())} are such numbers, {int((weights > 0).sum())} above 0."
-        )
+    validate_row_weights(weights, len(y))
     if recorder.loss.reduction == "sum":
         return weights
     shares = sample_weights(recorder.loss, y)  # with which the mean weight is 1
     return None if bool((weights == weights[0]).all()) else weights * shares.sum() / (shares @ weights)
+
+
+def validate_row_weights(weights: Float[Tensor, "..."], num_points: int) -> None:
+    """Raise if there is not one finite weight >= 0 for each point, or if all are 0.
+
+    Raises:
+        ValueError: It is so.
+    """
+    is_weight = weights.isfinite() & (weights >= 0)
+    if weights.shape != (num_points,) or not is_weight.all() or not weights.any():
+        raise ValueError(
+            f"sample_weight must be a finite number >= 0 for each of {num_points} points, and not 0 for all: got shape "
+            f"{tuple(weights.shape)}; {int(is_weight.sum())} are such numbers, {int((weights > 0).sum())} above 0."
+        )
