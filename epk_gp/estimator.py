@@ -41,7 +41,6 @@ Fold = tuple[Int64[np.ndarray, " m"], Int64[np.ndarray, " h"]]  # rows to train 
 
 MOMENTUM = 0.9
 STEPS = tuple(round(5 * 192 ** (k / 14)) for k in range(15))  # 5, 7, 11, ..., 660, 960: what folds choose from
-PATIENCE = 3  # numbers of steps in a row that are no better, after which no more are tried
 
 
 @dataclass(frozen=True)
@@ -302,7 +301,7 @@ class RecordedEstimator(BaseEstimator):  # type: ignore[misc]  # scikit-learn sh
     def _choose_steps(self, network: Network, folds: Sequence[Fold], table: TrainingTable, seed: int) -> Choice:
         """Train a network on all folds but one, for each fold, and choose the best number of steps.
 
-        All folds take their steps together, and stop once `PATIENCE` more numbers of steps have been no better.
+        All numbers are tried: the held-out loss may stay as it is for long, and fall then.
         """
         numbers = STEPS if self.steps is None else (int(self.steps),)
         rows = torch.from_numpy(np.concatenate([held_out for _, held_out in folds]))
@@ -315,8 +314,6 @@ class RecordedEstimator(BaseEstimator):  # type: ignore[misc]  # scikit-learn sh
             if steps == numbers[0] or losses[steps] < losses[best.steps]:
                 whole = z.new_full((len(table.weights), z.shape[1]), torch.nan)
                 best = Choice(network, steps, losses, whole.index_copy(0, rows, z))
-            elif numbers.index(steps) - numbers.index(best.steps) >= PATIENCE:
-                break
         return best
 
     def _folds(self, table: TrainingTable, seed: int) -> list[Fold]:
