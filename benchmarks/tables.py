@@ -1,7 +1,6 @@
 """The estimators on tables, beside a straight line, scikit-learn's MLP, a Gaussian process or SVC, and boosted trees.
 
-Usage: python benchmarks/tables.py run [--group reported] [--seeds 5] [TABLE ...]
-       python benchmarks/tables.py chosen
+Usage: python benchmarks/tables.py [--group reported] [--seeds 5] [TABLE ...]
 
 Each table is divided anew for each seed: some rows train, the others test, at most 2000 of them. Every estimator gets
 the same raw rows; scikit-learn's stand behind a StandardScaler, and targets are standardised for them too. The recipe
@@ -215,9 +214,40 @@ def judge(table: Made | Given, name: str, seed: int, is_class: bool) -> dict[str
             row[where] = float((np.abs(z - mean) <= 1.645 * std).mean())
             if where == "inside":
                 row["width"] = float(2 * 1.645 * std.mean() / y.std())
-    if name == "epk_gp":
-        row["seconds"], row["bars seconds"] = row["seconds"], time.process_time() - start - row["seconds"]
     return row
+
+
+def markdown(rows: list[dict[str, Any]]) -> str:
+    """Return the tables of the numbers."""
+    parts = []
+    for score, best, digits in (("R2", max, 3), ("log-loss", min, 3)):
+        own = [row for row in rows if score in row]
+        if not own:
+            continue
+        names = list(dict.fromkeys(row["contender"] for row in own))
+        lines, lags, seconds = [], dict[str, list[float]](), dict[str, list[float]]()
+        for table in dict.fromkeys(row["table"] for row in own):
+            found = {row["contender"]: row for row in own if row["table"] == table}
+            first = best(row[score] for row in found.values())
+            cells = [f"{found[n][score]:.{digits}f}" for n in names]
+            shown = [f"**{cell}**" if cell == f"{first:.{digits}f}" else cell for cell in cells]
+            lines.append(f"| {table} | {' | '.join(shown)} |")
+            for n in names:
+                lags.setdefault(n, []).append(abs(found[n][score] - first))
+                seconds.setdefault(n, []).append(found[n]["seconds"])
+        for words, values in (("mean distance to the best", lags), ("mean seconds", seconds)):
+            lines.append(f"| *{words}* | {' | '.join(f'{np.mean(values[n]):.3f}' for n in names)} |")
+        head = f"| {'R²' if score == 'R2' else score} | {' | '.join(names)} |"
+        parts.append("\n".join([head, "| --- |" + " --- |" * len(names), *lines]))
+    bars = [row for row in rows if "4 x" in row]
+    for name in dict.fromkeys(row["contender"] for row in bars):
+        own = [row for row in bars if row["contender"] == name]
+        keys = ("inside", "2 x", "4 x", "width")
+        lines = [f"| {row['table']} | {' | '.join(f'{row[k]:.2f}' for k in keys)} |" for row in own]
+        lines.append(f"| *mean* | {' | '.join(f'{np.mean([row[k] for row in own]):.2f}' for k in keys)} |")
+        head = f"| 90 % bars of {name} | inside | 2 × as far out | 4 × as far out | width inside |"
+        parts.append("\n".join([head, "| --- | --- | --- | --- | --- |", *lines]))
+    return "\n\n".join(parts) + "\n"
 
 
 @app.command()
@@ -228,7 +258,7 @@ def run(
     only: Annotated[str, typer.Option(help="One contender.")] = "",
     out: Annotated[Path, typer.Option(help="Path of the numbers and the table, without a suffix.")] = HERE / "tables",
 ) -> None:
-    """Judge all contenders, and write the numbers and their table."""
+    """Judge all contenders, and write the numbers and their tables."""
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     rows = []
@@ -242,6 +272,7 @@ def run(
                 rows.append({"table": name, "contender": contender, "seeds": seeds, **mean})
                 typer.echo(json.dumps(rows[-1]))
     out.with_suffix(".json").write_text(json.dumps(rows, indent=1) + "\n")
+    out.with_suffix(".md").write_text(markdown(rows))
 
 
 if __name__ == "__main__":

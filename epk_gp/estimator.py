@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
+from math import inf, isfinite
 from numbers import Integral
 from pathlib import Path
 from typing import Any, final
@@ -310,7 +311,8 @@ class RecordedEstimator(BaseEstimator):  # type: ignore[misc]  # scikit-learn sh
         best, losses = Choice(network, numbers[0]), dict[int, float]()
         for steps, outputs in zip(numbers, curves, strict=True):
             z = torch.cat(outputs)
-            losses[steps] = float(shares @ per_sample_losses(table.loss, z, table.targets[rows]) / shares.sum())
+            loss = float(shares @ per_sample_losses(table.loss, z, table.targets[rows]) / shares.sum())
+            losses[steps] = loss if isfinite(loss) else inf
             if steps == numbers[0] or losses[steps] < losses[best.steps]:
                 whole = z.new_full((len(table.weights), z.shape[1]), torch.nan)
                 best = Choice(network, steps, losses, whole.index_copy(0, rows, z))
