@@ -221,6 +221,24 @@ def test_bars_grow_outside_the_training_rows_and_a_warning_tells_of_rows_that_ar
     assert weighted.uncertainty(X[x > 0.6]).distance.min() > 1  # rows of weight 0 are no training rows
 
 
+def test_predictions_with_bars_are_a_table_with_the_names_of_rows_and_targets(regressor):
+    X, _, targets = table(4, 1)
+    u = regressor.uncertainty(X)
+    frame = u.to_frame()
+    assert list(frame.index) == [(row, name) for row in X.index for name in ("mass", "age")]
+    np.testing.assert_array_equal(frame["std"].unstack("output")[["mass", "age"]], u.std)
+    np.testing.assert_array_equal(frame["distance"].xs("age", level="output"), u.distance)
+    low, high = u.interval(0.5)
+    np.testing.assert_allclose((high - low) / u.std, 2 * 0.67449, rtol=1e-5)
+    single = epk.EPKRegressor(steps=5, random_state=0).fit(X, targets["mass"]).uncertainty(X[:2])
+    assert list(single.to_frame().columns) == ["mean", "std", "distance", "columns_outside"]
+    assert list(single.to_frame().index) == list(X.index[:2])
+    assert "Predictions of 2 rows with error bars" in repr(single)
+    assert "(4, 2)" in repr(u)
+    with pytest.raises(ValueError, match="level must lie between 0 and 1"):
+        u.interval(90)
+
+
 @pytest.mark.slow
 def test_bars_follow_a_noise_that_depends_on_the_row():
     rng = np.random.default_rng(0)
