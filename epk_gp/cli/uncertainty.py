@@ -227,11 +227,12 @@ def parse_columns(columns: str, others: str | None, feature_names: str | None, X
             if ".." in own:
                 ends[axes[-1]] = tuple(map(float, own.split("..")))
             elif own:
-                pairs = (pair.partition(":") for pair in own.split("/"))
-                kinds[axes[-1]] = {float(value): name for value, _, name in pairs}
+                kinds[axes[-1]] = {
+                    float(value): name for value, name in (kind.split(":", 1) for kind in own.split("/"))
+                }
         x, y = axes
-        pairs = (pair.partition("=") for pair in (others or "").split(",") if pair)
-        held = {column(word): float(value) for word, _, value in pairs}
+        pairs = (pair.split("=") for pair in (others or "").split(",") if pair)
+        held = {column(word): float(value) for word, value in pairs}
     except ValueError as error:
         raise ValueError(f"--columns must be X,Y, and --others NAME=VALUE,...: got {columns!r} ({error}).") from error
     return column_plane(X, x, y, names=names, others=held, categories=kinds, extent=ends)

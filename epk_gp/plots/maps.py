@@ -196,7 +196,7 @@ def map_figure(
     if m.out_of_distribution is not None:
         panels = [(m.error, "error score", "probability of an error", m.network_class)]
         panels += [(m.out_of_distribution, "out-of-distribution score", "0 near, 1 far", None)]
-    plane, words = _held(m.plane) if plane is None else plane, axis_names or m.plane.names
+    plane, words = held_columns(m.plane) if plane is None else plane, axis_names or m.plane.names
     drawn = m.points[:: math.ceil(len(m.points) / _MAX_POINTS)]
     classes = style.class_labels(m.labels)
     training: dict[str, Any] = {"points": m.training[drawn], "labels": None if classes is None else classes[drawn]}
@@ -272,8 +272,8 @@ def _name_cells(ax: Axes, axis: Literal["x", "y"], names: Sequence[str]) -> None
     ax.set_aspect("auto")
 
 
-def _held(plane: Plane) -> str:
-    """Return the values of other columns, as the line above a picture."""
+def held_columns(plane: Plane) -> str:
+    """Return the values of other columns than the two of a plane, as a sentence; empty if there are none."""
     held = list(plane.others.items())
     words = [f"{shortened(name, _LONGEST)} {value:.6g}" for name, value in held[:_MOST_HELD]]
     words += [f"and {count(len(held) - _MOST_HELD, 'more column')}"] * (len(held) > _MOST_HELD)

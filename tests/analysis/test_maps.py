@@ -86,6 +86,6 @@ def test_a_map_of_two_units_fills_its_axes_and_one_of_one_unit_keeps_their_ratio
     plane = coordinate_plane(people.inputs)
     for square, aspect in ((False, "auto"), (True, 1.0)):
         m = uncertainty_on_plane(process, plane, size=5, num_samples=16, square=square)
-        ax = map_figure(m, people.targets).axes[0]
+        ax = map_figure(m).axes[0]
         assert ax.get_aspect() == aspect
         assert ax.get_xlim() == tuple(m.x[[0, -1]].tolist())

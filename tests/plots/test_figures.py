@@ -87,22 +87,16 @@ def test_the_plane_of_a_map_is_said_and_one_legend_serves_all_maps():
     m = UncertaintyMap(
         x=x, y=x, training=values[:2].reshape(6, 2), network_class=classes, plane=coordinate_plane(values),
         boundary_classes=classes.repeat_interleave(5, 0).repeat_interleave(5, 1), standard_error=0.1,
-        distance_correlation=None, **shown,
+        distance_correlation=None, points=torch.arange(6), labels=torch.arange(6) % 2, **shown,
     )  # fmt: skip
-    figure = map_figure(m, torch.arange(6) % 2, plane=describe_plane("coordinates", 100))
-    assert "the others are at their mean" in words_of(figure)
+    figure = map_figure(m, plane=describe_plane(784))
+    assert "principal directions of the training inputs (784 coordinates)" in words_of(figure)
     assert len(figure.legends) == 1
     assert not any(ax.get_legend() for ax in figure.get_axes())
     legend = [text.get_text() for text in figure.legends[0].get_texts()]
     assert legend == ["class 0", "class 1", "decision boundary of the network"]
     maps = [ax for ax in figure.get_axes() if ax.get_title(loc="left")]
     assert [shades_of(ax).levels[0] for ax in maps] == [0, 0, 0, 0]  # white is 0
-
-
-def test_a_plane_is_described_by_what_the_other_coordinates_are():
-    assert describe_plane("coordinates", 2) == ""
-    assert "the others are at their mean" in describe_plane("coordinates", 3)
-    assert "principal directions of the training inputs (784 coordinates)" in describe_plane("principal", 784)
 
 
 @pytest.mark.mostly_slow
