@@ -68,7 +68,8 @@ function placeOn(map, axis, index) {
   const [low, high] = map.extent.slice(2 * axis, 2 * axis + 2);
   const names = map.categories[axis];
   if (names) return names[index];
-  return (low + shareOf(index, map.shape[1 - axis]) * (high - low)).toPrecision(3).replace('-', MINUS);
+  const value = low + shareOf(index, map.shape[1 - axis]) * (high - low);
+  return String(Number(value.toPrecision(4))).replace('-', MINUS);
 }
 
 const mapCursor = { row: 0, column: 0, key: null };
