@@ -155,8 +155,9 @@ class Tabular(Displayed):
 
     _labels: Mapping[str, Any] = {}  # of points, outputs and samples, by the name of the axis
     _names_of_values: tuple[str, ...] = ()  # labels that name values, not places along an axis
+    _columns: tuple[str, ...] = ()  # attributes that are the columns of a table
+    _rows: tuple[str, ...] = ("point", "output")  # what their axes are
 
-    @abstractmethod
     def _frame(self) -> tuple[Any, ...]:
         """Return what the table is made of.
 
@@ -165,6 +166,9 @@ class Tabular(Displayed):
             (rows, ...): a column each, or one for each place along the axes of the columns. Name and labels of each of
             these axes; a value may have length 1 there.
         """
+        values = {name: getattr(self, name) for name in self._columns}
+        sizes = next(iter(values.values())).shape
+        return {axis: range(size) for axis, size in zip(self._rows, sizes, strict=False)}, values, ()
 
     def _summary(self) -> Summary:
         (rows, terms, _), entries = self._frame(), list[Entry]()
