@@ -1,9 +1,9 @@
 """Maps of predictive uncertainty over planes through the input space (Figure 5, Bell et al. 2023), and two columns."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Integral
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import numpy as np
 import torch
@@ -20,6 +20,8 @@ from epk_gp.gp.softmax import softmax_uncertainty
 from epk_gp.gp.uncertain_classifier import UncertainClassifier
 
 Nodes = Float[Tensor, " size"]
+T = TypeVar("T")
+ByColumn = Mapping[Any, T]  # by the name or the number of a column
 _ROUNDING = 100 * torch.finfo(torch.float64).eps  # of coordinates on which points of a line differ
 
 
@@ -57,15 +59,9 @@ class Plane:
 
 
 def column_plane(
-    table: object,
-    x: Any,
-    y: Any,
-    *,
-    names: Sequence[str] | None = None,
-    others: Mapping[Any, float] | None = None,
-    categories: Mapping[Any, Mapping[float, str]] | None = None,
-    extent: Mapping[Any, tuple[float, float]] | None = None,
-) -> Plane:
+    table: object, x: Any, y: Any, *, names: Sequence[str] | None = None, others: ByColumn[float] | None = None,
+    categories: ByColumn[Mapping[float, str]] | None = None, extent: ByColumn[tuple[float, float]] | None = None,
+) -> Plane:  # fmt: skip
     """Return the plane of two columns of a table, with all others at their median or at values of your choice.
 
     Where columns are codes of one category (one-hot), nothing says so: at the median of each, all of them may be 0,
@@ -127,6 +123,16 @@ def column_plane(
     axes = torch.eye(D, dtype=torch.float64)[[*places]]
     origin, columns = origin * (1 - axes.sum(0)), tuple(map(str, labels))
     return Plane(origin, axes, (D,), columns, tuple(map(kinds.get, places)), tuple(map(ends.get, places)))
+
+
+def validate_columns(plane: Plane, known: Iterable[Any] | None, name: str = "the classifier") -> None:
+    """Raise if the names of a plane's columns are not those of something else, where both have names.
+
+    Raises:
+        ValueError: They are others, or in another order.
+    """
+    if known is not None and plane.columns not in (None, names := (*map(str, known),), (*_numbered(len(names)),)):
+        raise ValueError(f"{name} must have the columns of the plane, {list(plane.columns)}: got {list(names)}.")
 
 
 def _numbered(num_columns: int) -> list[str]:
@@ -352,10 +358,9 @@ def uncertainty_on_plane(
         raise TypeError(f"plane must be a Plane: got {type(plane).__name__}. Make one with principal_plane(X).")
     if trajectory.num_outputs < 2:
         raise ValueError("a map of class probabilities needs a network of at least 2 outputs: got 1.")
-    D, columns = trajectory.input_shape, list(plane.columns or ())
-    known = list(getattr(model, "feature_names_in_", columns))
-    if plane.input_shape != D or (columns and columns not in (known, _numbered(len(known)))):
-        raise ValueError(f"plane must be one of inputs {D}, {known}: got {plane.input_shape}, {columns}.")
+    if plane.input_shape != trajectory.input_shape:
+        raise ValueError(f"plane must be one of inputs {trajectory.input_shape}: got {plane.input_shape}.")
+    validate_columns(plane, getattr(model, "feature_names_in_", None))
     training = project(plane, trajectory.inputs).double().cpu()
     x, y = _grid(plane, training[points], size, margin, square)
     X, correlation, error = _inputs(model, plane, nodes := grid_coordinates(x, y)), None, 0.0

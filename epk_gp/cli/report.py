@@ -83,10 +83,8 @@ def report(
         raise ValueError("--outside must stand beside --validation: its scores are those of the process fitted there.")
     if outputs == "answers" and (validation is not None or map):
         raise ValueError("--outputs answers must stand without --validation and --map, which are of the outputs.")
-    if columns is None and others is not None:
-        raise ValueError("--others would be ignored without --columns. Pass both of them.")
-    if columns is not None and (validation is None or map):
-        raise ValueError("--columns must stand beside --validation, whose scores are mapped, and without --map.")
+    if (validation is None or map) if columns is not None else others is not None:
+        raise ValueError("--columns must stand beside --validation, without --map, and --others beside --columns.")
     trajectory = open_run(run, network)
     plane = None if columns is None else parse_columns(columns, others, feature_names, trajectory.inputs)
     if label_errors or validation is not None:

@@ -37,6 +37,8 @@ _MAP_ARRAYS = ("x", "y", "training", "network_class", "probability", "std", "ent
 _POINT_ARRAYS = ("mean", "std", "entropy", "standard_error", "expected_entropy", "mutual_information")
 _AUDIT_COLUMNS = ("rank", "index", "label", "expected", "score", "margin", "own_label", "log_probability", "aum")
 
+_PRINCIPAL = ("first principal direction", "second principal direction")
+
 Outputs = Literal["full", "independent"]
 Targets = Literal["network", "dirichlet"]
 _ALPHA = "Scores: share of sets of classes without the true one."
@@ -129,10 +131,9 @@ def uncertainty(
         for line in _score_lines(numbers, alpha):
             typer.echo(line)
         saved = "" if save_model is None else f"; the model to {save_model}"
-        mapped = "" if surface is None else ", map.png, map.safetensors"
-        typer.echo(
-            f"written to {folder}: scores.npz, scores.png{mapped}, uncertainty.json{saved} ({timer.total:.1f} s)"
-        )
+        files = ("scores.npz", "scores.png", "uncertainty.json", "map.png", "map.safetensors")
+        listed = ", ".join(files[: 3 if surface is None else 5])
+        typer.echo(f"written to {folder}: {listed}{saved} ({timer.total:.1f} s)")
         return
     fixed = opt.parse_rule(rule)
     if not isinstance(fixed, QuadratureRule):
@@ -186,10 +187,7 @@ def _write_map(
     folder: Path, picture: str, m: UncertaintyMap, dtype: torch.dtype, digest: str, validation: Tensor | None = None
 ) -> None:
     """Write and draw a map."""
-    axes, words = None, None
-    if m.plane.columns is None:
-        axes = "first principal direction", "second principal direction"
-        words = describe_plane(m.plane.origin.numel())
+    axes, words = (_PRINCIPAL, describe_plane(m.plane.origin.numel())) if m.plane.columns is None else (None, None)
     save_figure(map_figure(m, axes, plane=words, validation=validation), folder / f"{picture}.png", palette=True)
     arrays = {name: values for name in _MAP_ARRAYS if (values := getattr(m, name)) is not None}
     arrays |= {"origin": m.plane.origin, "axes": m.plane.axes}
@@ -227,11 +225,10 @@ def parse_columns(columns: str, others: str | None, feature_names: str | None, X
             if ".." in own:
                 ends[axes[-1]] = tuple(map(float, own.split("..")))
             elif own:
-                kinds[axes[-1]] = {
-                    float(value): name for value, name in (kind.split(":", 1) for kind in own.split("/"))
-                }
+                pairs = [kind.split(":", 1) for kind in own.split("/")]
+                kinds[axes[-1]] = {float(value): name for value, name in pairs}
         x, y = axes
-        pairs = (pair.split("=") for pair in (others or "").split(",") if pair)
+        pairs = [pair.split("=") for pair in (others or "").split(",") if pair]
         held = {column(word): float(value) for word, value in pairs}
     except ValueError as error:
         raise ValueError(f"--columns must be X,Y, and --others NAME=VALUE,...: got {columns!r} ({error}).") from error

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any
 
 import matplotlib.patheffects as effects
 import numpy as np
@@ -10,6 +10,7 @@ import torch
 from jaxtyping import Float, Int
 from matplotlib.artist import Artist
 from matplotlib.axes import Axes
+from matplotlib.axis import Axis
 from matplotlib.colors import to_hex, to_rgb
 from matplotlib.contour import ContourSet
 from matplotlib.figure import Figure
@@ -21,7 +22,7 @@ from scipy.interpolate import RectBivariateSpline, RegularGridInterpolator
 from scipy.ndimage import convolve, distance_transform_edt, gaussian_filter
 from torch import Tensor
 
-from epk_gp.analysis.maps import Plane, UncertaintyMap, project
+from epk_gp.analysis.maps import Plane, UncertaintyMap, project, validate_columns
 from epk_gp.core.show import count, shortened
 from epk_gp.gp.data import as_numbers
 from epk_gp.plots import style
@@ -205,6 +206,7 @@ def map_figure(
     for ax, (values, title, unit, regions) in zip(axes.flat, panels, strict=True):
         draw_panel(ax, m, values, title=title, colorbar_label=unit, regions=regions, names=m.class_names, **training)
         if validation is not None:
+            validate_columns(m.plane, getattr(validation, "columns", None), "validation")
             x, y = _in_cells(m, project(m.plane, as_numbers(validation, "validation").double())).T.tolist()
             ax.scatter(x, y, s=12, c=style.INK, marker="x", linewidths=0.7, zorder=4)
         ax.set(xlabel=style.plain(words[0]), ylabel=style.plain(words[1]))
@@ -221,55 +223,49 @@ def map_figure(
 
 
 def draw_panel(
-    ax: Axes,
-    m: UncertaintyMap,
-    values: Float[Tensor, "ny nx"],
-    points: Float[Tensor, "n 2"],
-    *,
-    regions: Int[Tensor, "ny nx"] | None = None,
-    **options: Any,
+    ax: Axes, m: UncertaintyMap, values: Float[Tensor, "ny nx"], points: Float[Tensor, "n 2"], **options: Any
 ) -> None:
     """Draw a scalar of a map; white is 0, so that a map of almost equal values is all of one shade.
 
     Categories are cells that nothing is interpolated across, and their points are spread in them.
     """
-    axes, arrays = [m.x, m.y], [values, m.boundary_classes, m.network_class]
+    axes, limits, regions = [m.x, m.y], (0.0, float(values.max())), options.pop("regions", None)
+    drawn = {"values": values, "boundary": m.boundary_classes} | ({} if regions is None else {"regions": regions})
+    of_x, of_y = (names is not None for names in m.plane.categories)
     for k, names in enumerate(m.plane.categories):
         if names is not None:
             size = math.ceil(_FINE / len(names))
             axes[k] = torch.linspace(-0.5, len(names) - 0.5, size * len(names))
-            arrays = [array.repeat_interleave(size, dim=1 - k) for array in arrays]
-    of_x, of_y = (names is not None for names in m.plane.categories)
-    uncertainty_map(
-        ax, axes[0], axes[1], arrays[0], points=_in_cells(m, points), boundary=arrays[1], in_cells=(of_x, of_y),
-        regions=None if regions is None else arrays[2], limits=(0.0, float(values.max())), **options,
-    )  # fmt: skip
-    for k, names in enumerate(m.plane.categories):
+            drawn = {name: array.repeat_interleave(size, dim=1 - k) for name, array in drawn.items()}
+    options |= {"points": _in_cells(m, points), "in_cells": (of_x, of_y), "limits": limits, **drawn}
+    uncertainty_map(ax, axes[0], axes[1], **options)
+    for axis, names in zip((ax.xaxis, ax.yaxis), m.plane.categories, strict=True):
         if names is not None:
-            _name_cells(ax, "y" if k else "x", [*names.values()])
+            _name_cells(axis, [*names.values()])
 
 
 def _in_cells(m: UncertaintyMap, points: Float[Tensor, "n 2"]) -> Float[Tensor, "n 2"]:
     """Return where points are drawn: those of a category in its cell, spread evenly, so that they can be seen."""
     places, number = points.clone(), torch.arange(len(points), dtype=points.dtype)
-    for k, axis in enumerate((m.x, m.y)):
-        if m.plane.categories[k] is not None:
-            cells = torch.searchsorted(axis.to(points), points[:, k].contiguous())
-            places[:, k] = cells + _SPREAD * (number * _EVEN[k] % 1 - 0.5)
+    for k, (axis, names) in enumerate(zip((m.x, m.y), m.plane.categories, strict=True)):
+        if names is not None:
+            is_cell = points[:, k, None] == axis.to(points)
+            if not is_cell.any(1).all():
+                raise ValueError(f"points must have values of {m.plane.names[k]!r} that have a name: some have not.")
+            places[:, k] = is_cell.double().argmax(1) + _SPREAD * (number * _EVEN[k] % 1 - 0.5)
     return places
 
 
-def _name_cells(ax: Axes, axis: Literal["x", "y"], names: Sequence[str]) -> None:
+def _name_cells(axis: Axis, names: Sequence[str]) -> None:
     """Write the names of categories at their cells, and draw lines between these."""
-    step = math.ceil(len(names) / _MOST_NAMES)
-    words = [shortened(name, _LONGEST) for name in names]
-    rotation = 90 if axis == "x" and sum(len(word) + 2 for word in words) > _ROOM else 0
+    words, is_x = [shortened(name, _LONGEST) for name in names], axis is axis.axes.xaxis
+    step, is_long = math.ceil(len(words) / _MOST_NAMES), sum(len(word) + 2 for word in words) > _ROOM
     labels = [style.plain(word) for word in words[::step]]
-    (ax.set_xticks if axis == "x" else ax.set_yticks)(range(0, len(words), step), labels, rotation=rotation)
+    axis.set_ticks(range(0, len(words), step), labels, rotation=90 if is_x and is_long else 0)
+    axis.set_tick_params(length=0)
     for edge in range(1, len(words)):
-        (ax.axvline if axis == "x" else ax.axhline)(edge - 0.5, color=style.GRID, linewidth=0.8, zorder=2)
-    ax.tick_params(axis=axis, length=0)
-    ax.set_aspect("auto")
+        (axis.axes.axvline if is_x else axis.axes.axhline)(edge - 0.5, color=style.GRID, linewidth=0.8, zorder=2)
+    axis.axes.set_aspect("auto")
 
 
 def held_columns(plane: Plane) -> str:

@@ -186,7 +186,7 @@ def test_categories_are_said_or_of_a_dtype_and_never_a_number_of_values(judged):
 def test_columns_in_another_order_or_of_other_names_are_refused_and_arrays_are_not(judged):
     model, X, _ = judged
     for other in (X[COLUMNS[::-1]], X.rename(columns={"age": "height"})):
-        with pytest.raises(ValueError, match="plane must be one of inputs"):
+        with pytest.raises(ValueError, match="the classifier must have the columns of the plane"):
             uncertainty_on_plane(model, column_plane(other, 0, 1), size=2, num_samples=2)
     with pytest.raises(ValueError, match="plane must be one of inputs"):
         uncertainty_on_plane(model, column_plane(X[["age", "income"]], 0, 1), size=2, num_samples=2)

@@ -95,7 +95,7 @@ def test_scores_are_mapped_over_two_columns_of_a_table(people, tmp_path, capsys)
     named += ("--columns", "age=0..10,sex=0:female/1:male")
     asked = ("--validation", "held-out", *named, "--grid", 5, *FAST)
     assert run("uncertainty", people, *asked, "--out", tmp_path) == 0
-    assert "scores.png, map.png, map.safetensors, uncertainty.json (" in capsys.readouterr().out
+    assert "scores.npz, scores.png, uncertainty.json, map.png, map.safetensors (" in capsys.readouterr().out
     trajectory = open_run(people, None)
     fitted, _ = read_labelled("held-out", people, trajectory).halves(0)
     model = epk.UncertainClassifier(trajectory, nodes=3).fit(fitted.X, fitted.labels)

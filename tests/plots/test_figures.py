@@ -5,6 +5,7 @@ import re
 from dataclasses import replace
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 from matplotlib.text import Text
@@ -143,6 +144,16 @@ def test_categories_are_cells_that_nothing_is_interpolated_across_and_hold_their
     assert len(points) == 30
     assert np.array_equal(points[:, 1 - along].round(), np.arange(30) % 4)
     assert np.ptp(points[:, 1 - along] - np.arange(30) % 4) > 0.5  # spread, so that they can be seen
+
+
+def test_validation_points_of_other_columns_or_categories_are_refused():
+    m, validation = score_map(3)
+    frame = pd.DataFrame(validation, columns=["age", "kind", "c"])
+    map_figure(m, validation=frame)
+    with pytest.raises(ValueError, match="validation must have the columns of the plane"):
+        map_figure(m, validation=frame[["kind", "age", "c"]])
+    with pytest.raises(ValueError, match="points must have values of 'kind' that have a name"):
+        map_figure(m, validation=validation + 1)
 
 
 @pytest.mark.parametrize(("num_kinds", "axes"), [(3, (1, 0)), (3, (0, 1)), (20, (1, 0)), (20, (0, 1)), (40, (1, 0))])
