@@ -15,7 +15,7 @@ from epk_gp.core.checks import validate_count, validate_finite, validate_number,
 from epk_gp.core.show import Tabular
 from epk_gp.core.trajectory import network_outputs
 from epk_gp.gp.data import as_numbers, class_inputs, is_array, labelled_points
-from epk_gp.gp.models import LogitGP, validate_gp
+from epk_gp.gp.models import LogitGP
 from epk_gp.gp.softmax import softmax_uncertainty
 from epk_gp.gp.uncertain_classifier import UncertainClassifier
 
@@ -114,11 +114,15 @@ def column_plane(
         values, counts = X[:, k].unique(return_counts=True)
         origin[k] = values[counts.argmax()]
     for k, value in held.items():
-        origin[k] = float(value)
+        try:
+            origin[k] = float(value)
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"others= must hold a number for {labels[k]!r}: got {value!r}.") from error
     for k, own in kinds.items():
         if unnamed := {*X[:, k].tolist(), float(origin[k])} - own.keys():
             raise ValueError(f"categories of {labels[k]!r} must name each of its values: {min(unnamed)} has no name.")
-    if not origin.isfinite().all() or any(not -np.inf < low < high < np.inf for low, high in ends.values()):
+    ascend = (len(own) == 2 and -np.inf < own[0] < own[1] < np.inf for own in ends.values())
+    if not (origin.isfinite().all() and all(ascend)):
         raise ValueError(f"others= must be finite, and extent= two ends that ascend: got {others} and {extent}.")
     axes = torch.eye(D, dtype=torch.float64)[[*places]]
     origin, columns = origin * (1 - axes.sum(0)), tuple(map(str, labels))
@@ -349,10 +353,11 @@ def uncertainty_on_plane(
     if isinstance(model, UncertainClassifier):
         if generator is not None or progress:
             raise ValueError("generator= and progress= are those of a LogitGP: leave them out.")
-        plane = column_plane(model, *plane) if isinstance(plane, tuple) else plane
+        plane = column_plane(model, *plane) if isinstance(plane, tuple) and len(plane) == 2 else plane
         trajectory, points = model.trajectory, labelled_points(model.trajectory, model.points, "a map")[0].cpu()
     else:
-        validate_gp(model)
+        if not isinstance(model, LogitGP):
+            raise TypeError(f"model must be an UncertainClassifier or a LogitGP: got {type(model).__name__}.")
         trajectory, points = model.kernel.trajectory, torch.arange(model.kernel.trajectory.num_points)
     if not isinstance(plane, Plane):
         raise TypeError(f"plane must be a Plane: got {type(plane).__name__}. Make one with principal_plane(X).")
@@ -367,11 +372,8 @@ def uncertainty_on_plane(
     chosen = network_outputs(trajectory, X).argmax(1)
     if isinstance(model, UncertainClassifier):
         scores: Any = model.uncertainty(X, num_samples)
-        on_grid = {
-            "probability": 1 - scores.error,
-            "std": scores.std,
-            "out_of_distribution": scores.out_of_distribution,
-        }
+        far, probability = scores.out_of_distribution, 1 - scores.error
+        on_grid = {"out_of_distribution": far, "probability": probability, "std": scores.std}
     else:
         posterior = model.logit_posterior(X, progress=progress)
         scores = softmax_uncertainty(posterior, num_samples, generator)

@@ -257,6 +257,8 @@ def test_a_map_of_a_process_over_columns_is_that_of_the_same_plane(people, proce
         ),
         ({"extent": {"sex": (0, 1)}}, "'sex' is otherwise"),
         ({"extent": {"age": (30, 20)}}, "extent= two ends that ascend"),
+        ({"extent": {"age": (30,)}}, "extent= two ends that ascend"),
+        ({"others": {"children": "two"}}, "others= must hold a number for 'children': got 'two'"),
         ({"names": ["a", "b"]}, "a name for each of 2 columns or more"),
     ],
 )
@@ -271,6 +273,11 @@ def test_options_that_would_not_be_used_are_refused(judged, process):
     for options in ({"generator": torch.Generator()}, {"progress": True}, {"square": True}):
         with pytest.raises(ValueError, match="leave"):
             uncertainty_on_plane(model, plane, size=2, num_samples=2, **options)
+    for wrong in (("age", "income", "sex"), "age"):
+        with pytest.raises(TypeError, match="plane must be a Plane"):
+            uncertainty_on_plane(model, wrong)
+    with pytest.raises(TypeError, match="model must be an UncertainClassifier or a LogitGP: got Trajectory"):
+        uncertainty_on_plane(model.trajectory, plane)
     for wrong in (["children"], {"children": [0, 1]}):
         with pytest.raises(TypeError, match="must be by column, and categories by value"):
             column_plane(X, "age", "income", categories=wrong)
