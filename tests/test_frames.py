@@ -1,17 +1,26 @@
 """`to_frame()`: results as tables with named rows and columns."""
 
+import importlib
+import inspect
 import sys
+import typing
 import warnings
 
 import numpy as np
 import pandas as pd
 import pytest
 import torch
-from odd_frames import CHANGES, draw_case, models, outcome
+from odd_frames import CHANGES, KINDS, draw_case, models, outcome, table, values_of
 
 import epk_gp as epk
+from epk_gp.analysis.counterfactual import rank_agreement
+from epk_gp.analysis.maps import uncertainty_on_plane
+from epk_gp.core.show import Tabular
+from epk_gp.gp import regression
 from epk_gp.kernel_machine.axes import by_label, by_layer, by_sample, by_step
-from gp_cases import gaussian_run, gaussians
+from epk_gp.kernel_machine.baselines import single_machine
+from gp_cases import gaussian_net, gaussian_run, gaussians
+from page_code import pages_tool
 
 ODD_SEEDS = 3  # of each change; `make faults` draws others
 POINTS, OUTPUTS = ["first", "second"], ["ant", "bee", "cat"]
@@ -158,6 +167,113 @@ def test_dates_and_several_levels_name_rows(run, X):
     assert frame.columns[0] == ("initial", "")
 
 
+def process(run):
+    return epk.LogitGP(run, targets="labels", points=[9, 2, 4], nodes=2)
+
+
+def judged(run):
+    return epk.UncertainClassifier(run, nodes=2).fit(*gaussians(20, 2))
+
+
+def split(run, X):
+    return epk.between(gaussian_net(), [run.weights(k) for k in (0, 2, -1)], X, data=(run.inputs, run.targets), lr=0.1)
+
+
+# How each public result that is a table is made, of a run and two points.
+RESULTS = {
+    "Agreement": lambda run, X: rank_agreement(torch.rand(4, 6), torch.rand(4, 6)),
+    "Attribution": epk.attribute,
+    "CheckpointSplit": split,
+    "ClassUncertainty": lambda run, X: judged(run).uncertainty(X, 4),
+    "Datamodel": lambda run, X: epk.datamodel(run, X, torch.tensor([0, 1])),
+    "GroupedAttribution": lambda run, X: epk.attribute(run, X, by=[by_step(run)]),
+    "Influence": epk.influence,
+    "LabelErrors": lambda run, X: epk.label_errors(run, nodes=2),
+    "LeaveOneOut": lambda run, X: regression.leave_one_out(process(run)),
+    "LogitPosterior": lambda run, X: process(run).logit_posterior(X),
+    "NextToLabel": lambda run, X: epk.next_to_label(judged(run), X, 2),
+    "Reconstruction": epk.reconstruct,
+    "ScoreCheck": lambda run, X: epk.check_scores(
+        run, {"a": torch.rand(2, 3, 15), "b": torch.rand(2, 3, 15)}, X, retrainings=3, left_out=3, removals=0
+    ),
+    "Shares": lambda run, X: split(run, X).by("stretch", "parameter"),
+    "SingleMachine": single_machine,
+    "SoftmaxUncertainty": lambda run, X: epk.softmax_uncertainty(process(run).logit_posterior(X), 4, quantiles=[0.1]),
+    "TargetPrediction": lambda run, X: regression.predict_targets(process(run), X),
+    "UncertaintyMap": lambda run, X: uncertainty_on_plane(judged(run), (0, 1), size=3, num_samples=4),
+    "Verification": lambda run, X: epk.datamodel(run, X, torch.tensor([0, 1])).verify(torch.ones(2, 15).bool()),
+}
+# Public classes that functions return and that are no table.
+NO_TABLES = {
+    "what is asked, or how": "AdaptiveRule Axis ChordPath LayerwisePath Plane Plan QuadratureRule RowFunction",
+    "models, runs, and what they are made of":
+        "Dataset EPKClassifier EPKRegressor FunctionalModel Graph PlannedKernel Ragged Trajectory UncertainClassifier",
+    "what a result says of itself, in words": "Certificate Entry",
+    "trained networks, whose outputs at points are a tensor": "Retraining",
+    "two or three numbers": "GramSpectrum OODMetrics",
+    "two columns of a Datamodel's table": "Top",
+    "captum's form": "MostInfluential",
+}  # fmt: skip
+
+
+def returned(function):
+    """The classes of this package in what a function returns."""
+    waiting, found = [typing.get_type_hints(function).get("return")], set()
+    while waiting:
+        hint = waiting.pop()
+        waiting += typing.get_args(hint)
+        found |= {hint} if inspect.isclass(hint) and hint.__module__.startswith("epk_gp") else set()
+    return found
+
+
+def own_functions(value):
+    """A function; or a class's public methods that this package defines."""
+    members = inspect.getmembers(value, inspect.isroutine) if inspect.isclass(value) else [("", value)]
+    for name, member in members:
+        function = inspect.unwrap(getattr(member, "__func__", member)) if callable(member) else None
+        is_own = inspect.isfunction(function) and function.__module__.startswith("epk_gp")
+        if is_own and not name.startswith("_"):
+            yield function
+
+
+def public_results():
+    """The classes in what public functions and methods return, and the methods of such results."""
+    named = [getattr(importlib.import_module(where), name) for name, where in pages_tool().public_names().items()]
+    waiting, found = [*named, regression.leave_one_out], set()
+    while waiting:
+        for function in own_functions(waiting.pop()):
+            new = returned(function) - found
+            found |= new
+            waiting += [result for result in new if issubclass(result, Tabular)]
+    return found
+
+
+def test_every_public_result_is_a_table_or_is_listed_with_the_reason():
+    found = {result.__name__: issubclass(result, Tabular) for result in public_results()}
+    assert {name for name, is_table in found.items() if is_table} - {"TokenAttribution"} == RESULTS.keys()
+    assert {name for name, is_table in found.items() if not is_table} == {*" ".join(NO_TABLES.values()).split()}
+
+
+@pytest.fixture(scope="module")
+def longer():
+    return gaussian_run(*gaussians(5, 0), steps=7)
+
+
+@pytest.mark.parametrize("name", RESULTS)
+def test_the_table_of_a_result_holds_its_numbers_and_the_result_is_shown(longer, X, name):
+    with warnings.catch_warnings(action="ignore"):
+        result = RESULTS[name](longer, X)
+    assert type(result).__name__ == name
+    assert "cannot be shown" not in str(result)
+    frame = result.to_frame()
+    assert len(frame)
+    terms = frame.columns.get_level_values(0).unique()
+    held = [term for term in terms if isinstance(getattr(result, term, None), torch.Tensor)]
+    assert held
+    for term in held:
+        np.testing.assert_array_equal(np.unique(frame[term]), np.unique(getattr(result, term).numpy()))
+
+
 @pytest.fixture(scope="module")
 def odd():
     return models()
@@ -181,3 +297,36 @@ def test_a_table_that_reaches_the_wrong_columns_would_be_found():
         case.X = case.X.to_numpy()  # which has no names to compare
         found.append(outcome(case))
     assert found.count("wrong") >= 4  # a fit is right in any order
+
+
+def test_doors_that_take_a_frame_label_the_rows_of_their_tables(odd):
+    model, X = odd.judged["its own"], table(values_of(5, 4)[0])
+    posterior = model.logit_posterior(X)
+    for result in (posterior, epk.softmax_uncertainty(posterior, 4), model.uncertainty(X, 4)):
+        assert list(result.to_frame().index.get_level_values("point").unique()) == list(X.index)
+    assert list(posterior.to_frame().index.get_level_values("output").unique()) == KINDS.tolist()
+    assert list(epk.softmax_uncertainty(posterior, 4).to_frame()["mean"]) == KINDS.tolist()
+    of_tensor = model.logit_posterior(torch.tensor(X.to_numpy()))
+    np.testing.assert_array_equal(of_tensor.to_frame(), posterior.to_frame())
+
+
+def test_tables_of_a_process_have_the_numbers_of_training_points(run):
+    for result in (regression.leave_one_out(process(run)), regression.leave_one_out_targets(process(run))):
+        assert list(result.to_frame().index.get_level_values("point").unique()) == [9, 2, 4]
+
+
+def test_a_split_s_pieces_sum_to_the_change_and_a_check_has_a_row_for_each_system_and_query(run, X):
+    parts = split(run, X)
+    frame = parts.to_frame()
+    np.testing.assert_allclose(frame[["initial", "pieces"]].sum(axis=1), parts.network.flatten(), rtol=1e-10)
+    assert frame.columns.names == ["term", "step", "parameter", "sample"]
+    check = RESULTS["ScoreCheck"](run, X)
+    frame = check.to_frame()
+    assert frame.index.names == ["system", "query"]
+    assert frame.loc[("b", 4), "contributions cosine"] == float(
+        check.systems["b"].likeness["contributions"]["cosine"][4]
+    )
+    assert frame.loc[("exact derivatives", 0), "miss"] == float(check.references["exact derivatives"].miss[0])
+    with pytest.raises(ValueError, match="system must have 4 labels"):
+        check.to_frame(system=["a"])
+    assert check.to_frame(system=list("abcd")).index[-1][0] == "d"

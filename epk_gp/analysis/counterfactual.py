@@ -15,12 +15,13 @@ from epk_gp.analysis.measures import rank_correlations
 from epk_gp.core.checks import ComputeSettings, parse_indices, validate_count, validate_tensor
 from epk_gp.core.inputs import Inputs
 from epk_gp.core.losses import Head
+from epk_gp.core.show import Tabular
 from epk_gp.core.trajectory import Trajectory, network_outputs, parse_inputs
 from epk_gp.kernel_machine.retrain import retrain
 
 
-@dataclass(frozen=True, eq=False)
-class Agreement:
+@dataclass(frozen=True, eq=False, repr=False)
+class Agreement(Tabular):
     """How well scores predict effects, test point by test point.
 
     Attributes:
@@ -28,6 +29,7 @@ class Agreement:
     """
 
     per_point: Float64[Tensor, " n"]
+    _columns = ("per_point",)
 
     @property
     def mean(self) -> float:

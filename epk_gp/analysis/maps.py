@@ -1,18 +1,27 @@
-"""Maps of predictive uncertainty over planes through the input space (Figure 5, Bell et al. 2023)."""
+"""Maps of predictive uncertainty over planes through the input space (Figure 5, Bell et al. 2023), and two columns."""
 
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import cast
+from numbers import Integral
+from typing import Any, TypeVar, cast
 
+import numpy as np
 import torch
 from jaxtyping import Float, Int64, Shaped
 from torch import Tensor
 
 from epk_gp.analysis.measures import rank_correlation
 from epk_gp.core.checks import validate_count, validate_finite, validate_number, validate_tensor
-from epk_gp.core.trajectory import Trajectory, network_outputs
-from epk_gp.gp.models import LogitGP, validate_gp
+from epk_gp.core.show import Tabular
+from epk_gp.core.trajectory import network_outputs
+from epk_gp.gp.data import as_numbers, class_inputs, is_array, labelled_points
+from epk_gp.gp.models import LogitGP
 from epk_gp.gp.softmax import softmax_uncertainty
+from epk_gp.gp.uncertain_classifier import UncertainClassifier
 
+Nodes = Float[Tensor, " size"]
+T = TypeVar("T")
+ByColumn = Mapping[Any, T]  # by the name or the number of a column
 _ROUNDING = 100 * torch.finfo(torch.float64).eps  # of coordinates on which points of a line differ
 
 
@@ -24,11 +33,140 @@ class Plane:
         origin: A flattened input, (D,).
         axes: Two orthonormal directions, (2, D).
         input_shape: Shape of one input, of D entries.
+        columns: Names of all D columns, where the inputs are rows of a table and the axes two of its columns.
+        categories: Of each axis the names of its values, which ascend; None for numbers.
+        extent: Of each axis the smallest and the largest value of a map; None for those of the training inputs.
     """
 
     origin: Float[Tensor, " D"]
     axes: Float[Tensor, "2 D"]
     input_shape: tuple[int, ...]
+    columns: tuple[str, ...] | None = None
+    categories: tuple[Mapping[float, str] | None, ...] = (None, None)
+    extent: tuple[tuple[float, float] | None, ...] = (None, None)
+
+    @property
+    def names(self) -> tuple[str, str]:
+        """Names of both axes."""
+        x, y = self.axes.argmax(1).tolist()
+        return ("x", "y") if self.columns is None else (self.columns[x], self.columns[y])
+
+    @property
+    def others(self) -> dict[str, float]:
+        """Values of the other columns of a table, by name."""
+        held = zip(self.columns or (), self.origin.tolist(), strict=False)
+        return {name: value for (name, value), used in zip(held, self.axes.any(0), strict=False) if not used}
+
+
+def column_plane(
+    table: object, x: Any, y: Any, *, names: Sequence[str] | None = None, others: ByColumn[float] | None = None,
+    categories: ByColumn[Mapping[float, str]] | None = None, extent: ByColumn[tuple[float, float]] | None = None,
+) -> Plane:  # fmt: skip
+    """Return the plane of two columns of a table, with all others at their median or at values of your choice.
+
+    Where columns are codes of one category (one-hot), nothing says so: at the median of each, all of them may be 0,
+    which is no category. Name their values in `others`.
+
+    Args:
+        table: The training rows: a data frame, an array or a tensor; or an `UncertainClassifier`, whose training rows
+            and names of columns are taken.
+        x: Name or number of the column along the first axis.
+        y: The same of the second axis.
+        names: Names of the columns, where the table has none.
+        others: Values of other columns, by name or number, such as those of one row. By default a column of categories
+            is at its most frequent value, any other at its median.
+        categories: Which columns hold categories, by name or number, each with the names of its values, as in
+            `{"sex": {0: "female", 1: "male"}}`. Columns of a data frame of the dtypes category and bool do in any case;
+            a number of different values says nothing of a column.
+        extent: Smallest and largest value along an axis, by name or number of its column and in its unit.
+
+    Raises:
+        TypeError: The table holds something else than real numbers.
+        ValueError: It has no rows, or not 2 columns; a column is not there, or two could be meant; a value is not
+            finite, or has no name among those of its categories, or would not be used.
+    """
+    rows, known = table, getattr(table, "columns", None)
+    if isinstance(table, UncertainClassifier):
+        rows = table.trajectory.inputs[labelled_points(table.trajectory, table.points, "column_plane")[0]]
+        known = getattr(table, "feature_names_in_", None)
+    rows = as_numbers(rows, "table") if is_array(rows) else rows
+    validate_tensor(rows, "table", ndim=2)
+    X = cast(Tensor, rows).double().cpu()
+    (n, D), given = X.shape, known if names is None else names
+    labels = _numbered(D) if given is None else list(given)
+    if not n or D < 2 or len(labels) != D:
+        raise ValueError(f"table must have rows, and a name for each of 2 columns or more: got {n}, and {labels[:20]}.")
+    validate_finite(X, "table")
+
+    def by_place(given: Mapping[Any, Any] | None) -> dict[int, Any]:
+        return {_place(column, labels): value for column, value in _pairs(given)}
+
+    places, held, ends = (_place(x, labels), _place(y, labels)), by_place(others), by_place(extent)
+    kinds = {k: dict(sorted(_pairs(own))) for k, own in (_by_dtype(table) | by_place(categories)).items()}
+    unused = held.keys() & {*places} | ends.keys() & kinds.keys() | ends.keys() - {*places}
+    if unused or places[0] == places[1]:
+        raise ValueError(
+            "axes must be two columns, others= must be of columns beside them, and extent= of axes without categories: "
+            f"{labels[min(unused, default=places[0])]!r} is otherwise. Leave it out."
+        )
+    origin = torch.from_numpy(np.median(X.numpy(), axis=0))
+    for k in kinds:
+        values, counts = X[:, k].unique(return_counts=True)
+        origin[k] = values[counts.argmax()]
+    for k, value in held.items():
+        try:
+            origin[k] = float(value)
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"others= must hold a number for {labels[k]!r}: got {value!r}.") from error
+    for k, own in kinds.items():
+        if unnamed := {*X[:, k].tolist(), float(origin[k])} - own.keys():
+            raise ValueError(f"categories of {labels[k]!r} must name each of its values: {min(unnamed)} has no name.")
+    ascend = (len(own) == 2 and -np.inf < own[0] < own[1] < np.inf for own in ends.values())
+    if not (origin.isfinite().all() and all(ascend)):
+        raise ValueError(f"others= must be finite, and extent= two ends that ascend: got {others} and {extent}.")
+    axes = torch.eye(D, dtype=torch.float64)[[*places]]
+    origin, columns = origin * (1 - axes.sum(0)), tuple(map(str, labels))
+    return Plane(origin, axes, (D,), columns, tuple(map(kinds.get, places)), tuple(map(ends.get, places)))
+
+
+def validate_columns(plane: Plane, known: Iterable[Any] | None, name: str = "the classifier") -> None:
+    """Raise if the names of a plane's columns are not those of something else, where both have names.
+
+    Raises:
+        ValueError: They are others, or in another order.
+    """
+    if known is not None and plane.columns not in (None, names := (*map(str, known),), (*_numbered(len(names)),)):
+        raise ValueError(f"{name} must have the columns of the plane, {list(plane.columns)}: got {list(names)}.")
+
+
+def _numbered(num_columns: int) -> list[str]:
+    """Return names of columns that have none."""
+    return [f"column {k}" for k in range(num_columns)]
+
+
+def _pairs(given: Any) -> Any:
+    """Return names or values and what is given for them."""
+    if given is not None and not hasattr(given, "items"):
+        raise TypeError(f"others, categories and extent must be by column, and categories by value: got {given!r}.")
+    return () if given is None else given.items()
+
+
+def _place(column: object, labels: Sequence[Any]) -> int:
+    """Return the number of the one column that has this name or number."""
+    found = {k for k, label in enumerate(labels) if label == column}
+    found |= {int(column)} & {*range(len(labels))} if isinstance(column, Integral) else set()
+    if len(found) != 1:
+        meant = " and ".join(f"column {k}, {labels[k]!r}" for k in sorted(found)) or f"none of {labels[:20]}"
+        raise ValueError(f"{column!r} must be the name or the number of one column: got {meant}.")
+    return found.pop()
+
+
+def _by_dtype(table: Any) -> dict[int, dict[float, str]]:
+    """Return the values of a data frame's columns whose dtype says that they hold categories, with their names."""
+    columns = [table.iloc[:, k] for k in range(table.shape[1])] if hasattr(table, "iloc") else []
+    found = {k: list(column.cat.categories) for k, column in enumerate(columns) if hasattr(column, "cat")}
+    found |= {k: [False, True] for k, column in enumerate(columns) if str(column.dtype).startswith("bool")}
+    return {k: {float(value): str(value) for value in values} for k, values in found.items()}
 
 
 def coordinate_plane(X: Shaped[Tensor, "n ..."]) -> Plane:
@@ -100,7 +238,7 @@ def grid_over(
     low, high = uv.min(0).values.double(), uv.max(0).values.double()
     extent = (high - low).max().expand(2) if square else high - low
     if not (extent > _ROUNDING * uv.abs().max()).all():
-        advice = "Where both axes have one unit, pass square=True."
+        advice = "Where both axes have one unit, pass square=True; of a column, extent=."
         raise ValueError(f"a grid needs points at different places along both axes: all coincide. {advice}")
     centre, half = (low + high) / 2, extent * (0.5 + margin)
     ends = torch.stack([centre - half, centre + half], dim=1).tolist()
@@ -125,32 +263,37 @@ def _rows(X: Tensor) -> Tensor:
     return rows
 
 
-@dataclass(frozen=True, eq=False)
-class UncertaintyMap:
-    """Predictions of a GP on logits over a plane. Row i of a map lies at y[i], column j at x[j].
+@dataclass(frozen=True, eq=False, kw_only=True, repr=False)
+class UncertaintyMap(Tabular):
+    """What a process says of a network's classes over a plane. Row i of a map lies at y[i], column j at x[j].
 
     Attributes:
-        x: Coordinates of the columns.
-        y: Coordinates of the rows.
+        x: Coordinates of the columns; of a column of categories its values.
+        y: Coordinates of the rows, likewise.
         training: Projections of all training inputs, (M, 2).
-        kernel: k(x, x), averaged over classes; 1 on average over the training copies.
+        points: Numbers of those that an `UncertainClassifier` judges by; of all for a `LogitGP`.
         network_class: Class that the network predicts.
         boundary_classes: Class that the network predicts on five times as many nodes per side over the same extent,
-            for drawing decision boundaries.
-        probability: Expected softmax probability of the predicted class.
-        std: Standard deviation of this probability.
-        entropy: Entropy of the expected softmax, in nats.
+            for drawing decision boundaries; at the values of categories themselves.
+        probability: Expected probability of the predicted class.
+        std: Standard deviation of this probability; of an `UncertainClassifier` the score of that name.
+        entropy: Entropy of the expected probabilities, in nats.
         mutual_information: The part of the entropy that the uncertainty of the latent function causes, in nats.
-        standard_error: Largest Monte Carlo standard error of `probability`.
+        standard_error: Largest Monte Carlo standard error of `probability`; 0 for an `UncertainClassifier`.
         distance_correlation: Spearman's rank correlation, over the grid, of `std` with the distance in the plane to the
-            nearest training point, in units of the grid's extent along each axis; None if `std` is constant.
+            nearest training point, in units of the grid's extent along each axis; None if `std` is constant or an axis
+            is one of categories.
         plane: The plane.
+        labels: Targets of the training points.
+        class_names: Names of the classes, if an `UncertainClassifier` knows them.
+        kernel: Of a `LogitGP`, k(x, x), averaged over classes; 1 on average over the training copies.
+        out_of_distribution: Of an `UncertainClassifier` the score of that name.
     """
 
     x: Float[Tensor, " nx"]
     y: Float[Tensor, " ny"]
     training: Float[Tensor, "M 2"]
-    kernel: Float[Tensor, "ny nx"]
+    points: Int64[Tensor, " N"]
     network_class: Int64[Tensor, "ny nx"]
     boundary_classes: Int64[Tensor, "fine_y fine_x"]
     probability: Float[Tensor, "ny nx"]
@@ -160,11 +303,27 @@ class UncertaintyMap:
     standard_error: float
     distance_correlation: float | None
     plane: Plane
+    labels: Shaped[Tensor, "M ..."]
+    class_names: list[str] | None = None
+    kernel: Float[Tensor, "ny nx"] | None = None
+    out_of_distribution: Float[Tensor, "ny nx"] | None = None
+
+    @property
+    def error(self) -> Float[Tensor, "ny nx"]:
+        """Probability that the class which the network predicts is wrong."""
+        return 1 - self.probability
+
+    def _frame(self) -> tuple[Any, ...]:
+        kinds = zip((self.y, self.x), self.plane.categories[::-1], strict=True)
+        axes = [nodes.tolist() if names is None else [*names.values()] for nodes, names in kinds]
+        columns = ("network_class", "error", "out_of_distribution", "std", "entropy", "mutual_information", "kernel")
+        terms = {name: values for name in columns if (values := getattr(self, name)) is not None}
+        return dict(zip(self.plane.names[::-1], axes, strict=True)), terms, ()
 
 
 def uncertainty_on_plane(
-    gp: LogitGP,
-    plane: Plane,
+    model: LogitGP | UncertainClassifier,
+    plane: Plane | tuple[Any, Any],
     *,
     size: int = 40,
     margin: float = 0.4,
@@ -173,52 +332,95 @@ def uncertainty_on_plane(
     generator: torch.Generator | None = None,
     progress: bool = False,
 ) -> UncertaintyMap:
-    """Evaluate a fitted GP and its network on a grid over a plane, with an extent for each axis.
+    """Evaluate a fitted process and its network on a grid over a plane, with an extent for each axis.
 
     Args:
-        gp: The GP.
-        plane: The plane that the grid lies in.
-        size: Nodes per side.
+        model: The process, or an `UncertainClassifier`.
+        plane: The plane that the grid lies in; or two columns of the table that an `UncertainClassifier` was trained
+            on, by name or number, for `column_plane(model, x, y)`.
+        size: Nodes per side; categories are a node each.
         margin: Width of the border around the training points, in units of their extent along the axis.
         square: Whether both axes have one unit, as pixels and principal directions of them: both get the larger extent.
         num_samples: Monte Carlo draws.
-        generator: Source of the draws.
-        progress: Show a progress bar.
+        generator: Source of the draws of a `LogitGP`.
+        progress: Show a progress bar of a `LogitGP`.
 
     Raises:
         TypeError: An argument is of the wrong kind.
-        ValueError: The grid has fewer than 2 nodes per side, or the network has one output only, or the GP cannot
-            predict at these points.
+        ValueError: The grid has fewer than 2 nodes per side, or the network has one output only, or the model cannot
+            predict at these points, or an option would not be used.
     """
-    validate_gp(gp)
+    if isinstance(model, UncertainClassifier):
+        if generator is not None or progress:
+            raise ValueError("generator= and progress= are those of a LogitGP: leave them out.")
+        plane = column_plane(model, *plane) if isinstance(plane, tuple) and len(plane) == 2 else plane
+        trajectory, points = model.trajectory, labelled_points(model.trajectory, model.points, "a map")[0].cpu()
+    else:
+        if not isinstance(model, LogitGP):
+            raise TypeError(f"model must be an UncertainClassifier or a LogitGP: got {type(model).__name__}.")
+        trajectory, points = model.kernel.trajectory, torch.arange(model.kernel.trajectory.num_points)
     if not isinstance(plane, Plane):
         raise TypeError(f"plane must be a Plane: got {type(plane).__name__}. Make one with principal_plane(X).")
-    trajectory = gp.kernel.trajectory
     if trajectory.num_outputs < 2:
         raise ValueError("a map of class probabilities needs a network of at least 2 outputs: got 1.")
-    training = project(plane, trajectory.inputs).double()
-    x, y = grid_over(training, size, margin, square=square)
-    nodes, unit = grid_coordinates(x, y), torch.stack([x[-1] - x[0], y[-1] - y[0]])
-    X = lift(plane, nodes)
-    posterior = gp.logit_posterior(X, progress=progress)
-    u = softmax_uncertainty(posterior, num_samples, generator)
+    if plane.input_shape != trajectory.input_shape:
+        raise ValueError(f"plane must be one of inputs {trajectory.input_shape}: got {plane.input_shape}.")
+    validate_columns(plane, getattr(model, "feature_names_in_", None))
+    training = project(plane, trajectory.inputs).double().cpu()
+    x, y = _grid(plane, training[points], size, margin, square)
+    X, correlation, error = _inputs(model, plane, nodes := grid_coordinates(x, y)), None, 0.0
     chosen = network_outputs(trajectory, X).argmax(1)
-    probability, std, error = (v.gather(1, chosen[:, None])[:, 0] for v in (u.mean, u.std, u.standard_error))
-    prior_variance = cast(Tensor, posterior.prior_variance)
-    kernel = (prior_variance / gp.covar_module.outputscale.detach().reshape(-1)).mean(1)
-    on_grid = {"kernel": kernel, "network_class": chosen, "probability": probability, "std": std}
-    on_grid |= {"entropy": u.entropy, "mutual_information": u.mutual_information}
+    if isinstance(model, UncertainClassifier):
+        scores: Any = model.uncertainty(X, num_samples)
+        far, probability = scores.out_of_distribution, 1 - scores.error
+        on_grid = {"out_of_distribution": far, "probability": probability, "std": scores.std}
+    else:
+        posterior = model.logit_posterior(X, progress=progress)
+        scores = softmax_uncertainty(posterior, num_samples, generator)
+        values = (scores.mean, scores.std, scores.standard_error)
+        probability, std, errors = (value.gather(1, chosen[:, None])[:, 0] for value in values)
+        variance, error = cast(Tensor, posterior.prior_variance), float(errors.max())
+        kernel = (variance / model.covar_module.outputscale.detach().reshape(-1)).mean(1)
+        on_grid = {"kernel": kernel, "probability": probability, "std": std}
+    on_grid |= {"network_class": chosen, "entropy": scores.entropy, "mutual_information": scores.mutual_information}
+    if plane.categories == (None, None):
+        unit = torch.stack([x[-1] - x[0], y[-1] - y[0]])
+        nearest = torch.cdist(nodes / unit, training[points] / unit).amin(1)
+        correlation = rank_correlation(on_grid["std"].cpu(), nearest)
+    fine = (
+        torch.linspace(float(axis[0]), float(axis[-1]), 5 * size, dtype=axis.dtype) if names is None else axis
+        for axis, names in zip((x, y), plane.categories, strict=True)
+    )
+    classes = getattr(model, "classes", None)
     return UncertaintyMap(
-        x=x, y=y, plane=plane, training=training, standard_error=float(error.max()),
-        **{name: values.reshape(len(y), len(x)) for name, values in on_grid.items()},
-        boundary_classes=_predicted_classes(trajectory, plane, x, y, 5 * size),
-        distance_correlation=rank_correlation(std, torch.cdist(nodes / unit, training / unit).amin(1)),
+        x=x, y=y, plane=plane, training=training, points=points, standard_error=error, distance_correlation=correlation,
+        **{name: values.reshape(len(y), len(x)).cpu() for name, values in on_grid.items()},
+        boundary_classes=_classes(model, plane, *fine), labels=trajectory.targets.cpu(),
+        class_names=None if classes is None else list(map(str, classes)),
     )  # fmt: skip
 
 
-def _predicted_classes(trajectory: Trajectory, plane: Plane, x: Tensor, y: Tensor, size: int) -> Tensor:
-    """Evaluate the network's classes on size x size nodes over the extent of x and y."""
-    columns, rows = (torch.linspace(float(axis[0]), float(axis[-1]), size, dtype=axis.dtype) for axis in (x, y))
-    nodes = grid_coordinates(columns, rows)
-    classes = [network_outputs(trajectory, lift(plane, part)).argmax(1) for part in nodes.split(4096)]
-    return torch.cat(classes).reshape(size, size)
+def _grid(plane: Plane, uv: Float[Tensor, "n 2"], size: int, margin: float, square: bool) -> tuple[Nodes, Nodes]:
+    """Return the nodes along both axes: each category, or evenly spaced ones."""
+    if not any([*plane.extent, *plane.categories]):
+        return grid_over(uv, size, margin, square=square)
+    if square:
+        raise ValueError("axes with categories or an extent have no unit in common: leave square= out.")
+    axes = []
+    for k, (names, ends) in enumerate(zip(plane.categories, plane.extent, strict=True)):
+        covered = uv[:, [k, k]] if ends is None else torch.tensor([ends, ends], dtype=torch.float64).T
+        evenly = grid_over(covered, size, margin if ends is None else 0.0)[0] if names is None else None
+        axes.append(torch.tensor([*(names or ())], dtype=torch.float64) if evenly is None else evenly)
+    return axes[0], axes[1]
+
+
+def _inputs(model: LogitGP | UncertainClassifier, plane: Plane, uv: Float[Tensor, "n 2"]) -> Shaped[Tensor, "n ..."]:
+    """Return the inputs at coordinates of a plane, of the dtype that a model takes."""
+    X = lift(plane, uv)
+    return X if isinstance(model, LogitGP) else class_inputs(model.trajectory, X.numpy())
+
+
+def _classes(model: LogitGP | UncertainClassifier, plane: Plane, x: Nodes, y: Nodes) -> Int64[Tensor, "ny nx"]:
+    """Evaluate the network's classes on a grid."""
+    parts = (_inputs(model, plane, part) for part in grid_coordinates(x, y).split(4096))
+    return torch.cat([network_outputs(model.trajectory, X).argmax(1) for X in parts]).cpu().reshape(len(y), len(x))

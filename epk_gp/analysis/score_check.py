@@ -22,7 +22,7 @@ from epk_gp.autodiff.scalars import Function
 from epk_gp.core.checks import ComputeSettings, door, parse_options, validate_count
 from epk_gp.core.inputs import Inputs
 from epk_gp.core.losses import ClassLoss, Head, ignored_class
-from epk_gp.core.show import NAME_LENGTH, Displayed, Entry, Summary, Table, count, shortened
+from epk_gp.core.show import NAME_LENGTH, Entry, Summary, Table, Tabular, count, shortened
 from epk_gp.core.trajectory import Trajectory
 from epk_gp.kernel_machine.attribute import attribute, parse_request
 from epk_gp.kernel_machine.influence import influence
@@ -84,7 +84,7 @@ class CheckedScores:
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class ScoreCheck(Displayed):
+class ScoreCheck(Tabular):
     """What scores of training samples are worth, beside what is exact.
 
     Attributes:
@@ -105,6 +105,19 @@ class ScoreCheck(Displayed):
     def findings(self) -> tuple[str, ...]:
         """What looks wrong with any of the scores; empty where nothing was found."""
         return tuple(f"{k}: " * (len(self.systems) > 1) + line for k, a in self.systems.items() for line in a.findings)
+
+    def _frame(self) -> tuple[Any, ...]:
+        checked, unknown = self.systems | self.references, torch.full_like(self.change, torch.nan)
+        columns = [
+            {f"{kind} {key}": v for kind, own in a.likeness.items() for key, v in own.items() if v.ndim}
+            for a in checked.values()
+        ]
+        for found, a in zip(columns, checked.values(), strict=True):
+            found |= {name: own.per_point for name, own in (("LDS", a.lds), ("left out", a.left_out)) if own}
+            found |= {"change": self.change, "miss": a.miss}
+        names = dict.fromkeys(name for found in columns[::-1] for name in found)
+        terms = {name: torch.stack([found.get(name, unknown) for found in columns]) for name in names}
+        return {"system": [*checked], "query": range(len(unknown))}, terms, ()
 
     def _summary(self) -> Summary:
         entries = [Entry(name, " ".join(a.findings) or _QUIET[bool(a.likeness)]) for name, a in self.systems.items()]

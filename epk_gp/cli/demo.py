@@ -35,7 +35,7 @@ def demo(
         ("attribute", run, "--num-points", 3, "--out", folder / "attribution"),
         # Two nodes are exact between kinks: the gradients of the logits are linear in t there, and the kernel is a
         # product of two of them.
-        ("uncertainty", run, "--plane", "coordinates", "--rule", "gauss-legendre:2", *(_SMOKE_MAP if smoke else ()),
+        ("uncertainty", run, "--columns", "0,1", "--rule", "gauss-legendre:2", *(_SMOKE_MAP if smoke else ()),
          "--seed", seed, "--out", folder / "uncertainty"),
         ("report", run, "--num-points", 3, "--title", "Three Gaussians", "--out", folder / "report.html"),
     )  # fmt: skip

@@ -13,7 +13,7 @@ from epk_gp.analysis.maps import UncertaintyMap, principal_plane, uncertainty_on
 from epk_gp.cli import options as opt
 from epk_gp.cli.data import cast_points, draw_rows, read_labelled, read_points
 from epk_gp.cli.networks import open_run
-from epk_gp.cli.uncertainty import read_validation
+from epk_gp.cli.uncertainty import Columns, FeatureNames, Others, parse_columns, parse_names, read_validation
 from epk_gp.cli.workers import computing
 from epk_gp.core.show import CertificateWarning
 from epk_gp.core.torch_overrides import filter_own_warnings
@@ -45,7 +45,7 @@ def report(
     outputs: Annotated[str, typer.Option(help=_OUTPUTS)] = "predicted",
     title: Annotated[str | None, typer.Option(help="Title of the page; the run's digest by default.")] = None,
     class_names: Annotated[str | None, typer.Option(metavar="A,B,...", help="Names of the classes.")] = None,
-    feature_names: Annotated[str | None, typer.Option(metavar="A,B,...", help="Names of the features.")] = None,
+    feature_names: FeatureNames = None,
     tokenizer: Annotated[Path | None, typer.Option(help=_TOKENIZER)] = None,
     head: opt.HeadOption = None,
     rule: opt.RuleOption = "adaptive",
@@ -55,6 +55,8 @@ def report(
     outside: Annotated[str | None, typer.Option(metavar="SOURCE", help=_OUTSIDE)] = None,
     label_errors: Annotated[bool, typer.Option("--label-errors", help="Show suspicious labels.")] = False,
     map: Annotated[bool, typer.Option("--map", help="Map a GP's uncertainty over a plane.")] = False,  # noqa: A002
+    columns: Columns = None,
+    others: Others = None,
     kernel_points: Annotated[int, opt.count("Training points in the kernel matrix; 0 leaves it out.", 0, 500)] = 100,
     memory: opt.Memory = 1.0,
     points: opt.PointsFile = None,
@@ -81,7 +83,10 @@ def report(
         raise ValueError("--outside must stand beside --validation: its scores are those of the process fitted there.")
     if outputs == "answers" and (validation is not None or map):
         raise ValueError("--outputs answers must stand without --validation and --map, which are of the outputs.")
+    if (validation is None or map) if columns is not None else others is not None:
+        raise ValueError("--columns must stand beside --validation, without --map, and --others beside --columns.")
     trajectory = open_run(run, network)
+    plane = None if columns is None else parse_columns(columns, others, feature_names, trajectory.inputs)
     if label_errors or validation is not None:
         training_labels(trajectory, "report --label-errors" if label_errors else "report --validation")
     if validation is None:
@@ -99,10 +104,10 @@ def report(
     explained = draw_rows(len(X), num_points, seed)
     if outside is not None:
         shown["outside"] = read_labelled(outside, run, trajectory).X
-    look: dict[str, Any] = {"names": _parse_names(feature_names)}
+    look: dict[str, Any] = {"names": parse_names(feature_names)}
     look["tokenizer"] = None if tokenizer is None else _read_tokenizer(tokenizer)
     Appearance(trajectory, **look)  # refuses names and words before anything is computed
-    shown |= {"class_names": _parse_names(class_names), "kernel_points": kernel_points, **look}
+    shown |= {"class_names": parse_names(class_names), "kernel_points": kernel_points, **look}
     typer.echo(f"explaining {len(explained)} of {chosen}")
     partial = out.with_name(f"{out.name}.{opt.PARTIAL}")
     with computing(memory, workers, scheduler, quiet, partial) as settings:
@@ -113,6 +118,8 @@ def report(
         if fitted is not None:
             process = UncertainClassifier(trajectory, seed=seed or 0, **settings)
             shown["posterior"] = process.fit(fitted.X, fitted.labels)
+            if plane is not None:
+                shown["uncertainty_map"] = uncertainty_on_plane(process, plane)
         if label_errors:
             shown["suspects"] = errors_of_labels(trajectory, seed=seed or 0, **settings)
         if map:
@@ -158,8 +165,3 @@ def _parse_outputs(text: str) -> int | str:
     if text.isascii() and text.isdigit() and len(text) <= 9 and int(text) > 0:
         return int(text)
     raise ValueError(f"--outputs must be predicted, all, answers, or a number of classes from 1: got {text[:40]!r}.")
-
-
-def _parse_names(text: str | None) -> list[str] | None:
-    """Return the names that an option has, with commas between them."""
-    return None if text is None else [name.strip() for name in text.split(",")]

@@ -9,7 +9,7 @@ import typer
 from torch import Tensor
 
 from epk_gp.analysis.labels import label_errors
-from epk_gp.analysis.maps import coordinate_plane, principal_plane, uncertainty_on_plane
+from epk_gp.analysis.maps import Plane, UncertaintyMap, column_plane, principal_plane, uncertainty_on_plane
 from epk_gp.analysis.measures import error_detection
 from epk_gp.cli import options as opt
 from epk_gp.cli.data import ChosenPoints, draw_rows, read_labelled, read_points
@@ -29,14 +29,18 @@ from epk_gp.provenance import Stopwatch, write_arrays, write_json, write_npz, wr
 from epk_gp.quadrature.rules import QuadratureRule
 
 _OF_SCORES = ("alpha", "features", "save_model", "memory")  # options of scores only
-_OF_MAPS = ("num_condition", "outputs", "targets", "plane", "grid", "margin", "rule", "fit_steps")
-_MAP_ARRAYS = ("x", "y", "training", "kernel", "network_class", "probability", "std", "entropy", "mutual_information")
+_OF_PROCESS = ("num_condition", "outputs", "targets", "rule", "fit_steps")  # of the map without --validation only
+_OF_COLUMNS = ("others", "feature_names")
+_OF_MAPS = ("grid", "margin", *_OF_COLUMNS)
+_MAP_ARRAYS = ("x", "y", "training", "network_class", "probability", "std", "entropy", "mutual_information", "kernel",
+               "out_of_distribution")  # fmt: skip
 _POINT_ARRAYS = ("mean", "std", "entropy", "standard_error", "expected_entropy", "mutual_information")
 _AUDIT_COLUMNS = ("rank", "index", "label", "expected", "score", "margin", "own_label", "log_probability", "aum")
 
+_PRINCIPAL = ("first principal direction", "second principal direction")
+
 Outputs = Literal["full", "independent"]
 Targets = Literal["network", "dirichlet"]
-Plane = Literal["principal", "coordinates"]
 _ALPHA = "Scores: share of sets of classes without the true one."
 _FEATURES = "Sketched features, or exact for none; by default exact up to 5000 points if that is cheap, else 4096."
 Features = Annotated[str | None, typer.Option(help=_FEATURES)]
@@ -45,6 +49,14 @@ _NODES = (
     "faster."
 )
 Nodes = Annotated[int | None, opt.count(_NODES, 1, 10**6)]
+_COLUMNS = (
+    "Map over two columns of a table, X,Y, each by its name (--feature-names) or its number from 0. An extent stands "
+    "behind it, as in age=0..100, or the name of each value of a column of categories, as in sex=0:female/1:male."
+)
+Columns = Annotated[str | None, typer.Option(metavar="X,Y", help=_COLUMNS)]
+_OTHERS = "With --columns: values of other columns, as in age=40,children=2; by default their medians."
+Others = Annotated[str | None, typer.Option(metavar="NAME=VALUE,...", help=_OTHERS)]
+FeatureNames = Annotated[str | None, typer.Option(metavar="A,B,...", help="Names of the features.")]
 
 
 def uncertainty(
@@ -62,7 +74,9 @@ def uncertainty(
     num_condition: Annotated[int, opt.count("Map: largest number of training points of its GP.")] = 300,
     outputs: Annotated[Outputs, typer.Option(help="Map: coupled classes, or one GP per class.")] = "full",
     targets: Annotated[Targets, typer.Option(help="Map: the network's outputs, or Dirichlet labels.")] = "network",
-    plane: Annotated[Plane, typer.Option(help="Map: two principal directions, or coordinates.")] = "principal",
+    columns: Columns = None,
+    others: Others = None,
+    feature_names: FeatureNames = None,
     grid: Annotated[int, opt.count("Map: nodes per side, 2 to 400.", 2, 400)] = 40,
     margin: Annotated[float, opt.number("Map: border, in units of the data's extent.", below=1000.0)] = 0.4,
     num_samples: Annotated[int, opt.count("Monte Carlo draws through the softmax, 2 to 100000.", 2, 10**5)] = 1024,
@@ -78,12 +92,16 @@ def uncertainty(
     """Score points with --validation; without it, map the uncertainty of a GP on the logits over a plane.
 
     Scores say how likely a prediction is wrong, and how unlike the training data a point is; beside them stand sets of
-    classes that hold the true one as often as asked for.
+    classes that hold the true one as often as asked for. With --columns they are mapped too.
     """
     options = {name: value for name, value in locals().items() if name != "ctx"}
-    ignored, reason = (_OF_SCORES, "without") if validation is None else (_OF_MAPS, "beside")
-    if unused := [option for name, option in opt.given_options(ctx).items() if name in ignored]:
-        raise ValueError(f"{unused[0]} would be ignored {reason} --validation. Pass one of them, or both.")
+    given, reasons = opt.given_options(ctx), dict.fromkeys(_OF_SCORES, "without --validation")
+    if validation is not None:
+        reasons = dict.fromkeys(_OF_PROCESS, "beside --validation")
+    if columns is None:
+        reasons |= dict.fromkeys(_OF_COLUMNS if validation is None else _OF_MAPS, "without --columns")
+    if unused := [f"{given[name]} would be ignored {reason}" for name, reason in reasons.items() if name in given]:
+        raise ValueError(f"{unused[0]}. Pass one of them, or both.")
     opt.validate_run(run, out, workers, scheduler)
     timer, along = Stopwatch(), opt.parse_path(path)
     if validation is not None:
@@ -94,6 +112,7 @@ def uncertainty(
                 raise ValueError(f"--save-model must be a new or empty folder: {save_model} holds something.")
         trajectory = open_run(run, network)
         training_labels(trajectory, "uncertainty --validation")
+        surface = None if columns is None else parse_columns(columns, others, feature_names, trajectory.inputs)
         fitted, scored = read_validation(validation, points, run, trajectory, seed=seed)
         folder = opt.make_folder(out)
         typer.echo(f"scoring {scored}, with {fitted} as validation points")
@@ -104,12 +123,17 @@ def uncertainty(
                 model.save(save_model)
             numbers = _describe_model(model)
             numbers |= _write_scores(folder, model, scored, fitted, num_samples, alpha, opt.DTYPES[dtype])
+            if surface is not None:
+                m = uncertainty_on_plane(model, surface, size=grid, margin=margin, num_samples=num_samples)
+                _write_map(folder, "map", m, opt.DTYPES[dtype], trajectory.digest, validation=fitted.X)
         config = options | {"validation": str(fitted), "points": str(scored)}
         write_json(folder / "uncertainty.json", "uncertainty", config, numbers, timer)
         for line in _score_lines(numbers, alpha):
             typer.echo(line)
         saved = "" if save_model is None else f"; the model to {save_model}"
-        typer.echo(f"written to {folder}: scores.npz, scores.png, uncertainty.json{saved} ({timer.total:.1f} s)")
+        files = ("scores.npz", "scores.png", "uncertainty.json", "map.png", "map.safetensors")
+        listed = ", ".join(files[: 3 if surface is None else 5])
+        typer.echo(f"written to {folder}: {listed}{saved} ({timer.total:.1f} s)")
         return
     fixed = opt.parse_rule(rule)
     if not isinstance(fixed, QuadratureRule):
@@ -117,7 +141,8 @@ def uncertainty(
     trajectory = open_run(run, network)
     if not isinstance(trajectory.loss, CrossEntropy | NegativeLogLikelihood):
         raise ValueError(f"the network's outputs must be logits: the run's loss is {type(trajectory.loss).__name__}.")
-    surface = (principal_plane if plane == "principal" else coordinate_plane)(trajectory.inputs)
+    X = trajectory.inputs
+    surface = principal_plane(X) if columns is None else parse_columns(columns, others, feature_names, X)
     chosen = read_points(trajectory, run, points, dtype=torch.float64)
     X, folder = chosen.X, opt.make_folder(out)
     typer.echo(f"predicting at {chosen} and on a map of {grid} x {grid} nodes")
@@ -133,13 +158,7 @@ def uncertainty(
         m = uncertainty_on_plane(
             gp, surface, size=grid, margin=margin, num_samples=num_samples, generator=generator, progress=not quiet
         )
-    words = describe_plane(plane, trajectory.inputs[0].numel())
-    axes = ("first principal direction", "second principal direction") if plane == "principal" else ("$x_1$", "$x_2$")
-    figure = map_figure(m, trajectory.targets, axes, plane=words)
-    save_figure(figure, folder / "uncertainty.png", palette=True)
-    metadata = {"digest": trajectory.digest, "rows": "y", "columns": "x"}
-    on_map = {name: getattr(m, name) for name in _MAP_ARRAYS} | {"origin": surface.origin, "axes": surface.axes}
-    write_arrays(folder / "map.safetensors", _cast(on_map, opt.DTYPES[dtype]), metadata)
+    _write_map(folder, "uncertainty", m, opt.DTYPES[dtype], trajectory.digest)
     at_points = {"inputs": X} | {name: getattr(u, name) for name in _POINT_ARRAYS}
     write_npz(folder / "points.npz", _cast(at_points, opt.DTYPES[dtype]))
     scale = gp.covar_module.outputscale.detach().reshape(-1).tolist()
@@ -164,14 +183,56 @@ def _cast(arrays: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
     return {name: value.to(dtype) if value.is_floating_point() else value for name, value in arrays.items()}
 
 
-def describe_plane(name: Plane, num_entries: int) -> str:
+def _write_map(
+    folder: Path, picture: str, m: UncertaintyMap, dtype: torch.dtype, digest: str, validation: Tensor | None = None
+) -> None:
+    """Write and draw a map."""
+    axes, words = (_PRINCIPAL, describe_plane(m.plane.origin.numel())) if m.plane.columns is None else (None, None)
+    save_figure(map_figure(m, axes, plane=words, validation=validation), folder / f"{picture}.png", palette=True)
+    arrays = {name: values for name in _MAP_ARRAYS if (values := getattr(m, name)) is not None}
+    arrays |= {"origin": m.plane.origin, "axes": m.plane.axes}
+    write_arrays(folder / "map.safetensors", _cast(arrays, dtype), {"digest": digest, "rows": "y", "columns": "x"})
+
+
+def describe_plane(num_entries: int) -> str:
     """Return which plane a map shows of inputs with so many coordinates, as the line above the picture."""
-    where = f"principal directions of the training inputs ({num_entries} coordinates) through their mean.\n"
-    if name == "coordinates":
-        if num_entries == 2:
-            return ""
-        where = "coordinates; the others are at their mean. "
-    return f"Shown is the plane of the first two {where}Training points are projected onto it."
+    return (
+        f"Shown is the plane of the first two principal directions of the training inputs ({num_entries} coordinates) "
+        "through their mean.\nTraining points are projected onto it."
+    )
+
+
+def parse_names(text: str | None) -> list[str] | None:
+    """Return the names that an option has, with commas between them."""
+    return None if text is None else [name.strip() for name in text.split(",")]
+
+
+def parse_columns(columns: str, others: str | None, feature_names: str | None, X: Tensor) -> Plane:
+    """Return the plane of the columns of a table that options name.
+
+    Raises:
+        ValueError: They name no two columns, or values that these do not have.
+    """
+    names, kinds, ends, axes = parse_names(feature_names), dict[Any, Any](), dict[Any, Any](), list[Any]()
+
+    def column(word: str) -> str | int:
+        return word.strip() if word.strip() in (names or ()) or not word.strip().isdecimal() else int(word)
+
+    try:
+        for part in columns.split(","):
+            word, _, own = part.partition("=")
+            axes.append(column(word))
+            if ".." in own:
+                ends[axes[-1]] = tuple(map(float, own.split("..")))
+            elif own:
+                pairs = [kind.split(":", 1) for kind in own.split("/")]
+                kinds[axes[-1]] = {float(value): name for value, name in pairs}
+        x, y = axes
+        pairs = [pair.split("=") for pair in (others or "").split(",") if pair]
+        held = {column(word): float(value) for word, value in pairs}
+    except ValueError as error:
+        raise ValueError(f"--columns must be X,Y, and --others NAME=VALUE,...: got {columns!r} ({error}).") from error
+    return column_plane(X, x, y, names=names, others=held, categories=kinds, extent=ends)
 
 
 def read_validation(

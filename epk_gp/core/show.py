@@ -13,6 +13,7 @@ from importlib import import_module
 from typing import Any, TypeVar
 
 import numpy as np
+import torch
 from torch import Tensor
 from tqdm.auto import tqdm
 from tqdm.std import tqdm as std_tqdm
@@ -154,15 +155,29 @@ class Tabular(Displayed):
 
     _labels: Mapping[str, Any] = {}  # of points, outputs and samples, by the name of the axis
     _names_of_values: tuple[str, ...] = ()  # labels that name values, not places along an axis
+    _columns: tuple[str, ...] = ()  # attributes that are the columns of a table
+    _rows: tuple[str, ...] = ("point", "output")  # what their axes are
 
-    @abstractmethod
     def _frame(self) -> tuple[Any, ...]:
         """Return what the table is made of.
 
         Returns:
-            Places along each axis of the rows, by its name. Values by name, (rows, ...): a column each, or one for each
-            place along the axes of the columns. Name and labels of each of these axes; a value may have length 1 there.
+            Places along each axis of the rows, by its name; or a list, whose entries are the labels. Values by name,
+            (rows, ...): a column each, or one for each place along the axes of the columns. Name and labels of each of
+            these axes; a value may have length 1 there.
         """
+        values = {name: getattr(self, name) for name in self._columns}
+        sizes = next(iter(values.values())).shape
+        return {axis: range(size) for axis, size in zip(self._rows, sizes, strict=False)}, values, ()
+
+    def _summary(self) -> Summary:
+        (rows, terms, _), entries = self._frame(), list[Entry]()
+        for name, given in terms.items():
+            values = torch.as_tensor(given).detach()
+            ends = f"{number(float(values.min()))} to {number(float(values.max()))}" if values.numel() else "none"
+            entries.append(Entry(name, ends, f"shape {tuple(values.shape)}"))
+        places = [" × ".join(own) for own in (map(str, map(len, rows.values())), rows)]
+        return Summary(f"{type(self).__name__}, {places[0]} ({places[1]})", tuple(entries))
 
     def labelled(self: T, **labels: Any) -> T:
         """Return the same result, whose table has these labels, as of `to_frame`; None for numbers."""
@@ -193,13 +208,15 @@ class Tabular(Displayed):
         axes, chosen = [*rows, *(name for name, _ in columns)], ["chosen"] * (len(rows.get("output", ())) == 1)
         if unknown := labels.keys() - set(known := [*axes, *self._names_of_values, *chosen]):
             raise ValueError(f"labels must be those of {', '.join(known)}: got {', '.join(unknown)}.")
-        grid, levels = np.meshgrid(*map(np.asarray, rows.values()), indexing="ij"), list[Any]()
+        along_axes = [np.arange(len(own)) if isinstance(own, list) else np.asarray(own) for own in rows.values()]
+        grid, levels = np.meshgrid(*along_axes, indexing="ij"), list[Any]()
         heads, frames = list[Any](), list[Any]()
         for (name, along), places in zip(rows.items(), grid, strict=True):
             is_chosen = name == "output" and name not in labels and not named.keys().isdisjoint(chosen)
             source, at = ("chosen", np.arange(places.size)) if is_chosen else (name, places.ravel())
-            own = pandas.Index(named.get(source, range(at.max(initial=-1) + 1)))
-            require_labels(source, own, int(at.max(initial=-1)) + 1, is_exact=isinstance(along, range))
+            numbers = along if isinstance(along, list) else range(at.max(initial=-1) + 1)
+            own = pandas.Index(named.get(source, numbers))
+            require_labels(source, own, int(at.max(initial=-1)) + 1, is_exact=isinstance(along, range | list))
             levels.append(own.take(at).rename(name))
         index = levels[0] if len(levels) == 1 else pandas.MultiIndex.from_arrays(levels)
         for term, values in terms.items():

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.functional import cosine_similarity
 
 from epk_gp.core.checks import ComputeSettings, door, validate_count, validate_finite, validate_tensor
-from epk_gp.core.show import SHOWN_ROWS, Displayed, Entry, Summary, Table, Tabular, certificate_entry, count, number
+from epk_gp.core.show import SHOWN_ROWS, Entry, Summary, Table, Tabular, certificate_entry, count, number
 from epk_gp.core.trajectory import Trajectory
 from epk_gp.datamodels.kernels import Questions
 from epk_gp.datamodels.training import PathTraining
@@ -105,7 +105,7 @@ def _rank_agreement(predicted: Float[Tensor, "m Q"], measured: Float[Tensor, "m 
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class Verification(Displayed):
+class Verification(Tabular):
     """Predictions beside the networks that they are about; `epk_gp.plots.scores.verification_figure` draws them.
 
     Attributes:
@@ -119,6 +119,7 @@ class Verification(Displayed):
     measured: Float[Tensor, "s Q"]
     outputs: Float[Tensor, " Q"]
     findings: tuple[str, ...] = ()
+    _columns, _rows = ("predicted", "measured"), ("network", "question")
 
     @property
     def _changes(self) -> tuple[Float64[Tensor, "s Q"], Float64[Tensor, "s Q"]]:

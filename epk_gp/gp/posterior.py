@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from epk_gp.core.checks import validate_number, validate_tensor
 from epk_gp.core.losses import ClassLoss
-from epk_gp.core.show import SHOWN_POINTS, Displayed, Entry, Summary, Table, columns_note, count, kind_of, number
+from epk_gp.core.show import SHOWN_POINTS, Entry, Summary, Table, Tabular, columns_note, count, kind_of, number
 from epk_gp.core.trajectory import Trajectory
 
 _SHOWN_OUTPUTS = 10  # rows of a table
@@ -24,7 +24,7 @@ def link_of(run: Trajectory) -> str | None:
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class LogitPosterior(Displayed):
+class LogitPosterior(Tabular):
     """Gaussian posterior of the C latent outputs at n points; the noise of observations is not in it.
 
     Attributes:
@@ -42,15 +42,21 @@ class LogitPosterior(Displayed):
     eigenvalue_tolerance: float = 0.0
     link: str | None = None
     prior_variance: Float[Tensor, "n C"] | None = None
+    _columns = ("mean", "std")
 
     def __len__(self) -> int:
         return self.mean.shape[0]
 
+    @property
+    def std(self) -> Float[Tensor, "n C"]:
+        """Standard deviation of each output; NaN where a variance is negative beyond rounding."""
+        variance = self.covariance.diagonal(dim1=1, dim2=2)
+        is_rounding = (variance < 0) & (variance >= -self.eigenvalue_tolerance)
+        return variance.masked_fill(is_rounding, 0).sqrt()
+
     def _summary(self) -> Summary:
         (n, C), shown = self.mean.shape, min(len(self), SHOWN_POINTS)
-        variance = self.covariance[:shown].diagonal(dim1=1, dim2=2)[:, :_SHOWN_OUTPUTS].detach()
-        is_rounding = (variance < 0) & (variance >= -self.eigenvalue_tolerance)  # beyond it the deviation shows as NaN
-        moments = torch.stack([self.mean[:shown, :_SHOWN_OUTPUTS], variance.masked_fill(is_rounding, 0).sqrt()], dim=-1)
+        moments = torch.stack([self.mean, self.std], dim=-1)[:shown, :_SHOWN_OUTPUTS].detach()
         rows = tuple(
             (f"output {c}", *(f"{number(mean)} ± {number(std)}" for mean, std in row))
             for c, row in enumerate(moments.transpose(0, 1).tolist())

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from math import log, pi
+from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -9,12 +10,13 @@ from torch import Tensor
 
 from epk_gp.core.checks import validate_number
 from epk_gp.core.inputs import Inputs
+from epk_gp.core.show import Tabular
 from epk_gp.gp.models import LogitGP, validate_gp
 from epk_gp.gp.posterior import LogitPosterior, link_of
 
 
-@dataclass(frozen=True, eq=False)
-class LeaveOneOut:
+@dataclass(frozen=True, eq=False, repr=False)
+class LeaveOneOut(Tabular):
     """Predictions of each of N conditioning points from the other N - 1, with the hyperparameters as they are.
 
     Attributes:
@@ -26,6 +28,11 @@ class LeaveOneOut:
     posterior: LogitPosterior
     residual: Float[Tensor, "N C"]
     log_density: Float[Tensor, " N"]
+
+    def _frame(self) -> tuple[Any, ...]:
+        points, terms, _ = self.posterior._frame()
+        terms |= {"residual": self.residual, "log_density": self.log_density[:, None]}
+        return {"point": points["point"]}, terms, [("output", points["output"])]
 
 
 def leave_one_out(gp: LogitGP) -> LeaveOneOut:
@@ -64,11 +71,11 @@ def leave_one_out(gp: LogitGP) -> LeaveOneOut:
         tolerance = inverse.shape[-1] * torch.finfo(A.dtype).eps * largest_variance
         covariance = noisy - torch.diag_embed(noise)
         posterior = LogitPosterior(targets - residual, covariance, tolerance, link_of(gp.trajectory))
-        return LeaveOneOut(posterior, residual, log_density)
+        return LeaveOneOut(posterior, residual, log_density).labelled(point=gp.points.tolist())
 
 
-@dataclass(frozen=True, eq=False)
-class TargetPrediction:
+@dataclass(frozen=True, eq=False, repr=False)
+class TargetPrediction(Tabular):
     """Gaussian predictions of new observations at n points: one normal distribution per point and output.
 
     Attributes:
@@ -80,6 +87,7 @@ class TargetPrediction:
     mean: Float[Tensor, "n C"]
     variance: Float[Tensor, "n C"]
     latent_variance: Float[Tensor, "n C"]
+    _columns = ("mean", "std", "variance", "latent_variance")
 
     @property
     def std(self) -> Float[Tensor, "n C"]:
@@ -148,7 +156,8 @@ def leave_one_out_targets(gp: LogitGP) -> TargetPrediction:
         TypeError, ValueError: As `epk_gp.gp.regression.leave_one_out`.
     """
     posterior = leave_one_out(gp).posterior
-    return _prediction(gp, posterior, gp.coupling.from_rows(gp.noise_rows().detach()))
+    found = _prediction(gp, posterior, gp.coupling.from_rows(gp.noise_rows().detach()))
+    return found.labelled(point=gp.points.tolist())
 
 
 def _prediction(gp: LogitGP, posterior: LogitPosterior, noise: Tensor) -> TargetPrediction:

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import sqrt
+from typing import Any
 
 import numpy as np
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from epk_gp.core.checks import validate_count, validate_generator, validate_number
-from epk_gp.core.show import SHOWN_POINTS, Displayed, Entry, Summary, Table, columns_note, count, kind_of, number
+from epk_gp.core.show import SHOWN_POINTS, Entry, Summary, Table, Tabular, columns_note, count, kind_of, number
 from epk_gp.gp.posterior import LogitPosterior, validate_posterior
 
 # Bytes of a chunk of points. Measured for 1024 samples at 4000 points, 3 outputs, float64: 0.50 s in chunks of 64 MB,
@@ -21,7 +22,7 @@ ARRAYS_PER_POINT = 4  # of the size of the samples: logits, probabilities, their
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class SoftmaxUncertainty(Displayed):
+class SoftmaxUncertainty(Tabular):
     """Monte Carlo estimates of the softmax's distribution at n points. Entropies are in nats.
 
     Attributes:
@@ -47,6 +48,12 @@ class SoftmaxUncertainty(Displayed):
 
     def __len__(self) -> int:
         return self.mean.shape[0]
+
+    def _frame(self) -> tuple[Any, ...]:
+        names = ("mean", "std", "standard_error", "entropy", "expected_entropy", "mutual_information")
+        terms = {name: getattr(self, name).reshape(len(self), -1) for name in names}
+        terms |= {f"quantile {k}": values for k, values in enumerate(self.quantiles)}
+        return {"point": range(len(self))}, terms, [("output", range(self.mean.shape[1]))]
 
     def _summary(self) -> Summary:
         shown, (p, chosen) = min(len(self), SHOWN_POINTS), self.mean.max(dim=1)
@@ -109,7 +116,7 @@ def softmax_uncertainty(
     if C == 1:  # beside the logit 0 of class 0
         mean, root = pad(mean, (1, 0)), pad(root, (1, 0, 1, 0))
     eps = torch.randn(num_samples, root.shape[1], generator=generator, dtype=root.dtype, device=root.device)
-    return _uncertainty(mean, root, eps, levels, max_clipped)
+    return _uncertainty(mean, root, eps, levels, max_clipped).labelled(**posterior._labels)
 
 
 def isotropic_softmax_uncertainty(

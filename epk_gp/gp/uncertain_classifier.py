@@ -311,7 +311,8 @@ class UncertainClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         """
         judged = self._judged(X)
         mean = _stacked(self.stacking_, judged)
-        return LogitPosterior(mean, torch.diag_embed(self._variance(judged)[:, None].expand_as(mean)))
+        posterior = LogitPosterior(mean, torch.diag_embed(self._variance(judged)[:, None].expand_as(mean)))
+        return posterior.labelled(point=gp_data.row_labels(X), output=self.classes_)
 
     def predict_set(self, X: object, alpha: float = 0.1) -> Bool[Tensor, "n C"] | Bool[np.ndarray, "n C"]:
         """Return, for each point, which classes a set must hold to be right with probability 1 - alpha.

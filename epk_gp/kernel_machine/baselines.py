@@ -10,6 +10,7 @@ from torch import Tensor
 from epk_gp.core.checks import ComputeSettings, parse_options
 from epk_gp.core.inputs import Inputs, Points
 from epk_gp.core.losses import CrossEntropy, Head, NegativeLogLikelihood, sample_weights, soft_targets
+from epk_gp.core.show import Tabular
 from epk_gp.core.step import tensor_bytes
 from epk_gp.core.trajectory import Trajectory, flat_state, held_coefficients, parse_inputs
 from epk_gp.gram.path_kernel import PathKernel
@@ -44,8 +45,8 @@ def tangent_trajectory(trajectory: Trajectory, state: int = -1) -> Trajectory:
     return run_of_states(trajectory, [w, w], 1.0, "none (NTK)", identity)
 
 
-@dataclass(frozen=True, eq=False)
-class SingleMachine:
+@dataclass(frozen=True, eq=False, repr=False)
+class SingleMachine(Tabular):
     """f(x) = b(x) + sum_i K(x, x_i) a_i with one kernel for the whole run.
 
     Attributes:
@@ -63,6 +64,7 @@ class SingleMachine:
     coefficients: Float[Tensor, "M C"]
     max_error: float
     error_tolerance: float
+    _columns = ("initial", "outputs", "network")
 
     @property
     def certified(self) -> bool:

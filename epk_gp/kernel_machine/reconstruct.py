@@ -16,7 +16,7 @@ from epk_gp.core.inputs import Inputs
 from epk_gp.core.losses import Head
 from epk_gp.core.plans import MAX_STEP_BATCH, integration_points, panel_points
 from epk_gp.core.replayed_steps import RunReplay, replayed_steps
-from epk_gp.core.show import Displayed, Entry, Summary, count, kind_of
+from epk_gp.core.show import Entry, Summary, Tabular, count, kind_of
 from epk_gp.core.states import PredictedPath, described_states
 from epk_gp.core.trajectory import Trajectory, flat_state, flat_weights, has_coarse_steps, has_memory, parse_inputs
 from epk_gp.gram.path_kernel import PathKernel, require_training
@@ -144,7 +144,7 @@ class ReconstructionWork(PathWork):
 
 
 @dataclass(frozen=True, eq=False, kw_only=True, repr=False)
-class Reconstruction(Displayed, certificate.Certificate):
+class Reconstruction(Tabular, certificate.Certificate):
     """A kernel machine's outputs beside the network's, with the certificate.
 
     Attributes:
@@ -159,6 +159,7 @@ class Reconstruction(Displayed, certificate.Certificate):
     network: Float[Tensor, "n C"]
     initial: Float[Tensor, "n C"]
     total_residual: float
+    _columns = ("initial", "outputs", "network")
 
     def _summary(self) -> Summary:
         (n, C), table = self.network.shape, PointsTable(self.network)

@@ -6,9 +6,11 @@ from typing import Any
 
 import matplotlib.patheffects as effects
 import numpy as np
-from jaxtyping import Float, Int, Shaped
+import torch
+from jaxtyping import Float, Int
 from matplotlib.artist import Artist
 from matplotlib.axes import Axes
+from matplotlib.axis import Axis
 from matplotlib.colors import to_hex, to_rgb
 from matplotlib.contour import ContourSet
 from matplotlib.figure import Figure
@@ -20,7 +22,9 @@ from scipy.interpolate import RectBivariateSpline, RegularGridInterpolator
 from scipy.ndimage import convolve, distance_transform_edt, gaussian_filter
 from torch import Tensor
 
-from epk_gp.analysis.maps import UncertaintyMap
+from epk_gp.analysis.maps import Plane, UncertaintyMap, project, validate_columns
+from epk_gp.core.show import count, shortened
+from epk_gp.gp.data import as_numbers
 from epk_gp.plots import style
 
 _MAX_POINTS = 600  # training points drawn on the maps of a figure
@@ -34,6 +38,12 @@ _FEW = 5  # classes whose colours are enough; the regions of more are named
 _SMOOTHINGS = 20  # of what is continued beyond a region: it is drawn up to a node's distance from it
 _NEIGHBOURS = np.array([[0, 1, 0], [1, 0, 1], [0, 1, 0]]) / 4
 _PALE = 0.22  # share of a class's colour in that of its region
+_EVEN = 0.7548777, 0.5698403  # whose multiples, taken together, are spread evenly over a square (Roberts 2018)
+_SPREAD = 0.7  # of a cell: where the points of a category are drawn
+_LONGEST = 20  # characters of a category's name
+_ROOM = 40  # characters of all categories' names that stand beside each other below a map
+_MOST_NAMES = 24  # of categories along an axis
+_MOST_HELD = 5  # other columns whose values are written above a map
 _HALO: list[effects.AbstractPathEffect] = [effects.withStroke(linewidth=2.8, foreground="white")]
 
 
@@ -52,6 +62,7 @@ def uncertainty_map(
     names: Sequence[str] | None = None,
     limits: tuple[float, float] | None = None,
     colorbar: bool = True,
+    in_cells: tuple[bool, bool] = (False, False),
 ) -> Axes:
     """Draw a scalar over a plane, dark where it is large, with training points and the decision boundary.
 
@@ -75,6 +86,7 @@ def uncertainty_map(
         names: Names of the classes, in order; None means "class 0", "class 1", …
         limits: Smallest and largest value of the shades; None means those of `values`.
         colorbar: Whether a colour bar is drawn.
+        in_cells: Whether columns, and rows, belong to cells of many equal ones: the boundary is not smoothed there.
 
     Returns:
         The Axes.
@@ -85,7 +97,7 @@ def uncertainty_map(
     """
     x, y, z = _even("grid_x", grid_x), _even("grid_y", grid_y), style.as_numpy("values", values)
     style.require_shape("values", z, (len(y), len(x)))
-    borders = None if boundary is None else _Borders(x, y, style.as_numpy("boundary", boundary))
+    borders = None if boundary is None else _Borders(x, y, style.as_numpy("boundary", boundary), in_cells)
     if (regions is not None and borders is None) or (labels is not None and points is None):
         raise ValueError("regions must come with a boundary, and labels with points. Pass both of them.")
     if regions is None or borders is None:
@@ -163,46 +175,105 @@ def map_handles(
 
 @style.styled
 def map_figure(
-    m: UncertaintyMap, labels: Shaped[Tensor, "M ..."], axis_names: tuple[str, str] = _COORDINATES, *, plane: str = ""
+    m: UncertaintyMap, axis_names: tuple[str, str] | None = None, *, plane: str | None = None, validation: object = None
 ) -> Figure:
-    """Draw the misclassification probability, its standard deviation, the entropy and the kernel over a plane.
+    """Draw what a process says over a plane, with the training points that it judges by.
+
+    Of an `UncertainClassifier` that is the error score and the out-of-distribution score; of a `LogitGP` the
+    probability that the network's class is wrong, its standard deviation, the entropy and the kernel.
 
     Args:
         m: The map.
-        labels: Targets of the training points, which give their colours if they are classes.
-        axis_names: Names of the two directions.
-        plane: Which plane is shown, and what the other coordinates are there.
+        axis_names: Names of the two directions; None for those of the map.
+        plane: Which plane is shown, and what the other coordinates are there; None for the values of other columns.
+        validation: Validation points, as a tensor, an array or a data frame: they are drawn as crosses.
     """
-    panels = (
-        (1 - m.probability, "probability that the network's class is wrong", "probability", m.network_class),
+    panels: list[tuple[Any, str, str, Any]] = [
+        (m.error, "probability that the network's class is wrong", "probability", m.network_class),
         (m.std, "standard deviation of that probability", "standard deviation", None),
         (m.entropy, "entropy of the expected probabilities", "nats", None),
         (m.kernel, "kernel value k(x, x)", "relative to the training points' mean", None),
-    )
-    stride = math.ceil(len(m.training) / _MAX_POINTS)
-    classes = style.class_labels(labels)
-    shown = None if classes is None else classes[::stride]
-    training = {"points": m.training[::stride], "labels": shown}
-    figure = style.new_figure(7.1 if plane else 6.8)
-    axes = figure.subplots(2, 2, sharex=True, sharey=True)
-    words = [name if name in _COORDINATES else style.plain(name) for name in axis_names]
+    ]
+    if m.out_of_distribution is not None:
+        panels = [(m.error, "error score", "probability of an error", m.network_class)]
+        panels += [(m.out_of_distribution, "out-of-distribution score", "0 near, 1 far", None)]
+    plane, words = held_columns(m.plane) if plane is None else plane, axis_names or m.plane.names
+    drawn = m.points[:: math.ceil(len(m.points) / _MAX_POINTS)]
+    classes = style.class_labels(m.labels)
+    training: dict[str, Any] = {"points": m.training[drawn], "labels": None if classes is None else classes[drawn]}
+    figure = style.new_figure(0.5 + 3.15 * len(panels) / 2 + 0.3 * bool(plane))
+    axes = figure.subplots(len(panels) // 2, 2, sharex=True, sharey=True)
     for ax, (values, title, unit, regions) in zip(axes.flat, panels, strict=True):
-        draw_panel(ax, m, values, title=title, colorbar_label=unit, regions=regions, **training)
-        ax.set(xlabel=words[0], ylabel=words[1])
+        draw_panel(ax, m, values, title=title, colorbar_label=unit, regions=regions, names=m.class_names, **training)
+        if validation is not None:
+            validate_columns(m.plane, getattr(validation, "columns", None), "validation")
+            x, y = _in_cells(m, project(m.plane, as_numbers(validation, "validation").double())).T.tolist()
+            ax.scatter(x, y, s=12, c=style.INK, marker="x", linewidths=0.7, zorder=4)
+        ax.set(xlabel=style.plain(words[0]), ylabel=style.plain(words[1]))
         ax.label_outer()
     if plane:
         figure.suptitle(style.plain(plane), x=0.01, ha="left", fontsize=style.SMALL)
-    if shown is not None:
-        handles = map_handles(shown)
+    if classes is not None:
+        handles = map_handles(classes[drawn], names=m.class_names)
+        if validation is not None:
+            handles.insert(-1, Line2D([], [], color=style.INK, marker="x", linestyle="", label="validation points"))
         columns = len(handles) if len(handles) <= _MOST_COLUMNS else math.ceil(len(handles) / 2)
         figure.legend(handles=handles, loc="outside lower center", ncols=columns, title="training points, projected")
     return figure
 
 
-def draw_panel(ax: Axes, m: UncertaintyMap, values: Float[Tensor, "ny nx"], **options: Any) -> None:
-    """Draw a scalar of a map; white is 0, so that a map of almost equal values is all of one shade."""
-    limits = (0.0, float(values.max()))
-    uncertainty_map(ax, m.x, m.y, values, boundary=m.boundary_classes, limits=limits, **options)
+def draw_panel(
+    ax: Axes, m: UncertaintyMap, values: Float[Tensor, "ny nx"], points: Float[Tensor, "n 2"], **options: Any
+) -> None:
+    """Draw a scalar of a map; white is 0, so that a map of almost equal values is all of one shade.
+
+    Categories are cells that nothing is interpolated across, and their points are spread in them.
+    """
+    axes, limits, regions = [m.x, m.y], (0.0, float(values.max())), options.pop("regions", None)
+    drawn = {"values": values, "boundary": m.boundary_classes} | ({} if regions is None else {"regions": regions})
+    of_x, of_y = (names is not None for names in m.plane.categories)
+    for k, names in enumerate(m.plane.categories):
+        if names is not None:
+            size = math.ceil(_FINE / len(names))
+            axes[k] = torch.linspace(-0.5, len(names) - 0.5, size * len(names))
+            drawn = {name: array.repeat_interleave(size, dim=1 - k) for name, array in drawn.items()}
+    options |= {"points": _in_cells(m, points), "in_cells": (of_x, of_y), "limits": limits, **drawn}
+    uncertainty_map(ax, axes[0], axes[1], **options)
+    for axis, names in zip((ax.xaxis, ax.yaxis), m.plane.categories, strict=True):
+        if names is not None:
+            _name_cells(axis, [*names.values()])
+
+
+def _in_cells(m: UncertaintyMap, points: Float[Tensor, "n 2"]) -> Float[Tensor, "n 2"]:
+    """Return where points are drawn: those of a category in its cell, spread evenly, so that they can be seen."""
+    places, number = points.clone(), torch.arange(len(points), dtype=points.dtype)
+    for k, (axis, names) in enumerate(zip((m.x, m.y), m.plane.categories, strict=True)):
+        if names is not None:
+            is_cell = points[:, k, None] == axis.to(points)
+            if not is_cell.any(1).all():
+                raise ValueError(f"points must have values of {m.plane.names[k]!r} that have a name: some have not.")
+            places[:, k] = is_cell.double().argmax(1) + _SPREAD * (number * _EVEN[k] % 1 - 0.5)
+    return places
+
+
+def _name_cells(axis: Axis, names: Sequence[str]) -> None:
+    """Write the names of categories at their cells, and draw lines between these."""
+    words, is_x = [shortened(name, _LONGEST) for name in names], axis is axis.axes.xaxis
+    step, is_long = math.ceil(len(words) / _MOST_NAMES), sum(len(word) + 2 for word in words) > _ROOM
+    labels = [style.plain(word) for word in words[::step]]
+    axis.set_ticks(range(0, len(words), step), labels, rotation=90 if is_x and is_long else 0)
+    axis.set_tick_params(length=0)
+    for edge in range(1, len(words)):
+        (axis.axes.axvline if is_x else axis.axes.axhline)(edge - 0.5, color=style.GRID, linewidth=0.8, zorder=2)
+    axis.axes.set_aspect("auto")
+
+
+def held_columns(plane: Plane) -> str:
+    """Return the values of other columns than the two of a plane, as a sentence; empty if there are none."""
+    held = list(plane.others.items())
+    words = [f"{shortened(name, _LONGEST)} {value:.6g}" for name, value in held[:_MOST_HELD]]
+    words += [f"and {count(len(held) - _MOST_HELD, 'more column')}"] * (len(held) > _MOST_HELD)
+    return f"Other columns: {', '.join(words)}." if held else ""
 
 
 def draw_colorbar(axes: Sequence[Axes], shades: ContourSet | AxesImage, label: str) -> None:
@@ -231,12 +302,14 @@ class _Borders:
         leads: How far each of them is ahead of the best other one (class, y, x): neighbours change sign on one line.
     """
 
-    def __init__(self, x: np.ndarray, y: np.ndarray, classes: np.ndarray) -> None:
+    def __init__(
+        self, x: np.ndarray, y: np.ndarray, classes: np.ndarray, in_cells: tuple[bool, bool] = (False, False)
+    ) -> None:
         if classes.ndim != 2 or classes.shape[0] < len(y) or classes.shape[1] < len(x):
             raise ValueError(f"boundary must have shape {(len(y), len(x))}, or be finer: got {classes.shape}.")
         self.y, self.x = (np.linspace(a[0], a[-1], size) for a, size in zip((y, x), classes.shape, strict=True))
         self.classes, self.present = classes, np.unique(classes)
-        blur = max(1.5, _BLUR * max(classes.shape))
+        blur = max(1.5, _BLUR * max(classes.shape)) * (1 - np.array(in_cells[::-1]))
         shares = np.stack([gaussian_filter((classes == c).astype(float), blur, mode="nearest") for c in self.present])
         first, second = np.sort(shares, axis=0)[[-1, -2]] if len(shares) > 1 else (shares[0], 0 * shares[0])
         self.leads = np.where(shares == first, shares - second, shares - first)

@@ -25,7 +25,7 @@ from epk_gp.gp.uncertain_classifier import UncertainClassifier
 from epk_gp.gram.path_kernel import PathKernel
 from epk_gp.gram.sketch import NUM_NODES, nodes_trajectory
 from epk_gp.plots import style
-from epk_gp.plots.maps import draw_colorbar, draw_panel, map_handles, shades_of
+from epk_gp.plots.maps import draw_colorbar, draw_panel, held_columns, map_handles, shades_of
 from epk_gp.plots.scores import score_histogram
 from epk_gp.quadrature.rules import left_endpoint
 from epk_gp.report.explanations import significant
@@ -69,6 +69,8 @@ def overview(request: ReportRequest, sure: Certainty) -> dict[str, Any]:
     if reason_without_kernel(request) is None:
         figures += _kernel(request)
     m, suspects, model = request.uncertainty_map, request.suspects, request.datamodel
+    if m is not None and m.out_of_distribution is not None:
+        figures.append(_far(request, m, m.out_of_distribution))
     return {
         "accuracy": None if true is None else float((request.network.argmax(dim=1) == true).double().mean()),
         "count": len(request.X),
@@ -334,48 +336,74 @@ def _cosine_table(cosines: Tensor, groups: Tensor | None, names: Sequence[str]) 
     return ["mean cosine with", *(names[c] for c in present)], of_classes
 
 
+def _draw_map(
+    ax: Axes, request: ReportRequest, m: UncertaintyMap, values: Float[Tensor, "ny nx"], label: str, **options: Any
+) -> None:
+    """Draw a scalar of a map, with the training samples in the colours of their classes."""
+    drawn, names = _drawn_samples(m), request.class_names
+    labels = None if request.training_labels is None else request.training_labels[drawn]
+    draw_panel(ax, m, values, m.training[drawn], title="", colorbar_label=label, labels=labels, names=names, **options)
+    shades_of(ax).set_rasterized(True)  # a picture: as outlines they are ten times as many bytes
+    x, y = _AXES if m.plane.columns is None else map(style.plain, m.plane.names)
+    ax.set(xlabel=x, ylabel=y)
+    if labels is not None:
+        handles = map_handles(labels, names=names)
+        ax.figure.legend(handles=handles, loc="outside lower center", ncols=min(4, len(handles)))
+
+
+def _drawn_samples(m: UncertaintyMap) -> Int64[Tensor, " k"]:
+    return m.points[:: math.ceil(len(m.points) / _MAX_POINTS)]
+
+
 def _map(request: ReportRequest, m: UncertaintyMap) -> dict[str, Any]:
     """Return the map of uncertainty over a plane, with the training samples behind each spot."""
-    count, wrong = min(COARSE, len(m.x), len(m.y)), 1 - m.probability
-    drawn = torch.arange(0, len(m.training), math.ceil(len(m.training) / _MAX_POINTS))
-    labels = None if request.training_labels is None else request.training_labels[drawn]
-
-    def draw(ax: Axes) -> None:
-        draw_panel(
-            ax, m, wrong, title="", colorbar_label="probability that the network's class is wrong", labels=labels,
-            points=m.training[drawn], regions=m.network_class, names=request.class_names,
-        )  # fmt: skip
-        shades_of(ax).set_rasterized(True)  # a picture: as outlines they are ten times as many bytes
-        ax.set(xlabel=_AXES[0], ylabel=_AXES[1])
-        if labels is not None:
-            handles = map_handles(labels, names=request.class_names)
-            ax.figure.legend(handles=handles, loc="outside lower center", ncols=min(4, len(handles)))
-
-    figure, picture = _drawn(draw, 5.2, 5.6)  # which moves its axes when it is saved
-    left, bottom, width, height = figure.axes[0].get_position().bounds
+    kinds, inputs = [names and [*names.values()] for names in m.plane.categories], request.trajectory.inputs.cpu()
+    sides, cells = list[list[float]](), list[Tensor]()
+    for nodes, names in zip((m.x, m.y), kinds, strict=True):
+        low, high, count = float(nodes[0]), float(nodes[-1]), min(COARSE, len(nodes))
+        sides.append([low, high] if names is None else [-0.5, len(names) - 0.5])
+        cells.append(low + (torch.arange(count).double() + 0.5) / count * (high - low) if names is None else nodes)
+    wrong = "probability that the network's class is wrong"
+    figure, picture = _drawn(lambda ax: _draw_map(ax, request, m, m.error, wrong, regions=m.network_class), 5.2, 5.6)
+    left, bottom, width, height = figure.axes[0].get_position().bounds  # where saving it has moved its axes
+    whose, far = "the process", m.out_of_distribution
+    if far is not None:
+        whose = "network and process together (error score)"
+    error = f" The largest Monte Carlo standard error is {m.standard_error:.2g}." if far is None else ""
     sentence = (
-        "Probability that the network's class is wrong, by the process: dark is uncertain. The largest Monte Carlo "
-        f"standard error is {m.standard_error:.2g}. Behind each cell of a grid of {count} × {count} stand the "
-        f"{_BEHIND} drawn training samples that training treats most like its middle: those with the largest cosine of "
-        f"the path kernel, by the midpoint rule with {NUM_NODES} nodes along the path."
+        f"Probability that the network's class is wrong, by {whose}: dark is uncertain.{error} {held_columns(m.plane)} "
+        f"Behind each cell of a grid of {len(cells[1])} × {len(cells[0])} stand the {_BEHIND} drawn training samples "
+        "that training treats most like its middle: those with the largest cosine of the path kernel, by the midpoint "
+        f"rule with {NUM_NODES} nodes along the path."
     )
     return {
-        "title": "Where is it sure?", "sentence": sentence,
-        "extent": [float(m.x[0]), float(m.x[-1]), float(m.y[0]), float(m.y[-1])],
-        "axes": list(_AXES), "shape": list(m.probability.shape), "svg": picture,
+        "title": "Where is it sure?", "sentence": sentence, "extent": [*sides[0], *sides[1]], "categories": kinds,
+        "axes": list(_AXES if m.plane.columns is None else m.plane.names), "shape": list(m.error.shape), "svg": picture,
         "area": [significant(v, 6) for v in (left, 1 - bottom - height, left + width, 1 - bottom)],
         "predicted": m.network_class.flatten().tolist(),
-        "wrong": [significant(v, 3) for v in wrong.clamp(min=0).flatten().tolist()],
-        "coarse": [count, count], "behind": _behind(request, m, drawn, count),
+        "wrong": [significant(v, 3) for v in m.error.clamp(min=0).flatten().tolist()],
+        "far": None if far is None else [significant(v, 3) for v in far.flatten().tolist()],
+        "coarse": [len(own) for own in cells[::-1]], "behind": _behind(request, m, *cells),
+        "has_positions": m.training.shape == inputs.shape and torch.equal(m.training, inputs.double()),
     }  # fmt: skip
 
 
-def _behind(request: ReportRequest, m: UncertaintyMap, drawn: Int64[Tensor, " k"], count: int) -> list[list[int]]:
+def _far(request: ReportRequest, m: UncertaintyMap, far: Float[Tensor, "ny nx"]) -> dict[str, Any]:
+    """Return the map of the out-of-distribution score."""
+    sentence = f"Out-of-distribution score: dark is unlike the training data. {held_columns(m.plane)}"
+    levels = torch.linspace(0, 1, 5, dtype=far.dtype)
+    scores = zip(levels.tolist(), torch.quantile(far.flatten(), levels).tolist(), strict=True)
+    table = ["quantile over the map", "score"], [[level, significant(score, 3)] for level, score in scores]
+    name, title, label = "far", "Where is it like the training data?", "from 0 (near) to 1 (far)"
+    return _figure(name, title, sentence, lambda ax: _draw_map(ax, request, m, far, label), table, 5.2, 5.6)
+
+
+def _behind(
+    request: ReportRequest, m: UncertaintyMap, x: Float[Tensor, " nx"], y: Float[Tensor, " ny"]
+) -> list[list[int]]:
     """Return the drawn samples with the largest cosine to each cell's middle, row by row from the first coordinates."""
-    run = request.trajectory.trained
-    middles = (torch.arange(count, dtype=torch.float64) + 0.5) / count
-    x, y = (axis[0] + middles.to(axis) * (axis[-1] - axis[0]) for axis in (m.x, m.y))
-    cells = Points(lift(m.plane, grid_coordinates(x, y)).to(run.inputs), is_train=False)
+    run, drawn = request.trajectory.trained, _drawn_samples(m)
+    cells = Points(lift(m.plane, grid_coordinates(x.to(m.x), y.to(m.y))).to(run.inputs), is_train=False)
     samples = Points(run.inputs[drawn.to(run.inputs.device)], is_train=False)
     kernel, budget = _path_kernel(request, nodes_trajectory(run, NUM_NODES))
     K = kernel.trace_block(cells, samples, budget).cpu()

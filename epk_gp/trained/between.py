@@ -30,7 +30,7 @@ from epk_gp.core.losses import CrossEntropy, Head, Loss, sample_weights
 from epk_gp.core.model import functionalize, uncompiled
 from epk_gp.core.plans import rows_of_weights
 from epk_gp.core.replayed_steps import RunReplay
-from epk_gp.core.show import Displayed, Entry, Summary, count, warn_caller
+from epk_gp.core.show import Entry, Summary, Tabular, count, warn_caller
 from epk_gp.core.step import Step
 from epk_gp.core.torch_overrides import outside_autocast
 from epk_gp.core.trajectory import Trajectory, flat_state, parse_inputs
@@ -66,7 +66,7 @@ _BLOCK = 256  # training samples whose gradients are taken together, at most
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class Shares(Displayed):
+class Shares(Tabular):
     """Shares of a change along some axes; they add up to it.
 
     Attributes:
@@ -77,6 +77,9 @@ class Shares(Displayed):
     values: Float[Tensor, "n C *groups"]
     axes: tuple[Axis, ...]
 
+    def _frame(self) -> tuple[Any, ...]:
+        return PointsTable(self.values.flatten(2).sum(dim=2)).frame({"values": self.values}, self.axes)
+
     def _summary(self) -> Summary:
         table = PointsTable(change := self.values.flatten(2).sum(dim=2))
         rows = [table.row("change", change), *table.largest("largest", self.values, partial(group_name, self.axes))]
@@ -85,7 +88,7 @@ class Shares(Displayed):
 
 
 @dataclass(frozen=True, eq=False, kw_only=True, repr=False)
-class CheckpointSplit(Displayed, Certificate):
+class CheckpointSplit(Tabular, Certificate):
     """The change of predictions between checkpoints, split exactly; with data also, to first order, by samples.
 
     Attributes:
@@ -176,6 +179,16 @@ class CheckpointSplit(Displayed, Certificate):
     def by_head(self) -> Shares:
         """Split the change by attention head: queries, keys, values and the part of the output; modules elsewhere."""
         return self.by("head")
+
+    def _frame(self) -> tuple[Any, ...]:
+        terms = {"initial": self.initial, "pieces": self.pieces}
+        names = [f"{parameter}, {head}" if head else parameter for parameter, _, head in self.names]
+        rows, _, columns = PointsTable(self.network).frame(terms, ())
+        columns += [("step", [f"{a} → {b}" for a, b in pairwise(self.checkpoints)]), ("parameter", names)]
+        if self.samples is not None and self.unexplained is not None:
+            terms |= {"samples": self.samples[:, :, None, None], "unexplained": self.unexplained}
+            columns.append(("sample", range(self.samples.shape[2])))
+        return rows, terms, columns
 
     def _summary(self) -> Summary:
         table, shares = PointsTable(self.network), self.by_module()

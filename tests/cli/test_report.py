@@ -82,6 +82,13 @@ def test_everything_that_a_report_can_show_is_asked_for_by_an_option(tmp_path):
     ]  # fmt: skip
     assert content["overview"]["suspects"]
     assert content["overview"]["map"]
+    shown = ("--validation", "held-out", "--columns", "column 3=-1..1,0", "--others", "1=0.5", "--kernel-points", 0)
+    assert run("report", folder, "--out", tmp_path / "columns.html", *shown, *asked) == 0
+    overview = embedded(tmp_path / "columns.html")["overview"]
+    assert [figure["id"] for figure in overview["figures"]] == ["reliability", "far"]
+    assert overview["map"]["axes"] == ["column 3", "column 0"]
+    assert overview["map"]["extent"][:2] == [-1, 1]
+    assert "Other columns: column 1 0.5, column 2" in overview["map"]["sentence"]
     for point in content["points"]:
         assert point["band"]
         (explanation,) = point["explanations"].values()

@@ -204,7 +204,7 @@ def test_gram_writes_the_library_s_block_along_the_path(recorded, tmp_path):
 
 
 def test_uncertainty_writes_numbers_and_a_map_in_the_type_asked_for(recorded, tmp_path):
-    asked = ("--grid", 5, "--plane", "coordinates", "--dtype", "float32", *SMALL_MAP)
+    asked = ("--grid", 5, "--columns", "1,0", "--dtype", "float32", *SMALL_MAP)
     assert run("uncertainty", recorded, "--out", tmp_path, *asked) == 0
     arrays = load_file(tmp_path / "map.safetensors")
     assert arrays["std"].shape == arrays["kernel"].shape == arrays["entropy"].shape == (5, 5)

@@ -79,6 +79,39 @@ def test_without_points_half_of_the_validation_source_is_scored(judged, tmp_path
     np.testing.assert_allclose(read.predict_proba(held_out["inputs"][rows]), probability, atol=1e-6)
 
 
+@pytest.fixture(scope="module")
+def people(tmp_path_factory):
+    """A run on ages, sexes and incomes, with 50 held-out people."""
+    folder, rng = tmp_path_factory.mktemp("people"), np.random.default_rng(0)
+    X = np.c_[rng.uniform(2, 7, 90), rng.integers(0, 2, 90), rng.normal(size=90)]
+    np.savez(folder / "people.npz", inputs=X, labels=(X[:, 0] + X[:, 1] > 5).astype(int))
+    data = ("--data", folder / "people.npz", "--num-train", 40, "--width", 4, "--steps", 5, "--quiet")
+    assert run("record", "--out", folder / "run", *data) == 0
+    return folder / "run"
+
+
+def test_scores_are_mapped_over_two_columns_of_a_table(people, tmp_path, capsys):
+    named = ("--feature-names", "age,sex,income", "--others", "income=0.5")
+    named += ("--columns", "age=0..10,sex=0:female/1:male")
+    asked = ("--validation", "held-out", *named, "--grid", 5, *FAST)
+    assert run("uncertainty", people, *asked, "--out", tmp_path) == 0
+    assert "scores.npz, scores.png, uncertainty.json, map.png, map.safetensors (" in capsys.readouterr().out
+    trajectory = open_run(people, None)
+    fitted, _ = read_labelled("held-out", people, trajectory).halves(0)
+    model = epk.UncertainClassifier(trajectory, nodes=3).fit(fitted.X, fitted.labels)
+    arrays = load_file(tmp_path / "map.safetensors")
+    assert (arrays["x"].tolist(), arrays["y"].tolist()) == ([0, 2.5, 5, 7.5, 10], [0, 1])
+    rows = torch.tensor([[age, sex, 0.5] for sex in (0, 1) for age in (0, 2.5, 5, 7.5, 10)]).to(trajectory.dtype)
+    u = model.uncertainty(rows, 16)
+    torch.testing.assert_close(1 - arrays["probability"].flatten(), u.error, check_dtype=False)
+    torch.testing.assert_close(arrays["out_of_distribution"].flatten(), u.out_of_distribution, check_dtype=False)
+    assert (tmp_path / "map.png").read_bytes().startswith(b"\x89PNG")
+    by_number = ("--columns", "0=0..10,1=0:female/1:male", "--others", "2=0.5")
+    asked = ("--validation", "held-out", *by_number, "--grid", 5, *FAST)
+    assert run("uncertainty", people, *asked, "--out", tmp_path / "numbers") == 0
+    assert torch.equal(load_file(tmp_path / "numbers" / "map.safetensors")["std"], arrays["std"])
+
+
 def test_halves_share_no_point_and_training_points_are_recognised(judged):
     trajectory = open_run(judged / "run", None)
     source = read_labelled("held-out", judged / "run", trajectory)

@@ -139,7 +139,8 @@ def keys(file: Path) -> set[str]:
 
 def test_every_command_that_writes_has_its_section():
     sections = re.findall(r"^## epk-gp (.*)$", PAGE, flags=re.MULTILINE)
-    assert sections == ["record", *DESCRIBED[:-2], "uncertainty --save-model", *DESCRIBED[-2:], "demo"]
+    more = ["uncertainty --validation --columns", "uncertainty --save-model"]
+    assert sections == ["record", *DESCRIBED[:-2], *more, *DESCRIBED[-2:], "demo"]
 
 
 def test_another_shape_name_or_dtype_is_found():

@@ -154,7 +154,18 @@ USES = OF_TYPER | {
     "--save-model must be a new or empty folder: full": "uncertainty judged --validation held-out --save-model full",
     "--save-model must lie outside the folder of the run":
         "uncertainty judged --validation held-out --save-model judged/x",
-    "--grid would be ignored beside --validation": "uncertainty judged --validation held-out --grid 3",
+    "--grid would be ignored without --columns": "uncertainty judged --validation held-out --grid 3",
+    "--rule would be ignored beside --validation": "uncertainty judged --validation held-out --rule midpoint:1",
+    "--others would be ignored without --columns": "uncertainty run --others 1=2",
+    "'age' must be the name or the number of one column": "uncertainty run --columns age,0",
+    "--columns must be X,Y, and --others NAME=VALUE":
+        "uncertainty run --columns 0; uncertainty run --columns 0,1,2; uncertainty run --columns 0=1..,1; "
+        "uncertainty run --columns 0=1,1; uncertainty run --columns 0,1 --others 2",
+    "axes must be two columns": "uncertainty run --columns 0,0; uncertainty run --columns 0,1 --others 1=2",
+    "extent= two ends that ascend": "uncertainty run --columns 0=2..1,1",
+    "categories of 'column 1' must name each of its values": "uncertainty run --columns 0,1=7:a",
+    "--columns must stand beside --validation":
+        "report run --others 1=2; report run --columns 0,1; report judged --columns 0,1 --map --validation held-out",
     "--alpha would be ignored without --validation": "uncertainty judged --alpha 0.1",
     "--save-model would be ignored without --validation": "uncertainty judged --save-model x",
     "cannot be used: ":

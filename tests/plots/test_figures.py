@@ -1,8 +1,11 @@
 """The figures that commands write."""
 
+import itertools
 import re
 from dataclasses import replace
 
+import numpy as np
+import pandas as pd
 import pytest
 import torch
 from matplotlib.text import Text
@@ -10,11 +13,12 @@ from torch import nn
 
 import epk_gp as epk
 from epk_gp.analysis.breakdown import prediction_breakdown, step_ranges
-from epk_gp.analysis.maps import UncertaintyMap, coordinate_plane
+from epk_gp.analysis.maps import UncertaintyMap, column_plane, coordinate_plane, project
 from epk_gp.cli.uncertainty import describe_plane
+from epk_gp.core.show import shortened
 from epk_gp.datamodels.model import Verification
 from epk_gp.kernel_machine.axes import by_sample
-from epk_gp.plots import shades_of
+from epk_gp.plots import shades_of, style
 from epk_gp.plots.contributions import attribution_figure
 from epk_gp.plots.maps import map_figure
 from epk_gp.plots.scores import check_figure, scores_figure, verification_figure
@@ -87,10 +91,10 @@ def test_the_plane_of_a_map_is_said_and_one_legend_serves_all_maps():
     m = UncertaintyMap(
         x=x, y=x, training=values[:2].reshape(6, 2), network_class=classes, plane=coordinate_plane(values),
         boundary_classes=classes.repeat_interleave(5, 0).repeat_interleave(5, 1), standard_error=0.1,
-        distance_correlation=None, **shown,
+        distance_correlation=None, points=torch.arange(6), labels=torch.arange(6) % 2, **shown,
     )  # fmt: skip
-    figure = map_figure(m, torch.arange(6) % 2, plane=describe_plane("coordinates", 100))
-    assert "the others are at their mean" in words_of(figure)
+    figure = map_figure(m, plane=describe_plane(784))
+    assert "principal directions of the training inputs (784 coordinates)" in words_of(figure)
     assert len(figure.legends) == 1
     assert not any(ax.get_legend() for ax in figure.get_axes())
     legend = [text.get_text() for text in figure.legends[0].get_texts()]
@@ -99,10 +103,76 @@ def test_the_plane_of_a_map_is_said_and_one_legend_serves_all_maps():
     assert [shades_of(ax).levels[0] for ax in maps] == [0, 0, 0, 0]  # white is 0
 
 
-def test_a_plane_is_described_by_what_the_other_coordinates_are():
-    assert describe_plane("coordinates", 2) == ""
-    assert "the others are at their mean" in describe_plane("coordinates", 3)
-    assert "principal directions of the training inputs (784 coordinates)" in describe_plane("principal", 784)
+def score_map(num_kinds, axes=(0, 1)):
+    """A map of made-up scores over ages and kinds of training points in three classes, and validation points."""
+    rng = np.random.default_rng(0)
+    X = np.c_[rng.uniform(20, 70, 40), np.arange(40) % num_kinds * 2, rng.normal(size=40)]
+    names = {float(2 * k): f"the kind number ${k} of all" for k in range(num_kinds)}
+    plane = column_plane(X, *axes, names=["age", "kind", "c"], categories={"kind": names})
+    x, y = (torch.tensor([*names]) if k == 1 else torch.linspace(10, 80, 6).double() for k in axes)
+    error = torch.arange(len(x) * len(y)).double().reshape(len(y), len(x)) / (len(x) * len(y))
+    classes = (error * 3).long()
+    boundary = classes.repeat_interleave(1 if axes[0] == 1 else 5, 1).repeat_interleave(1 if axes[1] == 1 else 5, 0)
+    m = UncertaintyMap(
+        x=x, y=y, training=project(plane, torch.tensor(X)), points=torch.arange(30), network_class=classes, plane=plane,
+        boundary_classes=boundary, probability=1 - error, std=error, entropy=error, mutual_information=error,
+        out_of_distribution=error.flip(0), standard_error=0.0, distance_correlation=None, labels=torch.arange(40) % 3,
+        class_names=["ant", "bee", "$cat$"],
+    )  # fmt: skip
+    return m, X[30:]
+
+
+@pytest.mark.parametrize("axes", [(0, 1), (1, 0)])
+def test_categories_are_cells_that_nothing_is_interpolated_across_and_hold_their_points(axes):
+    m, _ = score_map(4, axes)
+    figure = map_figure(m)
+    error, far = (ax for ax in figure.axes if ax.get_title(loc="left"))
+    assert (error.get_title(loc="left"), far.get_title(loc="left")) == ("error score", "out-of-distribution score")
+    assert (error.get_xlabel(), error.get_ylabel()) == m.plane.names
+    of_kinds, along = (error.yaxis, 0) if axes[1] == 1 else (error.xaxis, 1)
+    assert [text.get_text() for text in of_kinds.get_ticklabels()] == [
+        style.plain(shortened(name, 20)) for name in m.plane.categories[1 - along].values()
+    ]
+    shades = shades_of(far)
+    for kind in range(4):
+        values = m.out_of_distribution.select(along, kind)
+        for place in (-0.49, 0.0, 0.49):
+            at = np.array([float((m.x, m.y)[along][3]), kind + place])[:: 1 if along == 0 else -1]
+            found = [k for k, path in enumerate(shades.get_paths()) if path.contains_point(at)]
+            assert any(shades.levels[k] <= values[3] <= shades.levels[k + 1] for k in found)
+    points = error.collections[-1].get_offsets()
+    assert len(points) == 30
+    assert np.array_equal(points[:, 1 - along].round(), np.arange(30) % 4)
+    assert np.ptp(points[:, 1 - along] - np.arange(30) % 4) > 0.5  # spread, so that they can be seen
+
+
+def test_validation_points_of_other_columns_or_categories_are_refused():
+    m, validation = score_map(3)
+    frame = pd.DataFrame(validation, columns=["age", "kind", "c"])
+    map_figure(m, validation=frame)
+    with pytest.raises(ValueError, match="validation must have the columns of the plane"):
+        map_figure(m, validation=frame[["kind", "age", "c"]])
+    with pytest.raises(ValueError, match="points must have values of 'kind' that have a name"):
+        map_figure(m, validation=validation + 1)
+
+
+@pytest.mark.parametrize(("num_kinds", "axes"), [(3, (1, 0)), (3, (0, 1)), (20, (1, 0)), (20, (0, 1)), (40, (1, 0))])
+def test_names_of_categories_do_not_overlap_and_stay_in_the_figure(num_kinds, axes):
+    m, validation = score_map(num_kinds, axes)
+    figure = map_figure(m, validation=validation)
+    words = [text.get_text() for text in figure.legends[0].get_texts()]
+    assert words == ["ant", "bee", r"\$cat\$", "validation points", "decision boundary of the network"]
+    crosses = [c for ax in figure.axes for c in ax.collections if len(c.get_offsets()) == len(validation)]
+    assert len(crosses) == 2
+    assert "Other columns: c " in words_of(figure)
+    for ax in figure.axes[:2]:
+        for axis in (ax.xaxis, ax.yaxis):
+            boxes = [
+                text.get_window_extent() for text in axis.get_ticklabels() if text.get_visible() and text.get_text()
+            ]
+            for a, b in itertools.pairwise(boxes):
+                assert a.x1 <= b.x0 or a.y1 <= b.y0 or b.y1 <= a.y0
+            assert all(figure.bbox.contains(*corner) for box in boxes for corner in box.corners())
 
 
 @pytest.mark.mostly_slow

@@ -4,9 +4,11 @@ import copy
 import re
 
 import pytest
+import torch
 from axe_playwright_python.sync_playwright import Axe
 
 import epk_gp as epk
+from epk_gp.analysis.maps import column_plane, uncertainty_on_plane
 from epk_gp.report.write import lessen
 from report_cases import embedded, report_case, written
 from shown_numbers import at, check_numbers, exact_text, fragment_of, go, read, shown_sum, view_of, view_sum
@@ -399,6 +401,27 @@ def test_the_map_follows_pointer_and_arrow_keys(open_report, content):
     check(13, 4)
     press(page, "Home", "PageDown", "ArrowLeft")
     check(0, 0)
+
+
+def test_a_map_of_categories_says_their_names_and_both_scores(open_report, tmp_path):
+    run, X, y = report_case("momentum")
+    more = torch.cat([X, X + 0.1, X - 0.1])
+    model = epk.UncertainClassifier(run, nodes=2).fit(more, y.repeat(3))
+    kinds = {4: {float(value): f"kind {k}" for k, value in enumerate(run.inputs[:, 4].sort().values)}}
+    m = uncertainty_on_plane(model, column_plane(model, 0, 4, categories=kinds), size=7, num_samples=4)
+    made = written(tmp_path, run, X, y, explained=1, posterior=model, uncertainty_map=m)
+    page = open_report(made, "#view=overview", viewport={"width": 1280, "height": 1400})
+    box, panel, given = page.locator("#map").bounding_box(), page.locator(".map-panel"), made["overview"]["map"]
+    for row, column in ((0, 0), (5, 3), (11, 6)):
+        left, down = min(max(column / 6, 0.001), 0.999), 1 - (row + 0.5) / 12
+        page.mouse.move(box["x"] + left * box["width"], box["y"] + down * box["height"])
+        said, cell = panel.inner_text(), 7 * row + column
+        assert f"column 4 kind {row}\n" in said
+        assert f"column 0 {float(m.x[column]):.4g}".replace("-", "\u2212") in said
+        shown = [float(number.get_attribute("value")) for number in panel.locator(".number").all()[:2]]
+        assert shown == [given["wrong"][cell], given["far"][cell]]
+        behind = [int(value) for value in panel.locator("li .sample-number .number").all_inner_texts()]
+        assert behind == given["behind"][7 * row + column]
 
 
 def colour(page, place="body", name="background-color"):

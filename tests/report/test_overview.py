@@ -7,7 +7,14 @@ import torch
 from torch import nn
 
 import epk_gp as epk
-from epk_gp.analysis.maps import coordinate_plane, grid_coordinates, lift, uncertainty_on_plane
+from epk_gp.analysis.maps import (
+    column_plane,
+    coordinate_plane,
+    grid_coordinates,
+    lift,
+    principal_plane,
+    uncertainty_on_plane,
+)
 from epk_gp.analysis.measures import calibration, gram_spectrum, ood_metrics
 from epk_gp.datasets import three_gaussians
 from epk_gp.gram.sketch import nodes_trajectory
@@ -184,6 +191,57 @@ def test_the_map_has_the_values_of_the_map_and_the_samples_of_the_kernel(problem
     cosines = path_cosines(trajectory, torch.cat([cells, trajectory.inputs]))[1][: len(cells), len(cells) :]
     assert found["behind"] == cosines.topk(3, dim=1).indices.tolist()
     assert {str(i) for cell in found["behind"] for i in cell} <= problem["content"]["samples"]["shown"].keys()
+
+
+@pytest.mark.parametrize("axes", [(2, 0), (0, 2), (0, 1)])
+def test_a_map_over_columns_has_both_scores_and_the_names_of_categories(problem, tmp_path, axes):
+    trajectory, model = problem["trajectory"], problem["model"]
+    kinds = {2: {float(value): f"kind {k}" for k, value in enumerate(trajectory.inputs[:, 2].sort().values)}}
+    plane = column_plane(
+        model, *axes, names=["age", "income", "kind"], categories=kinds, extent={axes[-1] % 2: (-1, 3)}
+    )
+    m = uncertainty_on_plane(model, plane, size=5, num_samples=4)
+    content = written(
+        tmp_path, trajectory, problem["X"], explained=1, outputs=1, rule=epk.adaptive(1e-8), posterior=model,
+        uncertainty_map=m,
+    )  # fmt: skip
+    found, names = content["overview"]["map"], list(kinds[2].values())
+    assert found["categories"] == [names if axis == 2 else None for axis in axes]
+    assert found["axes"] == [["age", "income", "kind"][axis] for axis in axes]
+    for axis, ends in zip(axes, (found["extent"][:2], found["extent"][2:]), strict=True):
+        assert axis != 2 or ends == [-0.5, 35.5]
+    assert found["shape"] == [len(m.y), len(m.x)]
+    assert found["coarse"] == [len(m.y), len(m.x)]
+    X = lift(plane, grid_coordinates(m.x, m.y))
+    u = model.uncertainty(X, 4)
+    assert found["wrong"] == pytest.approx(u.error.tolist(), rel=1e-2)
+    assert found["far"] == pytest.approx(u.out_of_distribution.tolist(), rel=1e-2)
+    middles = [
+        nodes if axis == 2 else torch.linspace(nodes[0], nodes[-1], 11, dtype=nodes.dtype)[1::2]
+        for axis, nodes in zip(axes, (m.x, m.y), strict=True)
+    ]
+    X = lift(plane, grid_coordinates(*middles))
+    cosines = path_cosines(trajectory, torch.cat([X, trajectory.inputs]))[1][: len(X), len(X) :]
+    assert found["behind"] == cosines.topk(3, dim=1).indices.tolist()
+    assert found["has_positions"] is False
+    assert [figure["id"] for figure in content["overview"]["figures"]] == ["far"]
+
+
+def test_positions_are_marked_on_a_map_whose_axes_are_the_inputs_alone(tmp_path):
+    data = three_gaussians(5, dim=2, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    net = nn.Linear(2, 3).double()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.3)
+    trajectory = epk.train(net, data.inputs, data.labels, optimizer=optimizer, steps=5)
+    X, y = data.inputs + 0.1, data.labels
+    gp = epk.LogitGP(trajectory, points=[0, 1, 5], nodes=2)
+    for plane, expected in (
+        (coordinate_plane(trajectory.inputs), True),
+        (column_plane(trajectory.inputs, 1, 0), False),
+        (principal_plane(trajectory.inputs), False),
+    ):
+        m = uncertainty_on_plane(gp, plane, size=3, num_samples=4)
+        found = written(tmp_path, trajectory, X, y, explained=1, outputs=1, rule=epk.adaptive(1e-8), uncertainty_map=m)
+        assert found["overview"]["map"]["has_positions"] is expected
 
 
 def test_a_posterior_of_the_points_gives_probabilities_too(problem, tmp_path):

@@ -61,7 +61,7 @@ function figureCard(figure, number) {
     { class: 'card' },
     el('h3', {}, figure.title),
     el('p', {}, figure.sentence),
-    el('div', { class: 'figure' }, parsedSvg(figure.svg, `figure${number}-`, figure.title)),
+    el('div', { class: figure.id === 'far' ? 'figure light' : 'figure' }, parsedSvg(figure.svg, `figure${number}-`, figure.title)),
     figureTable(figure, `overview.figures.${number}`),
   );
 }

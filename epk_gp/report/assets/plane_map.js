@@ -3,7 +3,7 @@
 const SIDE = 300;
 
 function planeExtent(points) {
-  if (content.overview.map) return content.overview.map.extent;
+  if (content.overview.map && content.overview.map.has_positions) return content.overview.map.extent;
   const bounds = [0, 1].map((axis) => {
     const values = points.map((position) => position[axis]);
     const [low, high] = [Math.min(...values), Math.max(...values)];
@@ -57,22 +57,29 @@ function planeOf(state, point) {
   );
 }
 
-// The map. Its values are at nodes from edge to edge, counted from the lower left corner, row by row; the training
-// points behind are those of the cells of a coarser grid.
-function shareOf(index, number) {
+// The map. Its values are at nodes from edge to edge, or in the middle of categories, counted from the lower left
+// corner, row by row; the training points behind are those of the cells of a coarser grid.
+function shareOf(index, number, names) {
+  if (names) return (index + 0.5) / number;
   return number > 1 ? index / (number - 1) : 0.5;
+}
+
+function placeOn(map, axis, index) {
+  const [low, high] = map.extent.slice(2 * axis, 2 * axis + 2);
+  const names = map.categories[axis];
+  if (names) return names[index];
+  const value = low + shareOf(index, map.shape[1 - axis]) * (high - low);
+  return String(Number(value.toPrecision(4))).replace('-', MINUS);
 }
 
 const mapCursor = { row: 0, column: 0, key: null };
 
 function cellText(map, row, column) {
-  const [ny, nx] = map.shape;
-  const [x0, x1, y0, y1] = map.extent;
-  const cell = row * nx + column;
+  const cell = row * map.shape[1] + column;
   return {
     cell,
-    x: x0 + shareOf(column, nx) * (x1 - x0),
-    y: y0 + shareOf(row, ny) * (y1 - y0),
+    x: placeOn(map, 0, column),
+    y: placeOn(map, 1, row),
     predicted: classNames()[map.predicted[cell]],
   };
 }
@@ -80,8 +87,9 @@ function cellText(map, row, column) {
 function samplesBehind(map, row, column) {
   const [ny, nx] = map.shape;
   const [my, mx] = map.coarse;
-  const of = (index, number, cells) => Math.min(cells - 1, Math.floor(shareOf(index, number) * cells));
-  const cell = of(row, ny, my) * mx + of(column, nx, mx);
+  const [ofX, ofY] = map.categories;
+  const of = (index, number, cells, names) => Math.min(cells - 1, Math.floor(shareOf(index, number, names) * cells));
+  const cell = of(row, ny, my, ofY) * mx + of(column, nx, mx, ofX);
   return { cell, samples: map.behind[cell] || [] };
 }
 
@@ -96,13 +104,14 @@ function showCell(map, overlay, panel) {
   const { cell, x, y, predicted } = cellText(map, row, column);
   const behind = samplesBehind(map, row, column);
   const [x0, x1, y0, y1] = map.extent;
+  const [ofX, ofY] = map.categories;
   overlay.replaceChildren(
     ...['cursor-edge', 'cursor'].map((kind) =>
-      drawn('path', { class: kind, d: cross(shareOf(column, nx) * 100, 100 - shareOf(row, ny) * 100) }),
+      drawn('path', { class: kind, d: cross(shareOf(column, nx, ofX) * 100, 100 - shareOf(row, ny, ofY) * 100) }),
     ),
     ...behind.samples
       .map(sampleOf)
-      .filter((sample) => sample && sample.position)
+      .filter((sample) => sample && sample.position && map.has_positions)
       .flatMap((sample) => {
         const left = ((sample.position[0] - x0) / (x1 - x0)) * 100;
         const top = ((y1 - sample.position[1]) / (y1 - y0)) * 100;
@@ -113,11 +122,7 @@ function showCell(map, overlay, panel) {
   const source = 'overview.map';
   refill(
     panel,
-    el(
-      'p',
-      {},
-      `${map.axes[0]} ${x.toPrecision(3).replace('-', MINUS)}, ${map.axes[1]} ${y.toPrecision(3).replace('-', MINUS)}`,
-    ),
+    el('p', {}, `${map.axes[0]} ${x}, ${map.axes[1]} ${y}`),
     el(
       'p',
       {},
@@ -127,6 +132,7 @@ function showCell(map, overlay, panel) {
       percent(map.wrong[cell], `${source}.wrong.${cell}`),
       '.',
     ),
+    map.far ? el('p', {}, 'Out-of-distribution score ', plainNumber(map.far[cell], `${source}.far.${cell}`, { decimals: 2 }), '.') : null,
     behind.samples.length ? el('p', {}, 'Training points behind it:') : null,
     el(
       'ul',
@@ -178,8 +184,9 @@ function mapCard(map) {
   );
   const pointed = (event) => {
     const box = area.getBoundingClientRect();
-    const column = Math.round(((event.clientX - box.left) / box.width) * (nx - 1));
-    const row = Math.round((1 - (event.clientY - box.top) / box.height) * (ny - 1));
+    const at = (share, number, names) => (names ? Math.floor(share * number) : Math.round(share * (number - 1)));
+    const column = at((event.clientX - box.left) / box.width, nx, map.categories[0]);
+    const row = at(1 - (event.clientY - box.top) / box.height, ny, map.categories[1]);
     mapCursor.column = Math.max(0, Math.min(nx - 1, column));
     mapCursor.row = Math.max(0, Math.min(ny - 1, row));
     showCell(map, overlay, panel);
