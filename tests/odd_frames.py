@@ -37,10 +37,10 @@ def table(values):
     return pd.DataFrame(values, columns=NAMES, index=[f"row {7 * i}" for i in range(len(values))])
 
 
-def network():
+def network(num_outputs=3):
     """Return the network of the doors that take one."""
     torch.manual_seed(0)
-    return torch.nn.Sequential(torch.nn.Linear(4, 6), torch.nn.Tanh(), torch.nn.Linear(6, 3)).double()
+    return torch.nn.Sequential(torch.nn.Linear(4, 6), torch.nn.Tanh(), torch.nn.Linear(6, num_outputs)).double()
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ def models():
     """Fit all models once."""
     (X, y), (X_val, y_val) = values_of(40, 0), values_of(30, 1)
     classifier = epk.EPKClassifier(network(), steps=20, random_state=0).fit(table(X), y)
-    regressor = epk.EPKRegressor(steps=20, random_state=0).fit(table(X), X @ [1.0, 0.1, 2.0, 5.0])
+    regressor = epk.EPKRegressor(network(1), steps=20, random_state=0).fit(table(X), X @ [1.0, 0.1, 2.0, 5.0])
     numbers = np.searchsorted(KINDS, y)
     judged = {"its own": classifier.uncertain_classifier(table(X_val), y_val, nodes=2)}
     of = epk.UncertainClassifier.of(network(), table(X), numbers, inputs_kernel=None)

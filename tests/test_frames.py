@@ -16,6 +16,7 @@ import epk_gp as epk
 from epk_gp.analysis.counterfactual import rank_agreement
 from epk_gp.analysis.maps import uncertainty_on_plane
 from epk_gp.core.show import Tabular
+from epk_gp.estimator import line
 from epk_gp.gp import regression
 from epk_gp.kernel_machine.axes import by_label, by_layer, by_sample, by_step
 from epk_gp.kernel_machine.baselines import single_machine
@@ -180,6 +181,11 @@ def split(run, X):
 
 
 # How each public result that is a table is made, of a run and two points.
+def regressor(run):
+    rows = run.inputs.numpy()
+    return epk.EPKRegressor(line, steps=10, lr=0.05, random_state=0).fit(rows, rows[:, 0])
+
+
 RESULTS = {
     "Agreement": lambda run, X: rank_agreement(torch.rand(4, 6), torch.rand(4, 6)),
     "Attribution": epk.attribute,
@@ -200,6 +206,7 @@ RESULTS = {
     "SingleMachine": single_machine,
     "SoftmaxUncertainty": lambda run, X: epk.softmax_uncertainty(process(run).logit_posterior(X), 4, quantiles=[0.1]),
     "TargetPrediction": lambda run, X: regression.predict_targets(process(run), X),
+    "TargetUncertainty": lambda run, X: regressor(run).uncertainty(X.numpy()),
     "UncertaintyMap": lambda run, X: uncertainty_on_plane(judged(run), (0, 1), size=3, num_samples=4),
     "Verification": lambda run, X: epk.datamodel(run, X, torch.tensor([0, 1])).verify(torch.ones(2, 15).bool()),
 }
@@ -268,10 +275,10 @@ def test_the_table_of_a_result_holds_its_numbers_and_the_result_is_shown(longer,
     frame = result.to_frame()
     assert len(frame)
     terms = frame.columns.get_level_values(0).unique()
-    held = [term for term in terms if isinstance(getattr(result, term, None), torch.Tensor)]
+    held = [term for term in terms if isinstance(getattr(result, term, None), torch.Tensor | np.ndarray)]
     assert held
     for term in held:
-        np.testing.assert_array_equal(np.unique(frame[term]), np.unique(getattr(result, term).numpy()))
+        np.testing.assert_array_equal(np.unique(frame[term]), np.unique(np.asarray(getattr(result, term))))
 
 
 @pytest.fixture(scope="module")

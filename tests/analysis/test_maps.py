@@ -201,7 +201,7 @@ def test_rows_that_the_process_leaves_out_are_neither_drawn_nor_counted(judged):
     y = table(60, 0)[1]
     weights = np.ones(60)
     weights[X["age"] > 40] = 0
-    model = epk.EPKClassifier(steps=5, random_state=0).fit(X, y, sample_weight=weights)
+    model = epk.EPKClassifier(steps=20, random_state=0).fit(X, y, sample_weight=weights)
     m = uncertainty_on_plane(
         model.uncertain_classifier(held_out, table(30, 1)[1], nodes=2), ("income", "sex"), size=2, num_samples=2
     )
