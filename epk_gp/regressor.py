@@ -13,7 +13,7 @@ from numpy.typing import ArrayLike
 from sklearn.base import MultiOutputMixin, RegressorMixin
 from sklearn.exceptions import ConvergenceWarning
 from sklearn.gaussian_process import GaussianProcessRegressor
-from sklearn.gaussian_process.kernels import RBF, ConstantKernel, DotProduct, WhiteKernel
+from sklearn.gaussian_process.kernels import RBF, ConstantKernel, WhiteKernel
 from sklearn.utils.validation import _check_sample_weight, check_is_fitted, validate_data
 from torch import Tensor
 
@@ -51,8 +51,8 @@ class EPKRegressor(MultiOutputMixin, RegressorMixin, RecordedEstimator):  # type
         random_state: As of `EPKClassifier`.
         standardize: As of `EPKClassifier`; targets are standardised in any case.
         cv: As of `EPKClassifier`.
-        process: The process of the error bars: "inputs" has an RBF and a linear kernel on the standardised rows, and
-            its noise depends on the row (`InputsProcess`); "path" has the path kernel of the run (`LogitGP`). The path
+        process: The process of the error bars: "inputs" has an RBF kernel on the standardised rows, and its noise
+            depends on the row (`InputsProcess`); "path" has the path kernel of the run (`LogitGP`). The path
             kernel was made with the targets, so that the likelihood trusts it too much: its bars hardly grow with the
             distance from the training rows, and are too small there.
 
@@ -239,7 +239,7 @@ class TargetUncertainty(Tabular):
 
 
 class InputsProcess:
-    """A Gaussian process for each target, with an RBF and a linear kernel on the standardised rows of a table.
+    """A Gaussian process for each target, with an RBF kernel on the standardised rows of a table.
 
     Args:
         X: N standardised rows, (N, D).
@@ -273,11 +273,10 @@ class TargetProcess:
     def __init__(self, X: Float[np.ndarray, "N D"], y: Float[np.ndarray, " N"]) -> None:
         D, few = X.shape[1], slice(MOST_LEARNED)
         smooth = ConstantKernel(1.0, (1e-5, 1e3)) * RBF(D**0.5, (1e-2, 1e4))
-        linear = ConstantKernel(1 / D, (1e-8, 1e3)) * DotProduct(1.0, "fixed")
         uneven = ConstantKernel(0.3, (1e-4, 1e2)) * RBF(D**0.5, (0.1, 1e3)) + ConstantKernel(1.0, "fixed")
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", ConvergenceWarning)  # at a bound a part of the kernel is not needed
-            process = GaussianProcessRegressor(smooth + linear + WhiteKernel(0.1, (1e-8, 1e2))).fit(X[few], y[few])
+            warnings.simplefilter("ignore", ConvergenceWarning)  # at a bound the kernel, or the noise, is not needed
+            process = GaussianProcessRegressor(smooth + WhiteKernel(0.1, (1e-8, 1e2))).fit(X[few], y[few])
             inverse = np.linalg.inv(process.kernel_(X[few]))
             variances = 1 / inverse.diagonal()
             squares = (inverse @ y[few] * variances) ** 2 / variances
