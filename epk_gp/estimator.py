@@ -356,8 +356,9 @@ class RecordedEstimator(BaseEstimator):  # type: ignore[misc]  # scikit-learn sh
             optimizer.step()
             if step in numbers:
                 with torch.no_grad():
-                    yield net.eval()(new)
+                    outputs = net.eval()(new)
                 net.train()
+                yield outputs  # outside of the mode, which would stay while the generator waits
 
     def _points(self, X: ArrayLike) -> Tensor:
         check_is_fitted(self)

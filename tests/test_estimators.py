@@ -269,6 +269,7 @@ def test_folds_choose_a_line_for_a_line_and_a_curve_for_a_curve():
         residual = (model.out_of_fold_[:, 0].numpy() - y) / y.std()
         assert (residual**2).mean() == pytest.approx(min(losses.values()), rel=1e-9)
         assert (residual**2).mean() > ((model.predict(X) - y) ** 2).mean() / y.var()  # which has seen them
+        assert torch.is_grad_enabled()  # as before: folds wait for each other
     given = epk.EPKRegressor(line, steps=30, random_state=0).fit(many, flat)
     assert (given.steps_, given.fold_losses_, given.out_of_fold_) == (30, None, None)
 
