@@ -356,8 +356,7 @@ class RecordedEstimator(BaseEstimator):  # type: ignore[misc]  # scikit-learn sh
             optimizer.step()
             if step in numbers:
                 with torch.no_grad():
-                    outputs = net.eval()(new)
-                net.train()
+                    outputs = copy.deepcopy(net).eval()(new)  # the network stays in its own mode
                 yield outputs  # outside of the mode, which would stay while the generator waits
 
     def _points(self, X: ArrayLike) -> Tensor:
