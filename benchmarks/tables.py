@@ -135,6 +135,12 @@ REGRESSION: dict[str, dict[str, Made | Given]] = {
         "product": Made(lambda X: 4 * (X[:, 0] - 0.5) * (X[:, 1] - 0.5), 3, 300, constant(0.1)),
         "wave": Made(lambda X: np.sin(12 * X[:, 0]), 1, 100, constant(0.2)),
         "weak": Made(lambda X: np.tanh(6 * X[:, 0] - 3), 6, 150, constant(1.5)),
+        "many columns": Made(lambda X: X @ np.r_[3, 2, -2, 1, 1, -1, np.zeros(24)], 30, 100, constant(0.6)),
+        "bump": Made(lambda X: np.exp(-20 * ((X[:, :2] - 0.5) ** 2).sum(1)), 4, 250, constant(0.1)),
+        "kink": Made(lambda X: np.maximum(X[:, 0], X[:, 1]) * 3 - X[:, 2], 3, 120, constant(0.2)),
+        "square": Made(lambda X: 4 * (X[:, 0] - 0.5) ** 2 + X[:, 1], 2, 80, constant(0.1)),
+        "growing noise": Made(lambda X: 3 * X[:, 0] - X[:, 1], 2, 300, lambda X: 0.05 + 0.6 * X[:, 1] ** 2),
+        "two noises": Made(lambda X: np.sin(6 * X[:, 0]), 3, 150, lambda X: 0.1 + 0.5 * (X[:, 0] > 0.5)),
         "cancer's area": Given(of_loader(datasets.load_breast_cancer, 3), 280),
     },
     "reported": {
