@@ -19,7 +19,7 @@ from epk_gp.gp.models import LogitGP
 from epk_gp.gp.softmax import softmax_uncertainty
 from epk_gp.gp.uncertain_classifier import UncertainClassifier
 
-Nodes = Float[Tensor, " size"]
+Grid = tuple[Float[Tensor, " nx"], Float[Tensor, " ny"]]
 ByColumn = Any  # values by name or number of a column: a dictionary or, of a row, a pandas series
 _ROUNDING = 100 * torch.finfo(torch.float64).eps  # of coordinates on which points of a line differ
 
@@ -372,7 +372,8 @@ def uncertainty_on_plane(
     if plane.input_shape != trajectory.input_shape:
         raise ValueError(f"plane must be one of inputs {trajectory.input_shape}: got {plane.input_shape}.")
     validate_columns(plane, getattr(model, "feature_names_in_", None))
-    training = project(plane, trajectory.inputs).double().cpu()
+    inputs = trajectory.inputs if trajectory.inputs.is_floating_point() else trajectory.inputs.double()
+    training = project(plane, inputs).double().cpu()
     x, y = _grid(plane, training[points], size, margin, square)
     X, correlation, error = _inputs(model, plane, nodes := grid_coordinates(x, y)), None, 0.0
     chosen = network_outputs(trajectory, X).argmax(1)
@@ -393,7 +394,7 @@ def uncertainty_on_plane(
         unit = torch.stack([x[-1] - x[0], y[-1] - y[0]])
         nearest = torch.cdist(nodes / unit, training[points] / unit).amin(1)
         correlation = rank_correlation(on_grid["std"].cpu(), nearest)
-    fine = (
+    fine_x, fine_y = (
         torch.linspace(float(axis[0]), float(axis[-1]), 5 * size, dtype=axis.dtype) if names is None else axis
         for axis, names in zip((x, y), plane.categories, strict=True)
     )
@@ -401,12 +402,12 @@ def uncertainty_on_plane(
     return UncertaintyMap(
         x=x, y=y, plane=plane, training=training, points=points, standard_error=error, distance_correlation=correlation,
         **{name: values.reshape(len(y), len(x)).cpu() for name, values in on_grid.items()},
-        boundary_classes=_classes(model, plane, *fine), labels=trajectory.targets.cpu(),
+        boundary_classes=_classes(model, plane, fine_x, fine_y), labels=trajectory.targets.cpu(),
         class_names=None if classes is None else list(map(str, classes)),
     )  # fmt: skip
 
 
-def _grid(plane: Plane, uv: Float[Tensor, "n 2"], size: int, margin: float, square: bool) -> tuple[Nodes, Nodes]:
+def _grid(plane: Plane, uv: Float[Tensor, "n 2"], size: int, margin: float, square: bool) -> Grid:
     """Return the nodes along both axes: each category, or evenly spaced ones."""
     if not any([*plane.extent, *plane.categories]):
         return grid_over(uv, size, margin, square=square)
@@ -426,7 +427,9 @@ def _inputs(model: LogitGP | UncertainClassifier, plane: Plane, uv: Float[Tensor
     return X if isinstance(model, LogitGP) else class_inputs(model.trajectory, X.numpy())
 
 
-def _classes(model: LogitGP | UncertainClassifier, plane: Plane, x: Nodes, y: Nodes) -> Int64[Tensor, "ny nx"]:
+def _classes(
+    model: LogitGP | UncertainClassifier, plane: Plane, x: Float[Tensor, " nx"], y: Float[Tensor, " ny"]
+) -> Int64[Tensor, "ny nx"]:
     """Evaluate the network's classes on a grid."""
     parts = (_inputs(model, plane, part) for part in grid_coordinates(x, y).split(4096))
     return torch.cat([network_outputs(model.trajectory, X).argmax(1) for X in parts]).cpu().reshape(len(y), len(x))
