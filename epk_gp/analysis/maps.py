@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Integral
-from typing import Any, TypeVar, cast
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -19,9 +19,8 @@ from epk_gp.gp.models import LogitGP
 from epk_gp.gp.softmax import softmax_uncertainty
 from epk_gp.gp.uncertain_classifier import UncertainClassifier
 
-Nodes = Float[Tensor, " size"]
-T = TypeVar("T")
-ByColumn = Mapping[Any, T]  # by the name or the number of a column
+Grid = tuple[Float[Tensor, " nx"], Float[Tensor, " ny"]]
+ByColumn = Any  # values by name or number of a column: a dictionary or, of a row, a pandas series
 _ROUNDING = 100 * torch.finfo(torch.float64).eps  # of coordinates on which points of a line differ
 
 
@@ -43,7 +42,7 @@ class Plane:
     input_shape: tuple[int, ...]
     columns: tuple[str, ...] | None = None
     categories: tuple[Mapping[float, str] | None, ...] = (None, None)
-    extent: tuple[tuple[float, float] | None, ...] = (None, None)
+    extent: tuple[tuple[float, ...] | None, ...] = (None, None)
 
     @property
     def names(self) -> tuple[str, str]:
@@ -59,8 +58,8 @@ class Plane:
 
 
 def column_plane(
-    table: object, x: Any, y: Any, *, names: Sequence[str] | None = None, others: ByColumn[float] | None = None,
-    categories: ByColumn[Mapping[float, str]] | None = None, extent: ByColumn[tuple[float, float]] | None = None,
+    table: object, x: Any, y: Any, *, names: Sequence[str] | None = None, others: ByColumn = None,
+    categories: ByColumn = None, extent: ByColumn = None,
 ) -> Plane:  # fmt: skip
     """Return the plane of two columns of a table, with all others at their median or at values of your choice.
 
@@ -98,11 +97,13 @@ def column_plane(
         raise ValueError(f"table must have rows, and a name for each of 2 columns or more: got {n}, and {labels[:20]}.")
     validate_finite(X, "table")
 
-    def by_place(given: Mapping[Any, Any] | None) -> dict[int, Any]:
+    def by_place(given: ByColumn) -> dict[int, Any]:
         return {_place(column, labels): value for column, value in _pairs(given)}
 
-    places, held, ends = (_place(x, labels), _place(y, labels)), by_place(others), by_place(extent)
-    kinds = {k: dict(sorted(_pairs(own))) for k, own in (_by_dtype(table) | by_place(categories)).items()}
+    places, held = (_place(x, labels), _place(y, labels)), by_place(others)
+    ends = {k: tuple(_number(end, labels[k]) for end in own) for k, own in by_place(extent).items()}
+    named = (_by_dtype(table) | by_place(categories)).items()
+    kinds = {k: dict(sorted((_number(v, labels[k]), str(word)) for v, word in _pairs(own))) for k, own in named}
     unused = held.keys() & {*places} | ends.keys() & kinds.keys() | ends.keys() - {*places}
     if unused or places[0] == places[1]:
         raise ValueError(
@@ -114,10 +115,7 @@ def column_plane(
         values, counts = X[:, k].unique(return_counts=True)
         origin[k] = values[counts.argmax()]
     for k, value in held.items():
-        try:
-            origin[k] = float(value)
-        except (TypeError, ValueError) as error:
-            raise ValueError(f"others= must hold a number for {labels[k]!r}: got {value!r}.") from error
+        origin[k] = _number(value, labels[k])
     for k, own in kinds.items():
         if unnamed := {*X[:, k].tolist(), float(origin[k])} - own.keys():
             raise ValueError(f"categories of {labels[k]!r} must name each of its values: {min(unnamed)} has no name.")
@@ -144,11 +142,19 @@ def _numbered(num_columns: int) -> list[str]:
     return [f"column {k}" for k in range(num_columns)]
 
 
-def _pairs(given: Any) -> Any:
+def _pairs(given: ByColumn) -> Any:
     """Return names or values and what is given for them."""
     if given is not None and not hasattr(given, "items"):
         raise TypeError(f"others, categories and extent must be by column, and categories by value: got {given!r}.")
     return () if given is None else given.items()
+
+
+def _number(value: Any, column: object) -> float:
+    """Return a value of a column as a number."""
+    try:
+        return float(value)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"values of {column!r} must be numbers: got {value!r}.") from error
 
 
 def _place(column: object, labels: Sequence[Any]) -> int:
@@ -161,12 +167,12 @@ def _place(column: object, labels: Sequence[Any]) -> int:
     return found.pop()
 
 
-def _by_dtype(table: Any) -> dict[int, dict[float, str]]:
+def _by_dtype(table: Any) -> dict[int, Any]:
     """Return the values of a data frame's columns whose dtype says that they hold categories, with their names."""
     columns = [table.iloc[:, k] for k in range(table.shape[1])] if hasattr(table, "iloc") else []
     found = {k: list(column.cat.categories) for k, column in enumerate(columns) if hasattr(column, "cat")}
     found |= {k: [False, True] for k, column in enumerate(columns) if str(column.dtype).startswith("bool")}
-    return {k: {float(value): str(value) for value in values} for k, values in found.items()}
+    return {k: {value: value for value in values} for k, values in found.items()}
 
 
 def coordinate_plane(X: Shaped[Tensor, "n ..."]) -> Plane:
@@ -366,7 +372,8 @@ def uncertainty_on_plane(
     if plane.input_shape != trajectory.input_shape:
         raise ValueError(f"plane must be one of inputs {trajectory.input_shape}: got {plane.input_shape}.")
     validate_columns(plane, getattr(model, "feature_names_in_", None))
-    training = project(plane, trajectory.inputs).double().cpu()
+    inputs = trajectory.inputs if trajectory.inputs.is_floating_point() else trajectory.inputs.double()
+    training = project(plane, inputs).double().cpu()
     x, y = _grid(plane, training[points], size, margin, square)
     X, correlation, error = _inputs(model, plane, nodes := grid_coordinates(x, y)), None, 0.0
     chosen = network_outputs(trajectory, X).argmax(1)
@@ -387,7 +394,7 @@ def uncertainty_on_plane(
         unit = torch.stack([x[-1] - x[0], y[-1] - y[0]])
         nearest = torch.cdist(nodes / unit, training[points] / unit).amin(1)
         correlation = rank_correlation(on_grid["std"].cpu(), nearest)
-    fine = (
+    fine_x, fine_y = (
         torch.linspace(float(axis[0]), float(axis[-1]), 5 * size, dtype=axis.dtype) if names is None else axis
         for axis, names in zip((x, y), plane.categories, strict=True)
     )
@@ -395,12 +402,12 @@ def uncertainty_on_plane(
     return UncertaintyMap(
         x=x, y=y, plane=plane, training=training, points=points, standard_error=error, distance_correlation=correlation,
         **{name: values.reshape(len(y), len(x)).cpu() for name, values in on_grid.items()},
-        boundary_classes=_classes(model, plane, *fine), labels=trajectory.targets.cpu(),
+        boundary_classes=_classes(model, plane, fine_x, fine_y), labels=trajectory.targets.cpu(),
         class_names=None if classes is None else list(map(str, classes)),
     )  # fmt: skip
 
 
-def _grid(plane: Plane, uv: Float[Tensor, "n 2"], size: int, margin: float, square: bool) -> tuple[Nodes, Nodes]:
+def _grid(plane: Plane, uv: Float[Tensor, "n 2"], size: int, margin: float, square: bool) -> Grid:
     """Return the nodes along both axes: each category, or evenly spaced ones."""
     if not any([*plane.extent, *plane.categories]):
         return grid_over(uv, size, margin, square=square)
@@ -420,7 +427,9 @@ def _inputs(model: LogitGP | UncertainClassifier, plane: Plane, uv: Float[Tensor
     return X if isinstance(model, LogitGP) else class_inputs(model.trajectory, X.numpy())
 
 
-def _classes(model: LogitGP | UncertainClassifier, plane: Plane, x: Nodes, y: Nodes) -> Int64[Tensor, "ny nx"]:
+def _classes(
+    model: LogitGP | UncertainClassifier, plane: Plane, x: Float[Tensor, " nx"], y: Float[Tensor, " ny"]
+) -> Int64[Tensor, "ny nx"]:
     """Evaluate the network's classes on a grid."""
     parts = (_inputs(model, plane, part) for part in grid_coordinates(x, y).split(4096))
     return torch.cat([network_outputs(model.trajectory, X).argmax(1) for X in parts]).cpu().reshape(len(y), len(x))

@@ -1,5 +1,6 @@
 """Drawings of maps over a plane."""
 
+import itertools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -43,7 +44,7 @@ _SPREAD = 0.7  # of a cell: where the points of a category are drawn
 _LONGEST = 20  # characters of a category's name
 _ROOM = 40  # characters of all categories' names that stand beside each other below a map
 _MOST_NAMES = 24  # of categories along an axis
-_MOST_HELD = 5  # other columns whose values are written above a map
+_LINE = 80  # characters of other columns and their values above a map
 _HALO: list[effects.AbstractPathEffect] = [effects.withStroke(linewidth=2.8, foreground="white")]
 
 
@@ -270,10 +271,10 @@ def _name_cells(axis: Axis, names: Sequence[str]) -> None:
 
 def held_columns(plane: Plane) -> str:
     """Return the values of other columns than the two of a plane, as a sentence; empty if there are none."""
-    held = list(plane.others.items())
-    words = [f"{shortened(name, _LONGEST)} {value:.6g}" for name, value in held[:_MOST_HELD]]
-    words += [f"and {count(len(held) - _MOST_HELD, 'more column')}"] * (len(held) > _MOST_HELD)
-    return f"Other columns: {', '.join(words)}." if held else ""
+    words = [f"{shortened(name, _LONGEST)} {value:.5g}" for name, value in plane.others.items()]
+    shown = sum(length <= _LINE for length in itertools.accumulate(len(word) + 2 for word in words))
+    held = words[:shown] + [f"and {count(len(words) - shown, 'more column')}"] * (shown < len(words))
+    return f"Other columns: {', '.join(held)}." if held else ""
 
 
 def draw_colorbar(axes: Sequence[Axes], shades: ContourSet | AxesImage, label: str) -> None:

@@ -258,7 +258,9 @@ def test_a_map_of_a_process_over_columns_is_that_of_the_same_plane(people, proce
         ({"extent": {"sex": (0, 1)}}, "'sex' is otherwise"),
         ({"extent": {"age": (30, 20)}}, "extent= two ends that ascend"),
         ({"extent": {"age": (30,)}}, "extent= two ends that ascend"),
-        ({"others": {"children": "two"}}, "others= must hold a number for 'children': got 'two'"),
+        ({"others": {"children": "two"}}, "values of 'children' must be numbers: got 'two'"),
+        ({"extent": {"age": ("a", 1)}}, "values of 'age' must be numbers: got 'a'"),
+        ({"categories": {"sex": {"m": "male"}}}, "values of 'sex' must be numbers: got 'm'"),
         ({"names": ["a", "b"]}, "a name for each of 2 columns or more"),
     ],
 )
@@ -267,6 +269,7 @@ def test_a_plane_that_would_not_be_as_asked_is_refused(judged, options, message)
         column_plane(judged[1], **({"x": "age", "y": "income"} | options))
 
 
+@pytest.mark.usefixtures("unchecked")
 def test_options_that_would_not_be_used_are_refused(judged, process):
     model, X, _ = judged
     plane = column_plane(X, "age", "sex")

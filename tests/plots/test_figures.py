@@ -20,7 +20,7 @@ from epk_gp.datamodels.model import Verification
 from epk_gp.kernel_machine.axes import by_sample
 from epk_gp.plots import shades_of, style
 from epk_gp.plots.contributions import attribution_figure
-from epk_gp.plots.maps import map_figure
+from epk_gp.plots.maps import held_columns, map_figure
 from epk_gp.plots.scores import check_figure, scores_figure, verification_figure
 
 
@@ -144,6 +144,19 @@ def test_categories_are_cells_that_nothing_is_interpolated_across_and_hold_their
     assert len(points) == 30
     assert np.array_equal(points[:, 1 - along].round(), np.arange(30) % 4)
     assert np.ptp(points[:, 1 - along] - np.arange(30) % 4) > 0.5  # spread, so that they can be seen
+
+
+@pytest.mark.parametrize("length", [1, 10, 40])
+def test_the_line_of_other_columns_stays_in_the_figure(length):
+    X = np.random.default_rng(0).normal(size=(5, 30))
+    plane = column_plane(X, 0, 1, names=[f"{k}".rjust(length, "n") for k in range(30)])
+    said, (m, _) = held_columns(plane), score_map(3)
+    figure = map_figure(m, plane=said)
+    box = figure._suptitle.get_window_extent()
+    assert box.x1 <= figure.bbox.x1
+    shown = said.count(", ")
+    assert f", and {30 - 2 - shown} more columns." in said
+    assert f" {np.median(X[:, 2]):.5g}, " in said
 
 
 def test_validation_points_of_other_columns_or_categories_are_refused():
