@@ -37,7 +37,7 @@ from epk_gp.trained.network import as_trajectory
 MIN_VALIDATION_POINTS = 20  # half of them weigh two numbers, the other half are ranked
 _CACHE_BYTES = 64 * 2**20  # of predictions: all scores of the same points cost one evaluation
 
-FORMAT, FORMAT_VERSION = "epk_gp uncertain classifier", 1
+FORMAT, FORMAT_VERSION = "epk_gp uncertain classifier", 2
 DESCRIPTION, TENSORS = "classifier.json", "classifier.safetensors"
 _ROUNDING_POWER = 3 / 8  # of eps: how far another machine may be from a stored posterior; 1e-6, and 2e-3 in float32
 _NUMBERS = ("noise", "outputscale", "negative_log_likelihood")  # of a process
@@ -236,7 +236,7 @@ class UncertainClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         judged = _judge(trajectory, process, held_out)
         order = torch.randperm(len(held_out), generator=torch.Generator().manual_seed(self.seed)).to(classes.device)
         first, second = order.tensor_split(2)
-        alone = most_likely_temperature(process.leave_one_out()[0], own.to(process.values.device), unknown=1)
+        alone = most_likely_temperature(process.leave_one_out()[0], own.to(process.factor.device), unknown=1)
         stacking = stack_logits(judged.logits[first], judged.mean[first], classes[first], alone, len(own))
         probability = torch.softmax(_stacked(stacking, _Judgement(*(part[second] for part in judged))), dim=1)
         self._cache = BlockCache(_CACHE_BYTES)
@@ -352,8 +352,7 @@ class UncertainClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
             "probe_inputs": probes,
             "targets": trajectory.targets[:NUM_FINGERPRINT_POINTS],
             "probe": fingerprint_outputs(model, nodes.states[0], probes, first_statistics),
-            "values": process.values,
-            "vectors": process.vectors,
+            "factor": process.factor,
             "weights": process.weights,
             "scores": self.conformity_scores_,
             "posterior": self._said(probes),
@@ -500,7 +499,7 @@ def _stacked(stacking: Stacking, judged: _Judgement) -> Float[Tensor, "n C"]:
 def _judge(trajectory: Trajectory, process: LabelProcess, X: Shaped[Tensor, "n ..."]) -> _Judgement:
     """Evaluate network and process on the process's device; results are on that of the points."""
     with torch.no_grad():
-        points = gp_data.float_inputs(X.to(process.values.device), torch.float64)
+        points = gp_data.float_inputs(X.to(process.factor.device), torch.float64)
         logits = network_outputs(trajectory, points).to(torch.float64)
         mean, variance = process.predict(points)
     return _Judgement(logits.to(X.device), mean.to(X.device), variance.to(X.device))
@@ -532,7 +531,7 @@ class _Description(Record):
     """What the JSON file holds."""
 
     format: Literal["epk_gp uncertain classifier"]
-    version: Literal[1]
+    version: Literal[2]
     run: RunDescription
     digest: str
     step_size: float
@@ -557,15 +556,15 @@ def _damage_named(folder: str | os.PathLike[str]) -> Iterator[None]:
 
 
 def _read_process(description: _Process, data: Mapping[str, Tensor], nodes: Trajectory, seed: int) -> LabelProcess:
-    values, vectors, weights = data["values"], data["vectors"], data["weights"]
+    factor, weights = data["factor"], data["weights"]
     numbers = {name: getattr(description, name) for name in _NUMBERS}
     options = ComputeOptions()
     if description.kind == "exact":
         kernel = LabelKernel(nodes, description.lengthscale, options, seed, description.power)
-        return LabelProcess(kernel, data["inputs"], data["process_targets"], values, vectors, weights, **numbers)
-    features = InputFeatures(nodes, len(vectors), seed, description.lengthscale, options, description.power)
-    none = vectors.new_zeros(0, len(vectors)), weights.new_zeros(0, nodes.num_outputs)
-    return LabelProcess(features, *none, values, vectors, weights, **numbers)
+        return LabelProcess(kernel, data["inputs"], data["process_targets"], factor, weights, **numbers)
+    features = InputFeatures(nodes, len(factor), seed, description.lengthscale, options, description.power)
+    none = factor.new_zeros(0, len(factor)), weights.new_zeros(0, nodes.num_outputs)
+    return LabelProcess(features, *none, factor, weights, **numbers)
 
 
 def _read_files(folder: Path) -> tuple[_Description, dict[str, Tensor]]:
