@@ -278,8 +278,12 @@ def most_likely(
         best = min(best, found, key=itemgetter("negative_log_likelihood"))
         centre, reach = log(best["noise"]), 2 * (max(tried) - min(tried))
         near = sorted(tried, key=lambda other: abs(other - centre))[:5]
-        correction = Polynomial.fit(near, [tried[other] - of_few(other) for other in near], len(near) - 1)
-        x = _minimum(lambda y: of_few(y) + correction(y), max(lowest, centre - reach), min(highest, centre + reach))
+        difference = Polynomial.fit(near, [tried[other] - of_few(other) for other in near], len(near) - 1)
+
+        def corrected(log_noise: float, difference: Polynomial = difference) -> float:
+            return of_few(log_noise) + float(difference(log_noise))
+
+        x = _minimum(corrected, max(lowest, centre - reach), min(highest, centre + reach))
     return best
 
 
@@ -355,14 +359,15 @@ class LabelProcess:
         return len(self.training) * self.kernel.rounding(self.training) * max(1.0, 1 / self.noise)
 
     def coordinates(self, X: Shaped[Tensor, "n ..."]) -> Float[Tensor, "n r"]:
-        """Return what predictions at n inputs depend on: b = L^-1 k(inputs, X), or L^-1 times their features, as rows."""
+        """Return what predictions at n inputs depend on: rows b = L^-1 k(inputs, x), or L^-1 times their features."""
         if isinstance(self.kernel, InputFeatures):
             return self._whitened(self.kernel(X))
         return self._whitened(self.kernel.block(X, self.training))
 
     def _whitened(self, rows: Float[Tensor, "n r"]) -> Float[Tensor, "n r"]:
         """Return L^-1 times each row."""
-        return torch.linalg.solve_triangular(self.factor.mT, rows.to(self.factor), upper=True, left=False)
+        solved: Tensor = torch.linalg.solve_triangular(self.factor.mT, rows.to(self.factor), upper=True, left=False)
+        return solved
 
     def predict(self, X: Shaped[Tensor, "n ..."]) -> tuple[Float[Tensor, "n C"], Float[Tensor, " n"]]:
         """Return the posterior mean, and the posterior variance relative to the outputscale: 1 far from all data.
