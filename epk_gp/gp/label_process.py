@@ -6,7 +6,7 @@ The kernel is a power of the path kernel's cosine times an RBF kernel.
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
-from math import exp, log, pi, sqrt
+from math import exp, log, nan, pi, sqrt
 from operator import itemgetter
 from typing import Any, Literal
 
@@ -44,6 +44,7 @@ EXACT_POWER, SKETCHED_POWER = 2, 1
 FEATURE_BLOCK = 4096  # points whose features are turned to float64, and into predictions, at a time
 _MAX_LOG_NOISE = log(1e4)  # labels that the kernel says nothing about
 _LOG_TOLERANCE = 1e-3  # of the logarithm of the noise: the marginal likelihood is flat there
+_LOSS_TOLERANCE = 3e-6  # nats per target that a foretold value may be wrong by: less than the tolerance moves it
 _FIRST_STEP = 0.5  # of it: from 1000 rows to 4000 the most likely noise grows by a factor of 1.8
 _SQUARE_ROUNDING = 1e-8  # of a sum of squares that is a difference of two
 _INVERSE_COLUMNS = 512  # of the inverse of a triangular matrix, at a time
@@ -227,8 +228,7 @@ def most_likely(
 
     For each noise the outputscale is the best one, s = sum_c y_c^T (K + noise)^-1 y_c / (N C), and the negative
     logarithm of the likelihood that of N(targets; 0, s (K + noise)), per target. Every noise that is tried costs a
-    Cholesky factorisation. Some rows say where to look: their likelihood, corrected by the polynomial through what all
-    rows had at the noises tried before, is smooth, and most likely where all rows are after three or four of them.
+    Cholesky factorisation; the likelihood of some of the points says where to look (`_search`).
 
     Args:
         matrix: The kernel matrix K, or the scatter matrix F^T F of features with K = F F^T.
@@ -267,24 +267,50 @@ def most_likely(
         numbers = {"noise": noise, "outputscale": scale, "negative_log_likelihood": loss}
         return {"factor": factor, "weights": weights, **numbers}
 
-    lowest, highest = log(max(NOISE_FLOOR, N * rounding)), _MAX_LOG_NOISE
-    x = _minimum(of_few, lowest, highest)
-    best = of_all(x)
-    tried = {x: best["negative_log_likelihood"]}
-    x += _FIRST_STEP if x < 0 else -_FIRST_STEP
-    while len(few) < N and min(abs(x - other) for other in tried) > 2 * _LOG_TOLERANCE:
-        found = of_all(x)
-        tried[x] = found["negative_log_likelihood"]
-        best = min(best, found, key=itemgetter("negative_log_likelihood"))
-        centre, reach = log(best["noise"]), 2 * (max(tried) - min(tried))
-        near = sorted(tried, key=lambda other: abs(other - centre))[:5]
-        difference = Polynomial.fit(near, [tried[other] - of_few(other) for other in near], len(near) - 1)
+    bounds = log(max(NOISE_FLOOR, N * rounding)), _MAX_LOG_NOISE
+    if len(few) == N:
+        return of_all(_minimum(of_few, *bounds))
+    best: dict[str, Any] = {}
 
-        def corrected(log_noise: float, difference: Polynomial = difference) -> float:
-            return of_few(log_noise) + float(difference(log_noise))
+    def loss(log_noise: float) -> float:
+        nonlocal best
+        process = of_all(log_noise)
+        best = min(best or process, process, key=itemgetter("negative_log_likelihood"))
+        return float(process["negative_log_likelihood"])
 
-        x = _minimum(corrected, max(lowest, centre - reach), min(highest, centre + reach))
+    _search(of_few, loss, bounds)
     return best
+
+
+def _search(guess: Callable[[float], float], loss: Callable[[float], float], bounds: tuple[float, float]) -> None:
+    """Evaluate a smooth, costly function of the noise's logarithm until its minimum is among the values.
+
+    Another function that resembles it, and costs nothing, is corrected by the polynomial through their differences at
+    the values nearest to the lowest one. The search ends where this corrected function has its minimum, if it foretold
+    the last value; a value that it did not foretell is followed by one in the wider half of the interval.
+    """
+    x, expected = _minimum(guess, *bounds), nan
+    tried = {x: loss(x)}
+    x = x / 2 if x in bounds else x + _FIRST_STEP if x < 0 else x - _FIRST_STEP
+    while True:
+        tried[x] = loss(x)
+        is_foretold = abs(tried[x] - expected) < _LOSS_TOLERANCE
+        best, reach = min(tried, key=tried.__getitem__), 2 * (max(tried) - min(tried))
+        left = max((t for t in tried if t < best), default=max(bounds[0], best - reach))
+        right = min((t for t in tried if t > best), default=min(bounds[1], best + reach))
+        near = sorted(tried, key=lambda t: abs(t - best))[:5]
+        difference = Polynomial.fit(near, [tried[t] - guess(t) for t in near], len(near) - 1)
+
+        def corrected(t: float, difference: Polynomial = difference) -> float:
+            return guess(t) + float(difference(t))
+
+        x = _minimum(corrected, left, right)
+        nearest = min(tried, key=lambda t: abs(t - x))
+        if abs(x - nearest) < 2 * _LOG_TOLERANCE:
+            if (nearest == best and is_foretold) or right - left < 8 * _LOG_TOLERANCE:
+                return
+            x = (best + (nearest if nearest != best else left if best - left > right - best else right)) / 2
+        expected = corrected(x)
 
 
 def _likelihood(quadratic: float, log_determinant: float, num_points: int, num_classes: int) -> tuple[float, float]:
