@@ -460,9 +460,9 @@ class UncertainClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         return classifier
 
     def _said(self, X: Shaped[Tensor, "n ..."]) -> Float[Tensor, "n columns"]:
-        """Return mean and variance of the logits, by which a stored classifier is recognised."""
-        posterior = self.logit_posterior(X)
-        return torch.cat([posterior.mean, posterior.covariance[:, 0, :1]], dim=1).cpu()
+        """Return the logits of probabilities and of sets, and their variance: a stored classifier is known by them."""
+        posterior, of_sets = self.logit_posterior(X), self.set_stacking_.mean(self._judged(X))
+        return torch.cat([posterior.mean, of_sets, posterior.covariance[:, 0, :1]], dim=1).cpu()
 
     def _validate_said(self, stored: Tensor) -> None:
         """Raise if the classifier does not say what it said when it was saved, up to the rounding of its dtype.
