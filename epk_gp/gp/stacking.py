@@ -56,7 +56,8 @@ class Stacking(Displayed):
         alone: b, the weight that the process has alone, in predictions of training labels from each other. Error bars
             are those of b m, or of a_2 m where that is larger: they do not vanish with a_2.
         num_labels: Labels that chose a_1 and a_2: held-out ones, and those of out-of-fold logits.
-        num_known: Labels behind a probability: those that the process is conditioned on, and held-out ones.
+        num_training: Labels that the process is conditioned on.
+        num_held_out: Held-out labels among those that chose a_1 and a_2.
     """
 
     network: float
@@ -66,7 +67,8 @@ class Stacking(Displayed):
     gain_error: float = math.nan
     alone: float = 0.0
     num_labels: int = 0
-    num_known: int = 0
+    num_training: int = 0
+    num_held_out: int = 0
 
     def _summary(self) -> Summary:
         gain, error = self.network_loss - self.loss, self.gain_error
@@ -92,14 +94,14 @@ class Stacking(Displayed):
         return torch.softmax(self.mean(judged), dim=1)
 
     def without_certainty(self, logits: Float[Tensor, "n C"], variance: Float[Tensor, " n"]) -> Float[Tensor, "n C"]:
-        """Return logits whose largest probability is at most 1 - (1 - 1/C) v / (N + 1).
+        """Return logits whose largest probability is at most 1 - (1 - 1/C) v / (N + n + 1).
 
-        Of N known labels and one of unknown class, the one counts as much as a point is far from the training data: the
+        Of N training and n held-out labels and one of unknown class, the one counts as much as a point is far from the training data: the
         variance v of the process is 0 at a training point and 1 far from all. Smaller probabilities are as they were.
         """
         total, most = logits.logsumexp(1), 1 - 1 / logits.shape[1]
         error = 1 - (logits.amax(1) - total).exp()
-        least = most * variance / (self.num_known + 1)
+        least = most * variance / (self.num_training + self.num_held_out + 1)
         share = (least - error).clamp_min(0) / (most - error).clamp_min(torch.finfo(error.dtype).tiny)  # of 1/C
         unknown = total + (share / logits.shape[1]).log()
         return torch.logaddexp(logits + torch.log1p(-share)[:, None], unknown[:, None])
@@ -110,7 +112,8 @@ def stack_logits(
     process: Float[Tensor, "n C"],
     labels: Int[Tensor, " n"],
     alone: float | None = None,
-    num_known: int = 0,
+    num_training: int = 0,
+    num_held_out: int = 0,
 ) -> Stacking:
     """Choose both weights, positive, by the likelihood of labels that neither network nor process has seen.
 
@@ -124,7 +127,8 @@ def stack_logits(
         labels: Classes of the n points.
         alone: The weight b that the process has alone. With it a prior holds the weights near 3/4 and b/2, the less
             the more labels there are: few labels would as often as not give one of the two a weight of nearly 0.
-        num_known: Labels behind a probability (`Stacking`).
+        num_training: As in `Stacking`.
+        num_held_out: As in `Stacking`.
     """
     n = len(labels)
     centre = np.log([_NETWORK_CENTRE, _PROCESS_CENTRE * (alone or 1.0)])
@@ -149,7 +153,7 @@ def stack_logits(
     a_1, a_2 = np.exp(found.x).tolist()
     (of_both, loss), (of_network, network_loss) = losses(a_1 * network + a_2 * process), losses(network)
     error = float((of_network - of_both).std()) / math.sqrt(n)
-    return Stacking(a_1, a_2, float(loss), float(network_loss), error, alone or 0.0, n, num_known)
+    return Stacking(a_1, a_2, float(loss), float(network_loss), error, alone or 0.0, n, num_training, num_held_out)
 
 
 class Calibrated(NamedTuple):
@@ -195,7 +199,7 @@ def calibrate(
     def weights(rows: Tensor) -> Stacking:
         network, process = torch.cat([f, logits[rows]]), torch.cat([left_out[:count], mean[rows]])
         own = torch.cat([training_labels[:count], labels[rows]])
-        return stack_logits(network, process, own, alone, N + len(rows))
+        return stack_logits(network, process, own, alone, N, len(rows))
 
     weighing, calibrating = halves
     of_sets = weights(weighing)
@@ -274,9 +278,9 @@ class ClassUncertainty(Tabular):
             agree.
         std: Error bar of the predicted class's probability p, not of the class: the root of a sum of two variances. One
             is that of p under the process, with the weight that the process has where it predicts training labels from
-            each other, or its weight beside the network if that is larger. The other one is p (1 - p) / (n + 2), which
-            the n labels that weigh the two leave in any probability. On made tables two of them cover the true
-            probability at 90 to 96 % of the points (docs/deciding.md).
+            each other, or its weight beside the network if that is larger. The other one is p (1 - p) / (n / 2 + 2),
+            which half of the n validation labels leave in any probability. On made tables two of them cover the true
+            probability at 89 to 98 % of the points (docs/deciding.md).
     """
 
     error: Float[Tensor, " n"] | Float[np.ndarray, " n"]

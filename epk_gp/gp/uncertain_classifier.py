@@ -289,7 +289,7 @@ class UncertainClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
             judged.variance,
             torch.special.entr(p).sum(1),
             u.mutual_information,
-            (by_process.square() + largest * (1 - largest) / (self.stacking_.num_labels + 2)).sqrt(),
+            (by_process.square() + largest * (1 - largest) / (self.stacking_.num_held_out / 2 + 2)).sqrt(),
         )
         as_given = ClassUncertainty(*(gp_data.like_inputs(values, X) for values in scores))
         return as_given.labelled(point=gp_data.row_labels(X))

@@ -60,7 +60,7 @@ def test_the_posterior_of_the_logits_is_that_of_probabilities_and_scores(model, 
     u = epk.softmax_uncertainty(posterior, 2**15, torch.Generator().manual_seed(1))
     p = model.predict_proba(X).amax(1)
     of_process = u.std.gather(1, model.predict_proba(X).argmax(dim=1, keepdim=True))[:, 0]
-    expected = (of_process**2 + p * (1 - p) / (60 + 2)).sqrt()  # 60 labels weigh network and process
+    expected = (of_process**2 + p * (1 - p) / (60 / 2 + 2)).sqrt()  # 60 labels weigh network and process
     assert torch.allclose(model.uncertainty(X, 2**15).std, expected, rtol=0.1, atol=1e-4)
     assert not torch.allclose(model.uncertainty(X, 2**15).std, 2 * expected, rtol=0.1, atol=1e-4)  # the control
 
@@ -109,7 +109,7 @@ def test_bars_do_not_vanish_with_the_weight_of_the_process(model, points):
         vanished = model.uncertainty(X)
     finally:
         model.stacking_ = weighed
-    assert (without.std**2 >= p * (1 - p) / (weighed.num_labels + 2)).all()
+    assert (without.std**2 >= p * (1 - p) / (weighed.num_held_out / 2 + 2)).all()
     assert without.mutual_information.max() > 0.01
     assert bars.std.max() > 0.05
     assert vanished.mutual_information.max() < 1e-9  # the control: a bar that is multiplied by the weight
@@ -127,7 +127,7 @@ def test_far_from_all_data_no_class_is_sure(model, points):
 
 
 def test_what_is_surer_than_labels_support_is_lowered_to_it_and_nothing_else_changes():
-    weights = Stacking(1.0, 1.0, 0.0, alone=1.0, num_labels=9, num_known=99)
+    weights = Stacking(1.0, 1.0, 0.0, alone=1.0, num_training=90, num_held_out=9)
     logits = torch.tensor([[50.0, 0, 0], [2.0, 0, 0], [0.0, 0, 0], [800.0, 0, 0]], dtype=torch.float64)
     v = torch.tensor([1.0, 1, 1, 0.5], dtype=torch.float64)
     p = weights.without_certainty(logits, v).softmax(1)
@@ -220,10 +220,10 @@ def test_out_of_fold_logits_weigh_and_leave_all_validation_labels_to_sets(run, f
     left_out, labels = model.process_.leave_one_out()[0], run.targets[rows]
     f, (m, v) = epk.network_outputs(run, X), model.process_.predict(X)
     alone = model.stacking_.alone
-    of_sets = stack_logits(folds[rows], left_out, labels, alone, 40)
+    of_sets = stack_logits(folds[rows], left_out, labels, alone, 40, 0)
     assert asdict(model.set_stacking_) == pytest.approx(asdict(of_sets), rel=1e-9)
     both = torch.cat([folds[rows], f]), torch.cat([left_out, m]), torch.cat([labels, y])
-    assert asdict(model.stacking_) == pytest.approx(asdict(stack_logits(*both, alone, 100)), rel=1e-9)
+    assert asdict(model.stacking_) == pytest.approx(asdict(stack_logits(*both, alone, 40, 60)), rel=1e-9)
     p = of_sets.without_certainty(of_sets.logits(f, m), v).softmax(1)
     scores = 1 - p.gather(1, y[:, None])[:, 0]
     assert_close(model.conformity_scores_, scores.sort().values)
