@@ -26,9 +26,10 @@ from epk_gp.core.show import (
 
 _LOG_RANGE = 10.0  # weights from 4.5e-5 to 2.2e4
 
-# Prior of the logarithms of both weights: normal around 3/4 for the network and half of what the process has alone,
-# with this standard deviation. Chosen on six tables with 37 to 100 held-out labels (benchmarks/small_tables.py).
-_NETWORK_CENTRE, _PROCESS_CENTRE, _SPREAD = 0.75, 0.5, 0.4
+# Prior of the logarithms of both weights: normal around 3/4 for the network and half of what the process has alone. Its
+# standard deviation is 0.3 for few labels, and n / 200 for many, so that 500 labels choose by themselves. Chosen on six
+# tables with 37 to 100 held-out labels (benchmarks/small_tables.py).
+_NETWORK_CENTRE, _PROCESS_CENTRE, _SPREAD, _SPREAD_PER_LABEL = 0.75, 0.5, 0.3, 1 / 200
 
 
 class Judgement(NamedTuple):
@@ -96,8 +97,9 @@ class Stacking(Displayed):
     def without_certainty(self, logits: Float[Tensor, "n C"], variance: Float[Tensor, " n"]) -> Float[Tensor, "n C"]:
         """Return logits whose largest probability is at most 1 - (1 - 1/C) v / (N + n + 1).
 
-        Of N training and n held-out labels and one of unknown class, the one counts as much as a point is far from the training data: the
-        variance v of the process is 0 at a training point and 1 far from all. Smaller probabilities are as they were.
+        Of N training and n held-out labels and one of unknown class, the one counts as much as a point is far from the
+        training data: the variance v of the process is 0 at a training point and 1 far from all. Smaller probabilities
+        are as they were.
         """
         total, most = logits.logsumexp(1), 1 - 1 / logits.shape[1]
         error = 1 - (logits.amax(1) - total).exp()
@@ -132,7 +134,7 @@ def stack_logits(
     """
     n = len(labels)
     centre = np.log([_NETWORK_CENTRE, _PROCESS_CENTRE * (alone or 1.0)])
-    precision = 0.0 if alone is None else _SPREAD**-2
+    precision = 0.0 if alone is None else math.hypot(_SPREAD, _SPREAD_PER_LABEL * n) ** -2
 
     def losses(logits: Tensor) -> tuple[Tensor, Tensor]:
         log_p = logits.log_softmax(1)

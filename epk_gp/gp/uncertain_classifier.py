@@ -67,7 +67,7 @@ class UncertainClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
 
     with the network's logits f and the process's mean m. They are those of n validation points; with `out_of_fold` also
     those of the N training points, which the process predicts from each other. A prior keeps both weights where these
-    labels are few; with some hundred it hardly counts. No class gets a probability above 1 - (1 - 1/C) v / (N + n + 1),
+    labels are few; from 500 on it hardly counts. No class gets a probability above 1 - (1 - 1/C) v / (N + n + 1),
     with the process's variance v. Error bars are those of the process alone, and do not vanish with a_2 (`Stacking`,
     `ClassUncertainty`). Print `stacking_` to see whether the process gains anything. Sets of classes have weights of
     their own, by the training labels of `out_of_fold`, and all validation labels calibrate them; else half of these

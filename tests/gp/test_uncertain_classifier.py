@@ -86,7 +86,7 @@ def test_stacking_finds_the_weights_of_the_labels_it_is_given(generator):
 
 
 def test_a_prior_keeps_both_weights_where_labels_are_few_and_fades_where_they_are_many(generator):
-    """Without it 12 labels that the network alone explains leave the process nothing; 2000 choose almost as without."""
+    """Without it 12 labels that the network alone explains leave the process nothing; 2000 choose as without it."""
     network = 3 * torch.randn(2000, C, dtype=torch.float64, generator=generator)
     process = 0.1 * torch.randn(2000, C, dtype=torch.float64, generator=generator)
     labels = torch.multinomial(network.softmax(1), 1, generator=generator)[:, 0]
@@ -94,7 +94,7 @@ def test_a_prior_keeps_both_weights_where_labels_are_few_and_fades_where_they_ar
     assert stack_logits(*few).process < 1e-3
     assert stack_logits(*few, 5.0).process > 0.1
     many = stack_logits(network, process, labels, 5.0)
-    assert many.network == pytest.approx(stack_logits(network, process, labels).network, abs=0.01)
+    assert many.network == pytest.approx(stack_logits(network, process, labels).network, abs=1e-3)
     assert stack_logits(network[:20], process[:20], labels[:20], 5.0).network < many.network - 0.05  # the control
 
 
