@@ -139,5 +139,6 @@ class EPKClassifier(ClassifierMixin, RecordedEstimator):  # type: ignore[misc]  
             ValueError: There are too few validation points, or points or labels unlike those of `fit`.
         """
         points, names = self._points(X), getattr(self, "feature_names_in_", None)
-        settings = {"points": self._weighted, "feature_names": names, **settings}
+        folds = getattr(self, "out_of_fold_", None)
+        settings = {"points": self._weighted, "feature_names": names, "out_of_fold": folds, **settings}
         return UncertainClassifier(self.trajectory_, classes=self.classes_, **settings).fit(points, y)

@@ -88,7 +88,6 @@ def judge(name: str, seed: int) -> None:
     """Abstain, detect and sets: one network, its ensemble, its NTK at the last step, and the RBF kernel on pixels."""
     train, rest = shuffled(name, "train", seed)[:NUM_TRAIN], shuffled(name, "test", seed)
     validation, test = rest[:NUM_VALIDATION], rest[NUM_VALIDATION : NUM_VALIDATION + NUM_TEST]
-    half = NUM_VALIDATION // 2
     run = trained(train.inputs, train.labels, seed)
     model = epk.UncertainClassifier(run).fit(validation.inputs, validation.labels)
     ntk = epk.UncertainClassifier(tangent_trajectory(run)).fit(validation.inputs, validation.labels)
@@ -101,7 +100,7 @@ def judge(name: str, seed: int) -> None:
     pixels = PixelKernel(median_lengthscale(train.inputs))
     rbf = condition_exactly(pixels, train.inputs, nn.functional.one_hot(train.labels, 10).double() - 1 / 10)  # type: ignore[arg-type]
     rbf_mean, rbf_variance = rbf.predict(test.inputs)
-    stacked = stack_logits(z_validation[:half], rbf.predict(validation.inputs[:half])[0], validation.labels[:half])
+    stacked = stack_logits(z_validation, rbf.predict(validation.inputs)[0], validation.labels)
     probabilities = {
         "softmax": z.softmax(1),
         "network, tempered": (most_likely_temperature(z_validation, validation.labels) * z).softmax(1),

@@ -229,8 +229,8 @@ def next_to_label(model: UncertainClassifier, pool: object, count: int = 10) -> 
         raise ValueError(f"count must be at most the number of points in the pool, {len(X)}: got {count}.")
     with torch.no_grad():
         process, given = model.process_, pool if is_array(pool) else X  # a frame's columns are compared
-        mistaken = 1 - torch.as_tensor(model.predict_proba(given)).amax(1).to(process.values.device)
-        points = float_inputs(X.to(process.values.device), torch.float64)
+        mistaken = 1 - torch.as_tensor(model.predict_proba(given)).amax(1).to(process.factor.device)
+        points = float_inputs(X.to(process.factor.device), torch.float64)
         variance = torch.as_tensor(model.uncertainty(X, num_samples=2).out_of_distribution).to(points.device)
         drawn = torch.arange(len(X))
         if len(X) > NUM_REFERENCE:

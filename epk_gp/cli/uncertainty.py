@@ -332,7 +332,7 @@ def _describe_model(model: UncertainClassifier) -> dict[str, object]:
     process = model.process_
     is_sketched = isinstance(process.kernel, InputFeatures)
     return {
-        "process": f"{len(process.vectors)} sketched features" if is_sketched else "exact",
+        "process": f"{len(process.factor)} sketched features" if is_sketched else "exact",
         "num_condition": len(process.training),  # the points of the run whose labels its loss takes
         "noise": process.noise,
         "outputscale": process.outputscale,

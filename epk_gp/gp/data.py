@@ -324,6 +324,37 @@ def _is_trained_on(trajectory: Trajectory) -> Bool[Tensor, " M"]:
     return trained.to(trajectory.device)
 
 
+def out_of_fold_logits(
+    logits: object, trajectory: Trajectory, points: Int64[Tensor, " N"]
+) -> Float[Tensor, "N C"] | None:
+    """Return logits of training points by networks that have not seen them, float64, or None where there are none.
+
+    Args:
+        logits: Those of all M training points.
+        trajectory: The run.
+        points: Which of them are used.
+
+    Raises:
+        TypeError: They are no array of numbers.
+        ValueError: Their shape is another one, one that is used is not finite, or they are those of the run's network.
+    """
+    if logits is None:
+        return None
+    needed, advice = (trajectory.num_points, trajectory.num_outputs), "Pass a row for each training point, in order."
+    z = as_tensor(logits if isinstance(logits, Tensor) else np.asarray(logits, dtype=np.float64), torch.float64)
+    if z.shape != needed:
+        raise ValueError(f"out_of_fold must be logits of shape {needed}: got shape {tuple(z.shape)}. {advice}")
+    z = z.detach().to(points.device)[points]
+    if not (is_finite := z.isfinite().all(1)).all():
+        row = int(points[~is_finite][0])
+        raise ValueError(f"out_of_fold must be finite where points are used: row {row} is not. {advice}")
+    if torch.allclose(z, network_outputs(trajectory, trajectory.inputs[points]).to(z)):
+        raise ValueError(
+            "out_of_fold must be logits of networks that have not seen the point: these are the run's own."
+        )
+    return z
+
+
 def class_inputs(trajectory: Trajectory, X: object, name: str = "X") -> Shaped[Tensor, "n ..."]:
     """Return points as one tensor; those of an array are on the run's device.
 

@@ -3,13 +3,16 @@
 The kernel is a power of the path kernel's cosine times an RBF kernel.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
-from math import exp, log, pi, sqrt
-from typing import Literal
+from math import exp, log, nan, pi, sqrt
+from operator import itemgetter
+from typing import Any, Literal
 
 import torch
 from jaxtyping import Bool, Float, Int64, Shaped
+from numpy.polynomial import Polynomial
 from scipy.optimize import minimize_scalar
 from torch import Tensor
 
@@ -41,11 +44,15 @@ EXACT_POWER, SKETCHED_POWER = 2, 1
 FEATURE_BLOCK = 4096  # points whose features are turned to float64, and into predictions, at a time
 _MAX_LOG_NOISE = log(1e4)  # labels that the kernel says nothing about
 _LOG_TOLERANCE = 1e-3  # of the logarithm of the noise: the marginal likelihood is flat there
+_LOSS_TOLERANCE = 3e-6  # nats per target that a foretold value may be wrong by: less than the tolerance moves it
+_FIRST_STEP = 0.5  # of it: from 1000 rows to 4000 the most likely noise grows by a factor of 1.8
+_SQUARE_ROUNDING = 1e-8  # of a sum of squares that is a difference of two
+_INVERSE_COLUMNS = 512  # of the inverse of a triangular matrix, at a time
 
 
 # Training inputs whose distances give the lengthscale: half a million pairs, whose median has a standard error below
-# 0.2 % of the spread, whatever the number of inputs.
-_LENGTHSCALE_POINTS = 1000
+# 0.2 % of the spread, whatever the number of inputs. Their likelihood says where to look for that of all.
+_FEW_POINTS = 1000
 
 # The median squared distance must be so many times the rounding of one, so that kernel values have six digits.
 _LEAST_DISTANCE = 1e6
@@ -136,14 +143,20 @@ def squared_distances(X: Shaped[Tensor, "n ..."], Y: Shaped[Tensor, "m ..."]) ->
     return squares
 
 
+def few_rows(num_points: int, device: torch.device) -> Int64[Tensor, " s"]:
+    """Return the numbers of at most 1000 evenly spaced ones of all points."""
+    count = min(num_points, _FEW_POINTS)
+    return torch.arange(count, device=device) * num_points // max(1, count)
+
+
 def median_lengthscale(X: Shaped[Tensor, "n ..."]) -> float:
     """Return the square root of the median squared distance between different inputs, of at most 1000 of them.
 
     Raises:
         ValueError: More than half of the pairs of inputs are equal, or rounding makes their distances wrong.
     """
-    count = min(len(X), _LENGTHSCALE_POINTS)
-    some = X[torch.arange(count, device=X.device) * len(X) // count].to(torch.float64)
+    some = X[few_rows(len(X), X.device)].to(torch.float64)
+    count = len(some)
     squares = squared_distances(some, some)
     above = torch.triu_indices(count, count, 1, device=X.device)
     median = float(squares[above[0], above[1]].median()) if count > 1 else 0.0
@@ -205,35 +218,111 @@ class InputFeatures:
 
 
 def most_likely(
-    values: Float[Tensor, " r"], projections: Float[Tensor, "r C"], remainder: float, num_points: int, rounding: float
-) -> dict[str, float]:
-    """Return the noise, relative to the outputscale, the outputscale and the likelihood of the most likely process.
+    matrix: Float[Tensor, "r r"],
+    targets: Float[Tensor, "N C"],
+    few: Float[Tensor, "s s"],
+    rounding: float,
+    products: Float[Tensor, "r C"] | None = None,
+) -> dict[str, Any]:
+    """Return factor, weights and numbers (`LabelProcess`) of the most likely process on N targets.
 
     For each noise the outputscale is the best one, s = sum_c y_c^T (K + noise)^-1 y_c / (N C), and the negative
-    logarithm of the likelihood that of N(targets; 0, s (K + noise)), per target.
+    logarithm of the likelihood that of N(targets; 0, s (K + noise)), per target. Every noise that is tried costs a
+    Cholesky factorisation; the likelihood of some of the points says where to look (`_search`).
 
     Args:
-        values: The r largest eigenvalues of the N x N kernel matrix; the other N - r are 0.
-        projections: Targets along the eigenvectors.
-        remainder: Sum of squares of the targets' part that lies in none of the r eigenvectors.
-        num_points: N.
-        rounding: Relative rounding error of the matrix's entries: the noise is at least N times as large.
+        matrix: The kernel matrix K, or the scatter matrix F^T F of features with K = F F^T.
+        targets: Targets of all points.
+        few: The kernel matrix of the points `few_rows(N)`.
+        rounding: Rounding error of the matrix's entries: the noise is at least N times as large.
+        products: F^T targets, of features.
     """
-    squares = projections.square().sum(1)
+    N, C = targets.shape
+    values, vectors = torch.linalg.eigh(few)
+    limit = len(few) * max(rounding, torch.finfo(values.dtype).eps) * float(values[-1])
+    values = without_rounding(values, limit, "eigenvalues of the kernel matrix")
+    squares = (vectors.T @ targets[few_rows(N, targets.device)]).square().sum(1)
 
-    def scale_for(noise: float) -> float:
-        total = float((squares / (values + noise)).sum()) + remainder / noise
-        return total / (num_points * projections.shape[1])
+    def of_few(log_noise: float) -> float:
+        shifted = values + exp(log_noise)
+        return _likelihood(float((squares / shifted).sum()), float(shifted.log().sum()), len(few), C)[1]
+
+    def of_all(log_noise: float) -> dict[str, Any]:
+        noise = exp(log_noise)
+        shifted = matrix.clone()
+        shifted.diagonal().add_(noise)
+        factor, failed = torch.linalg.cholesky_ex(shifted)
+        if failed:
+            raise ValueError(
+                f"the kernel matrix plus the noise {noise:.3g} must be positive definite: rounding has made it "
+                "indefinite. Use inputs in float64, or fewer conditioning points."
+            )
+        weights = torch.linalg.solve_triangular(factor, targets if products is None else products, upper=False)
+        quadratic, log_determinant = float(weights.square().sum()), 2 * float(factor.diagonal().log().sum())
+        if products is not None:  # of F F^T + noise
+            total = targets.square().sum()
+            left = without_rounding((total - quadratic)[None], float(total) * _SQUARE_ROUNDING, "remainders")
+            quadratic, log_determinant = float(left) / noise, log_determinant + (N - len(matrix)) * log_noise
+        scale, loss = _likelihood(quadratic, log_determinant, N, C)
+        numbers = {"noise": noise, "outputscale": scale, "negative_log_likelihood": loss}
+        return {"factor": factor, "weights": weights, **numbers}
+
+    bounds = log(max(NOISE_FLOOR, N * rounding)), _MAX_LOG_NOISE
+    if len(few) == N:
+        return of_all(_minimum(of_few, *bounds))
+    best: dict[str, Any] = {}
 
     def loss(log_noise: float) -> float:
-        noise = exp(log_noise)
-        log_determinant = float((values + noise).log().sum()) + (num_points - len(values)) * log(noise)
-        return 0.5 * (log(2 * pi * scale_for(noise)) + 1 + log_determinant / num_points)
+        nonlocal best
+        process = of_all(log_noise)
+        best = min(best or process, process, key=itemgetter("negative_log_likelihood"))
+        return float(process["negative_log_likelihood"])
 
-    bounds = (log(max(NOISE_FLOOR, num_points * rounding)), _MAX_LOG_NOISE)
-    found = minimize_scalar(loss, bounds=bounds, method="bounded", options={"xatol": _LOG_TOLERANCE})
-    best = min([float(found.x), *bounds], key=loss)
-    return {"noise": exp(best), "outputscale": scale_for(exp(best)), "negative_log_likelihood": loss(best)}
+    _search(of_few, loss, bounds)
+    return best
+
+
+def _search(guess: Callable[[float], float], loss: Callable[[float], float], bounds: tuple[float, float]) -> None:
+    """Evaluate a smooth, costly function of the noise's logarithm until its minimum is among the values.
+
+    Another function that resembles it, and costs nothing, is corrected by the polynomial through their differences at
+    the values nearest to the lowest one. The search ends where this corrected function has its minimum, if it foretold
+    the last value; a value that it did not foretell is followed by one in the wider half of the interval.
+    """
+    x, expected = _minimum(guess, *bounds), nan
+    tried = {x: loss(x)}
+    x = x / 2 if x in bounds else x + _FIRST_STEP if x < 0 else x - _FIRST_STEP
+    while True:
+        tried[x] = loss(x)
+        is_foretold = abs(tried[x] - expected) < _LOSS_TOLERANCE
+        best, reach = min(tried, key=tried.__getitem__), 2 * (max(tried) - min(tried))
+        left = max((t for t in tried if t < best), default=max(bounds[0], best - reach))
+        right = min((t for t in tried if t > best), default=min(bounds[1], best + reach))
+        near = sorted(tried, key=lambda t: abs(t - best))[:5]
+        difference = Polynomial.fit(near, [tried[t] - guess(t) for t in near], len(near) - 1)
+
+        def corrected(t: float, difference: Polynomial = difference) -> float:
+            return guess(t) + float(difference(t))
+
+        x = _minimum(corrected, left, right)
+        nearest = min(tried, key=lambda t: abs(t - x))
+        if abs(x - nearest) < 2 * _LOG_TOLERANCE:
+            if (nearest == best and is_foretold) or right - left < 8 * _LOG_TOLERANCE:
+                return
+            x = (best + (nearest if nearest != best else left if best - left > right - best else right)) / 2
+        expected = corrected(x)
+
+
+def _likelihood(quadratic: float, log_determinant: float, num_points: int, num_classes: int) -> tuple[float, float]:
+    """Return the best outputscale, and the negative logarithm of the likelihood per target."""
+    scale = quadratic / (num_points * num_classes)
+    return scale, 0.5 * (log(2 * pi * scale) + 1 + log_determinant / num_points)
+
+
+def _minimum(loss: Callable[[float], float], lowest: float, highest: float) -> float:
+    """Return where a function of the noise's logarithm is least, the ends of its range included."""
+    found = minimize_scalar(loss, bounds=(lowest, highest), method="bounded", options={"xatol": _LOG_TOLERANCE})
+    return min([float(found.x), lowest, highest], key=loss)
 
 
 def without_rounding(values: Float[Tensor, " n"], rounding: float, what: str) -> Float[Tensor, " n"]:
@@ -260,16 +349,16 @@ def without_rounding(values: Float[Tensor, " n"], rounding: float, what: str) ->
 class LabelProcess:
     """A Gaussian process for each class, all with the same kernel, conditioned on N labels.
 
-    Targets are 1 - 1/C for a point's own class, and -1/C for the others. Conditioned through the N x N kernel matrix
-    K = Q diag(v) Q^T; or Bayesian linear regression on k features of each point, F^T F = Q diag(v) Q^T.
+    Targets are 1 - 1/C for a point's own class, and -1/C for the others. Conditioned through the Cholesky factor L of
+    the N x N kernel matrix plus the noise; or Bayesian linear regression on k features F of each point, with the factor
+    of F^T F + noise.
 
     Attributes:
         kernel: The kernel, or what maps n inputs to their features, (n, k), each row of length 1.
         training: The N inputs, or their features F, (N, k), of which a process that was read from a file has none.
         targets: (N, C).
-        values: Eigenvalues v of the kernel matrix, or of the features' scatter matrix, (r,).
-        vectors: Eigenvectors Q, (N, r) of the kernel matrix or (k, r) of the features' scatter matrix.
-        weights: Targets along them, divided by v + noise, (r, C).
+        factor: L, (r, r) with r = N or k, lower triangular.
+        weights: L^-1 times the targets, or times F^T targets, (r, C).
         noise: Variance of the targets' noise, relative to the outputscale.
         outputscale: Prior variance of the processes.
         negative_log_likelihood: Of the targets, per target, in nats.
@@ -278,8 +367,7 @@ class LabelProcess:
     kernel: LabelKernel | InputFeatures
     training: Shaped[Tensor, "N ..."]
     targets: Float[Tensor, "N C"]
-    values: Float[Tensor, " r"]
-    vectors: Float[Tensor, "rows r"]
+    factor: Float[Tensor, "r r"]
     weights: Float[Tensor, "r C"]
     noise: float
     outputscale: float
@@ -297,21 +385,26 @@ class LabelProcess:
         return len(self.training) * self.kernel.rounding(self.training) * max(1.0, 1 / self.noise)
 
     def coordinates(self, X: Shaped[Tensor, "n ..."]) -> Float[Tensor, "n r"]:
-        """Return what predictions at n inputs depend on: b = k(X, inputs) Q, or the features along the eigenvectors."""
+        """Return what predictions at n inputs depend on: rows b = L^-1 k(inputs, x), or L^-1 times their features."""
         if isinstance(self.kernel, InputFeatures):
-            return self.kernel(X).to(self.vectors) @ self.vectors
-        return self.kernel.block(X, self.training) @ self.vectors
+            return self._whitened(self.kernel(X))
+        return self._whitened(self.kernel.block(X, self.training))
+
+    def _whitened(self, rows: Float[Tensor, "n r"]) -> Float[Tensor, "n r"]:
+        """Return L^-1 times each row."""
+        solved: Tensor = torch.linalg.solve_triangular(self.factor.mT, rows.to(self.factor), upper=True, left=False)
+        return solved
 
     def predict(self, X: Shaped[Tensor, "n ..."]) -> tuple[Float[Tensor, "n C"], Float[Tensor, " n"]]:
         """Return the posterior mean, and the posterior variance relative to the outputscale: 1 far from all data.
 
-        The variance is 1 - sum_j b_j^2 / (v_j + noise), or with features noise * sum_j b_j^2 / (v_j + noise).
+        The variance is 1 - |b|^2, or with features noise * |b|^2.
         """
         has_features, budget = isinstance(self.kernel, InputFeatures), self.kernel.options.memory_budget
         means, variances = [], []
-        for part in X.split(FEATURE_BLOCK if has_features else posterior_points(budget, 8, 1, len(self.vectors))):
+        for part in X.split(FEATURE_BLOCK if has_features else posterior_points(budget, 8, 1, len(self.factor))):
             b = self.coordinates(part)
-            share = (b.square() / (self.values + self.noise)).sum(1)
+            share = b.square().sum(1)
             variance = self.noise * share if has_features else 1 - share
             means.append(b @ self.weights)
             variances.append(without_rounding(variance, self.rounding, "variances"))
@@ -322,9 +415,9 @@ class LabelProcess:
         left = self.coordinates(X)
         right = left if X is Y else self.coordinates(Y)
         if isinstance(self.kernel, InputFeatures):
-            return self.noise * (left / (self.values + self.noise)) @ right.T
+            return self.noise * left @ right.T
         prior = self.kernel.gram(X) if X is Y else self.kernel.block(X, Y)
-        return prior.sub_((left / (self.values + self.noise)) @ right.T)
+        return prior.sub_(left @ right.T)
 
     def leave_one_out(self) -> tuple[Float[Tensor, "N C"], Float[Tensor, " N"]]:
         """Predict each conditioning point from the others: mean, and variance relative to the outputscale.
@@ -338,15 +431,20 @@ class LabelProcess:
         if not len(self.targets):
             raise ValueError("a process that was read from a file has no features of training points: fit it again.")
         if not isinstance(self.kernel, InputFeatures):
-            inverse_diagonal = (self.vectors.square() / (self.values + self.noise)).sum(1)
-            residuals = (self.vectors @ self.weights) / inverse_diagonal[:, None]
+            L, N = self.factor, len(self.factor)
+            inverse_diagonal = L.new_empty(N)
+            for first in range(0, N, _INVERSE_COLUMNS):  # columns of L^-1, which are 0 above the diagonal
+                identity = torch.eye(N - first, min(_INVERSE_COLUMNS, N - first), dtype=L.dtype, device=L.device)
+                columns = torch.linalg.solve_triangular(L[first:, first:], identity, upper=False)
+                inverse_diagonal[first : first + _INVERSE_COLUMNS] = columns.square().sum(0)
+            solved = torch.linalg.solve_triangular(L.mT, self.weights, upper=True)  # (K + noise)^-1 targets
             variances = without_rounding(1 / inverse_diagonal - self.noise, self.rounding, "variances")
-            return self.targets - residuals, variances
+            return self.targets - solved / inverse_diagonal[:, None], variances
         means, spreads = [], []
         rows = zip(self.training.split(FEATURE_BLOCK), self.targets.split(FEATURE_BLOCK), strict=True)
         for features, targets in rows:
-            b = features.to(self.vectors) @ self.vectors
-            share = (b.square() / (self.values + self.noise)).sum(1)  # h
+            b = self._whitened(features)
+            share = b.square().sum(1)  # h
             means.append(targets - (targets - b @ self.weights) / (1 - share)[:, None])
             spreads.append(self.noise * share / (1 - share))
         return torch.cat(means), torch.cat(spreads)
@@ -354,13 +452,8 @@ class LabelProcess:
 
 def condition_exactly(kernel: LabelKernel, X: Shaped[Tensor, "N ..."], targets: Float[Tensor, "N C"]) -> LabelProcess:
     """Condition a process on N points through their kernel matrix, with the most likely noise and outputscale."""
-    values, vectors = torch.linalg.eigh(kernel.gram(X))
-    rounding = len(X) * kernel.rounding(X) * float(values[-1])
-    values = without_rounding(values, rounding, "eigenvalues of the kernel matrix")
-    projections = vectors.T @ targets
-    numbers = most_likely(values, projections, 0.0, len(X), kernel.rounding(X))
-    weights = projections / (values + numbers["noise"])[:, None]
-    return LabelProcess(kernel, X, targets, values, vectors, weights, **numbers)
+    K, rows = kernel.gram(X), few_rows(len(X), X.device)
+    return LabelProcess(kernel, X, targets, **most_likely(K, targets, K[rows][:, rows], kernel.rounding(X)))
 
 
 def condition_on_features(
@@ -379,19 +472,9 @@ def condition_on_features(
         F = rows.to(targets)
         scatter.addmm_(F.T, F)
         products.addmm_(F.T, y)
-    values, vectors = torch.linalg.eigh(scatter)
-    rounding = k * torch.finfo(values.dtype).eps * float(values[-1])
-    values = without_rounding(values, rounding, "eigenvalues of the features' scatter matrix")
-    along = vectors.T @ products  # of the training points: none in directions of eigenvalue 0
-    is_spanned = (values > rounding)[:, None]
-    projections = torch.where(is_spanned, along, 0) / torch.where(is_spanned, values[:, None].sqrt(), 1)
-    total = targets.square().sum()
-    unexplained = without_rounding(
-        (total - projections.square().sum())[None], float(total) * torch.finfo(total.dtype).eps ** 0.5, "remainders"
-    )
-    numbers = most_likely(values, projections, float(unexplained), N, 0.0)
-    weights = along / (values + numbers["noise"])[:, None]
-    return LabelProcess(features, training_features, targets, values, vectors, weights, **numbers)
+    few = training_features[few_rows(N, targets.device)].to(targets)
+    found = most_likely(scatter, targets, few @ few.T, k * torch.finfo(targets.dtype).eps, products)
+    return LabelProcess(features, training_features, targets, **found)
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,8 @@
-"""How network and process are weighed, sets of classes, and scores of how unsure the classes of points are."""
+"""Weights of network and process, sets of classes, and scores of how unsure the classes of points are."""
 
+import math
 from dataclasses import dataclass, fields
-from math import ceil, exp, hypot
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -11,49 +11,99 @@ from scipy.optimize import minimize, minimize_scalar
 from torch import Tensor
 
 from epk_gp.core.checks import validate_number
-from epk_gp.core.show import SHOWN_POINTS, Entry, Summary, Table, Tabular, columns_note, count, kind_of, number
+from epk_gp.core.show import (
+    SHOWN_POINTS,
+    Displayed,
+    Entry,
+    Summary,
+    Table,
+    Tabular,
+    columns_note,
+    count,
+    kind_of,
+    number,
+)
 
 _LOG_RANGE = 10.0  # weights from 4.5e-5 to 2.2e4
 
-# Prior of the logarithms of both weights, around half of what each would have alone: its standard deviation is 1/2 for
-# few labels, and n / 50 for many, so that 500 labels choose by themselves (benchmarks/small_tables.py).
-_SPREAD, _SPREAD_PER_LABEL = 0.5, 1 / 50
+# Prior of the logarithms of both weights: normal around 3/4 for the network and half of what the process has alone. Its
+# standard deviation is 0.3 for few labels, and n / 200 for many, so that 500 labels choose by themselves. Chosen on six
+# tables with 37 to 100 held-out labels (benchmarks/small_tables.py).
+_NETWORK_CENTRE, _PROCESS_CENTRE, _SPREAD, _SPREAD_PER_LABEL = 0.75, 0.5, 0.3, 1 / 200
 
 
-@dataclass(frozen=True)
-class Stacking:
+class Judgement(NamedTuple):
+    """What network and process say of n points: logits and mean (n, C), and the process's variance (n,)."""
+
+    logits: Tensor
+    mean: Tensor
+    variance: Tensor
+
+
+@dataclass(frozen=True, repr=False)
+class Stacking(Displayed):
     """Class probabilities softmax(network * a_1 + process * a_2).
+
+    Printed, it says whether the process gains anything: by how much the loss of the network alone is larger, against
+    twice the standard error of this difference.
 
     Attributes:
         network: a_1, of the network's logits.
         process: a_2, of the process's mean.
-        loss: Mean negative log probability of the held-out labels and of the one beside them (`stack_logits`), in nats.
+        loss: Mean negative log probability of the labels that chose both and of the one beside them (`stack_logits`),
+            in nats.
+        network_loss: The same of the network alone, as it is (a_1 = 1, a_2 = 0).
+        gain_error: Standard error of the mean difference of the two over these labels.
         alone: b, the weight that the process has alone, in predictions of training labels from each other. Error bars
             are those of b m, or of a_2 m where that is larger: they do not vanish with a_2.
-        num_labels: Held-out labels that chose a_1 and a_2.
+        num_labels: Labels that chose a_1 and a_2: held-out ones, and those of out-of-fold logits.
         num_training: Labels that the process is conditioned on.
+        num_held_out: Held-out labels among those that chose a_1 and a_2.
     """
 
     network: float
     process: float
     loss: float
+    network_loss: float = math.nan
+    gain_error: float = math.nan
     alone: float = 0.0
     num_labels: int = 0
     num_training: int = 0
+    num_held_out: int = 0
+
+    def _summary(self) -> Summary:
+        gain, error = self.network_loss - self.loss, self.gain_error
+        is_shown = gain > 2 * error
+        words = "" if is_shown else f"nothing that {count(self.num_labels, 'label')} would show: "
+        entries = (
+            Entry("weights", f"network {number(self.network)}, process {number(self.process)}"),
+            Entry("loss", f"{number(self.loss)} nats per label", f"network alone: {number(self.network_loss)}"),
+            Entry("the process gains", f"{words}{number(gain)} ± {number(error)} nats per label"),
+        )
+        return Summary(f"Network and process, weighed by {count(self.num_labels, 'label')}", entries)
 
     def logits(self, network: Float[Tensor, "n C"], process: Float[Tensor, "n C"]) -> Float[Tensor, "n C"]:
         """Return the weighted sum."""
         return self.network * network + self.process * process
 
+    def mean(self, judged: Judgement) -> Float[Tensor, "n C"]:
+        """Return the weighted sum where no class is surer than the labels support."""
+        return self.without_certainty(self.logits(judged.logits, judged.mean), judged.variance)
+
+    def probability(self, judged: Judgement) -> Float[Tensor, "n C"]:
+        """Return the probabilities of the classes, of which `mean` holds the logits."""
+        return torch.softmax(self.mean(judged), dim=1)
+
     def without_certainty(self, logits: Float[Tensor, "n C"], variance: Float[Tensor, " n"]) -> Float[Tensor, "n C"]:
         """Return logits whose largest probability is at most 1 - (1 - 1/C) v / (N + n + 1).
 
-        Of N + n labels and one of unknown class, the one counts as much as a point is far from the training data: the
-        variance v of the process is 0 at a training point and 1 far from all. Smaller probabilities are as they were.
+        Of N training and n held-out labels and one of unknown class, the one counts as much as a point is far from the
+        training data: the variance v of the process is 0 at a training point and 1 far from all. Smaller probabilities
+        are as they were.
         """
         total, most = logits.logsumexp(1), 1 - 1 / logits.shape[1]
         error = 1 - (logits.amax(1) - total).exp()
-        least = most * variance / (self.num_training + self.num_labels + 1)
+        least = most * variance / (self.num_training + self.num_held_out + 1)
         share = (least - error).clamp_min(0) / (most - error).clamp_min(torch.finfo(error.dtype).tiny)  # of 1/C
         unknown = total + (share / logits.shape[1]).log()
         return torch.logaddexp(logits + torch.log1p(-share)[:, None], unknown[:, None])
@@ -65,6 +115,7 @@ def stack_logits(
     labels: Int[Tensor, " n"],
     alone: float | None = None,
     num_training: int = 0,
+    num_held_out: int = 0,
 ) -> Stacking:
     """Choose both weights, positive, by the likelihood of labels that neither network nor process has seen.
 
@@ -76,20 +127,23 @@ def stack_logits(
         network: Logits of the network.
         process: Mean of the process.
         labels: Classes of the n points.
-        alone: The weight b that the process has alone. With it a prior holds the weights near 1/2 and b/2, the less
+        alone: The weight b that the process has alone. With it a prior holds the weights near 3/4 and b/2, the less
             the more labels there are: few labels would as often as not give one of the two a weight of nearly 0.
-        num_training: Labels that the process is conditioned on.
+        num_training: As in `Stacking`.
+        num_held_out: As in `Stacking`.
     """
     n = len(labels)
-    centre = np.log([0.5, 0.5 * (alone or 2.0)])
-    precision = 0.0 if alone is None else hypot(_SPREAD, _SPREAD_PER_LABEL * n) ** -2
+    centre = np.log([_NETWORK_CENTRE, _PROCESS_CENTRE * (alone or 1.0)])
+    precision = 0.0 if alone is None else math.hypot(_SPREAD, _SPREAD_PER_LABEL * n) ** -2
+
+    def losses(logits: Tensor) -> tuple[Tensor, Tensor]:
+        log_p = logits.log_softmax(1)
+        own = torch.nn.functional.nll_loss(log_p, labels, reduction="none")
+        return own, (own.sum() - log_p.mean()) / (n + 1)
 
     def loss_and_gradient(log_weights: np.ndarray) -> tuple[float, np.ndarray]:
         a = torch.tensor(log_weights, dtype=network.dtype, device=network.device, requires_grad=True)
-        logits = a[0].exp() * network + a[1].exp() * process
-        log_p = logits.log_softmax(1)
-        known = torch.nn.functional.nll_loss(log_p, labels, reduction="sum")
-        loss = (known - log_p.mean()) / (n + 1)
+        _, loss = losses(a[0].exp() * network + a[1].exp() * process)
         (gradient,) = torch.autograd.grad(loss, a)
         pull = precision * (log_weights - centre) / (n + 1)
         penalty = 0.5 * float(pull @ (log_weights - centre))
@@ -98,10 +152,62 @@ def stack_logits(
     bounds = [(-_LOG_RANGE, _LOG_RANGE)] * 2
     with torch.enable_grad():
         found = minimize(loss_and_gradient, np.zeros(2), jac=True, method="L-BFGS-B", bounds=bounds)
-    network_weight, process_weight = np.exp(found.x).tolist()
-    deviation = found.x - centre
-    loss = float(found.fun) - 0.5 * precision * float(deviation @ deviation) / (n + 1)
-    return Stacking(network_weight, process_weight, loss, alone or 0.0, n, num_training)
+    a_1, a_2 = np.exp(found.x).tolist()
+    (of_both, loss), (of_network, network_loss) = losses(a_1 * network + a_2 * process), losses(network)
+    error = float((of_network - of_both).std()) / math.sqrt(n)
+    return Stacking(a_1, a_2, float(loss), float(network_loss), error, alone or 0.0, n, num_training, num_held_out)
+
+
+class Calibrated(NamedTuple):
+    """The weights for probabilities, those for sets of classes, and the scores that calibrate sets, with their classes.
+
+    Scores ascend. They are 1 - p of the true class, at points that the weights for sets have not seen.
+    """
+
+    stacking: Stacking
+    set_stacking: Stacking
+    scores: Float[Tensor, " m"]
+    labels: Int[Tensor, " m"]
+
+
+def calibrate(
+    judged: Judgement,
+    labels: Int[Tensor, " n"],
+    left_out: Float[Tensor, "N C"],
+    training_labels: Int[Tensor, " N"],
+    out_of_fold: Float[Tensor, "N C"] | None,
+    seed: int,
+) -> Calibrated:
+    """Weigh network and process, by all labels that neither has seen, and for sets by those that do not calibrate them.
+
+    With out-of-fold logits, training labels weigh the two for sets, and all validation labels calibrate; else half of
+    the validation labels do either.
+
+    Args:
+        judged: The n validation points.
+        labels: Their classes.
+        left_out: Mean of the process at the N training points, each predicted from the others.
+        training_labels: Their classes.
+        out_of_fold: Logits of the N training points by networks that have not seen them.
+        seed: Of the division into halves.
+    """
+    N, (logits, mean, _) = len(training_labels), judged
+    alone = most_likely_temperature(left_out, training_labels, unknown=1)
+    order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(seed)).to(labels.device)
+    halves = order.tensor_split(2) if out_of_fold is None else (order[:0], order)
+    count = 0 if out_of_fold is None else N
+    f = logits[:0] if out_of_fold is None else out_of_fold
+
+    def weights(rows: Tensor) -> Stacking:
+        network, process = torch.cat([f, logits[rows]]), torch.cat([left_out[:count], mean[rows]])
+        own = torch.cat([training_labels[:count], labels[rows]])
+        return stack_logits(network, process, own, alone, N, len(rows))
+
+    weighing, calibrating = halves
+    of_sets = weights(weighing)
+    scores = 1 - of_sets.probability(judged).gather(1, labels[:, None])[:, 0]
+    ascending = calibrating[scores[calibrating].argsort()]
+    return Calibrated(weights(order), of_sets, scores[ascending], labels[ascending])
 
 
 def most_likely_temperature(logits: Float[Tensor, "n C"], labels: Int[Tensor, " n"], unknown: int = 0) -> float:
@@ -114,24 +220,31 @@ def most_likely_temperature(logits: Float[Tensor, "n C"], labels: Int[Tensor, " 
     """
 
     def loss(log_factor: float) -> float:
-        log_p = (logits * exp(log_factor)).log_softmax(1)
+        log_p = (logits * math.exp(log_factor)).log_softmax(1)
         known = float(torch.nn.functional.nll_loss(log_p, labels))
         return known - unknown * float(log_p.mean()) / len(labels)
 
-    return exp(float(minimize_scalar(loss, bounds=(-_LOG_RANGE, _LOG_RANGE), method="bounded").x))
+    return math.exp(float(minimize_scalar(loss, bounds=(-_LOG_RANGE, _LOG_RANGE), method="bounded").x))
 
 
-def conformal_sets(probability: Float[Tensor, "n C"], scores: Float[Tensor, " m"], alpha: float) -> Bool[Tensor, "n C"]:
+def conformal_sets(
+    probability: Float[Tensor, "n C"],
+    scores: Float[Tensor, " m"],
+    alpha: float,
+    labels: Int[Tensor, " m"] | None = None,
+) -> Bool[Tensor, "n C"]:
     """Return the classes whose score is at most the ceil((m + 1)(1 - alpha))-th smallest of m held-out scores.
 
     If new points are drawn as the held-out ones were, the set holds the true class with a probability of at least
     1 - alpha: on average over points and over draws of the held-out ones, not for each class or region (Vovk et al.
-    2005; Angelopoulos & Bates 2021).
+    2005; Angelopoulos & Bates 2021). With a threshold for each class it does so within each class as well (Vovk 2012).
 
     Args:
         probability: Of n new points.
         scores: Ascending (`UncertainClassifier.conformity_scores_`).
         alpha: Allowed share of sets without the true class, in (0, 1). Below 1 / (m + 1) every set holds all classes.
+        labels: Classes of the held-out points: each class has the threshold of its own scores, and is in every set
+            where it has fewer than 1 / alpha - 1 of them. None for one threshold.
 
     Raises:
         TypeError: `alpha` is not a number.
@@ -140,7 +253,10 @@ def conformal_sets(probability: Float[Tensor, "n C"], scores: Float[Tensor, " m"
     validate_number(alpha, "alpha")
     if not 0 < alpha < 1:
         raise ValueError(f"alpha must lie between 0 and 1: got {alpha}. 0.1 asks for sets that are right in 90 %.")
-    rank = ceil((len(scores) + 1) * (1 - alpha))
+    if labels is not None:
+        columns = probability.split(1, dim=1)
+        return torch.cat([conformal_sets(p, scores[labels == c], alpha) for c, p in enumerate(columns)], dim=1)
+    rank = math.ceil((len(scores) + 1) * (1 - alpha))
     if rank > len(scores):
         return torch.ones_like(probability, dtype=torch.bool)
     return 1 - probability <= scores[rank - 1]
@@ -152,9 +268,9 @@ class ClassUncertainty(Tabular):
 
     Attributes:
         error: Probability that the class which the network alone predicts is wrong: to abstain, or to pass a point to a
-            person. It is at least (1 - 1/C) v / (N + n + 1) with v the next score, N training labels and the n labels
-            that weigh network and process: no label supports less. It is a probability for points like the validation
-            points only. It is no detector of points of another kind: these may look like a class.
+            person. It is at least (1 - 1/C) v / (N + n + 1) with v the next score, N training and n validation labels:
+            no label supports less. It is a probability for points like the validation points only. It is no detector of
+            points of another kind: these may look like a class.
         out_of_distribution: Posterior variance of the process, from 0 at a training point to 1 far from all of them: to
             detect points unlike the training data. It does not see labels of its neighbours, so it is no score of
             errors between classes.
@@ -164,9 +280,9 @@ class ClassUncertainty(Tabular):
             agree.
         std: Error bar of the predicted class's probability p, not of the class: the root of a sum of two variances. One
             is that of p under the process, with the weight that the process has where it predicts training labels from
-            each other, or its weight beside the network if that is larger. The other one is p (1 - p) / (n + 2), which
-            the n labels that weigh the two leave in any probability. On made tables two of them cover the true
-            probability at 90 to 96 % of the points (docs/deciding.md).
+            each other, or its weight beside the network if that is larger. The other one is p (1 - p) / (n / 2 + 2),
+            which half of the n validation labels leave in any probability. On made tables two of them cover the true
+            probability at 89 to 98 % of the points (docs/deciding.md).
     """
 
     error: Float[Tensor, " n"] | Float[np.ndarray, " n"]

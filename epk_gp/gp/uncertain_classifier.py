@@ -12,18 +12,20 @@ import torch
 from jaxtyping import Bool, Float, Int, Int64, Shaped
 from safetensors.torch import save
 from sklearn.base import BaseEstimator, ClassifierMixin
+from sklearn.metrics import accuracy_score
 from torch import Tensor, nn
 
 from epk_gp.core.checks import MEMORY_BUDGET, ComputeOptions, SupportsSubmit, door, validate_count, validate_labels
 from epk_gp.core.losses import CrossEntropy
 from epk_gp.core.model import NUM_FINGERPRINT_POINTS, fingerprint_outputs
+from epk_gp.core.show import warn_caller
 from epk_gp.core.step import content_key
 from epk_gp.core.trajectory import Trajectory, network_outputs, validate_trajectory, warn_unless_live
 from epk_gp.gp import data as gp_data
 from epk_gp.gp.label_process import InputFeatures, InputsKernel, LabelKernel, LabelProcess, LabelSettings, fit_labels
 from epk_gp.gp.posterior import LogitPosterior
 from epk_gp.gp.softmax import isotropic_softmax_uncertainty
-from epk_gp.gp.stacking import ClassUncertainty, Stacking, conformal_sets, most_likely_temperature, stack_logits
+from epk_gp.gp.stacking import ClassUncertainty, Judgement, Stacking, calibrate, conformal_sets
 from epk_gp.gram.sketch import is_one_state
 from epk_gp.kernel_machine.baselines import tangent_trajectory
 from epk_gp.kernels.blocks import BlockCache
@@ -34,22 +36,14 @@ from epk_gp.storage.run import recorded_model
 from epk_gp.storage.schema import Count, Positive, Record, RunDescription, run_header, validated
 from epk_gp.trained.network import as_trajectory
 
-MIN_VALIDATION_POINTS = 20  # half of them weigh two numbers, the other half are ranked
+MIN_VALIDATION_POINTS = 20  # they weigh two numbers, and half of them or all are ranked
 _CACHE_BYTES = 64 * 2**20  # of predictions: all scores of the same points cost one evaluation
 
-FORMAT, FORMAT_VERSION = "epk_gp uncertain classifier", 1
+FORMAT, FORMAT_VERSION = "epk_gp uncertain classifier", 2
 DESCRIPTION, TENSORS = "classifier.json", "classifier.safetensors"
 _ROUNDING_POWER = 3 / 8  # of eps: how far another machine may be from a stored posterior; 1e-6, and 2e-3 in float32
 _NUMBERS = ("noise", "outputscale", "negative_log_likelihood")  # of a process
 _DAMAGED = "must be what UncertainClassifier.save wrote: it is damaged. Restore it from a copy."
-
-
-class _Judgement(NamedTuple):
-    """What network and process say of n points: logits and mean (n, C), and the process's variance (n,)."""
-
-    logits: Tensor
-    mean: Tensor
-    variance: Tensor
 
 
 class _Fitted(NamedTuple):
@@ -67,27 +61,29 @@ class UncertainClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
 
     The process has one kernel for all classes, a power of the cosine of the path kernel's trace times an RBF kernel on
     the inputs, and is conditioned on the labels, with the most likely noise. The network keeps its own prediction; the
-    process judges it. On held-out points, half of them weigh the two (stacking, which includes a temperature),
+    process judges it. Labels of points that neither has seen weigh the two (stacking, which includes a temperature),
 
         p(x) = softmax(a_1 f(x) + a_2 m(x))
 
-    with the network's logits f and the process's mean m, and the other half calibrate sets of classes. A prior keeps
-    both weights where these labels are few; from some hundred on it plays no part. No class gets a probability above
-    1 - (1 - 1/C) v / (N + n + 1), with the process's variance v, N training labels and n that weigh the two. Error bars
-    are those of the process alone, and do not vanish with a_2 (`Stacking`, `ClassUncertainty`).
+    with the network's logits f and the process's mean m. They are those of n validation points; with `out_of_fold` also
+    those of the N training points, which the process predicts from each other. A prior keeps both weights where these
+    labels are few; from 500 on it hardly counts. No class gets a probability above 1 - (1 - 1/C) v / (N + n + 1),
+    with the process's variance v. Error bars are those of the process alone, and do not vanish with a_2 (`Stacking`,
+    `ClassUncertainty`). Print `stacking_` to see whether the process gains anything. Sets of classes have weights of
+    their own, by the training labels of `out_of_fold`, and all validation labels calibrate them; else half of these
+    weigh, and half calibrate.
 
     Up to 5000 conditioning points the process is conditioned through its kernel matrix, if that takes at most 10^13
     multiplications; else it is Bayesian linear regression on sketched features (`path_features`), linear in the number
     of points. Some nodes of the path stand for all its steps (docs/theory.md, section 6).
 
-    It follows scikit-learn's conventions: `fit`, `predict`, `predict_proba`, `score`, `classes_`; points may be tensors
-    as the network takes them, and results are tensors then, or arrays with a row per point, and results are arrays.
-    `fit` takes validation points, which neither the network nor a choice about it has seen.
+    It follows scikit-learn's conventions; points may be tensors as the network takes them, and results are tensors
+    then, or arrays with a row per point, and results are arrays. `fit` takes validation points, which neither the
+    network nor a choice about it has seen.
 
     Of a network that was trained without a recorder, `UncertainClassifier.of(model, X, y).fit(X_val, y_val)` is the
-    same with the kernel of its last weights in place of the path's.
-
-    The process is computed on the device of the validation points; results are on that of the points.
+    same with the kernel of its last weights in place of the path's. The process is computed on the device of the
+    validation points; results are on that of the points.
 
     Args:
         trajectory: Run of a classifier with C outputs, trained on class labels with cross entropy.
@@ -108,6 +104,8 @@ class UncertainClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         power: Of the product of both kernels; None for 2 with the kernel matrix itself, and for 1 with sketched
             features, whose noise grows with the power.
         path: Which the nodes lie on: `straight()` steps, or `chords(every=k)`.
+        out_of_fold: Logits of the M training points in their order, each by a network that was trained without that
+            point, as in cross-validation; only rows of `points` are used.
         memory_budget: Bytes for everything but the points and the result (`ComputeOptions`).
         progress: Show a progress bar.
         executor: Whose workers compute (`ComputeOptions`).
@@ -116,8 +114,10 @@ class UncertainClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         classes_: The names of the classes, or 0 .. C - 1.
         feature_names_in_: Names of the columns that a data frame must have, in order, if they are known.
         process_: The process, after `fit`.
-        stacking_: The weights a_1 and a_2.
-        conformity_scores_: Of the second half of the validation points, ascending.
+        stacking_: The weights a_1 and a_2 of probabilities and scores.
+        set_stacking_: Those of sets of classes.
+        conformity_scores_: Of the validation points that calibrate sets, ascending.
+        conformity_labels_: Their classes, as numbers of outputs.
     """
 
     def __init__(
@@ -133,6 +133,7 @@ class UncertainClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         seed: int = 0,
         power: int | None = None,
         path: WeightPath = straight(),
+        out_of_fold: Float[Tensor, "M C"] | Float[np.ndarray, "M C"] | None = None,
         memory_budget: int = MEMORY_BUDGET,
         progress: bool = False,
         executor: SupportsSubmit | None = None,
@@ -149,6 +150,7 @@ class UncertainClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         self.seed = seed
         self.power = power
         self.path = path
+        self.out_of_fold = out_of_fold
         self.memory_budget = memory_budget
         self.progress = progress
         self.executor = executor
@@ -232,38 +234,35 @@ class UncertainClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
             raise ValueError(f"there must be at least {MIN_VALIDATION_POINTS} validation points: got {len(held_out)}.")
         gp_data.count_seen(held_out, trajectory, points)
         options = ComputeOptions(self.memory_budget, self.progress, executor=self.executor)
+        folds = gp_data.out_of_fold_logits(self.out_of_fold, trajectory, points)
+        folds = None if folds is None else folds.to(classes.device)
         process = fit_labels(trajectory, settings, points.to(held_out.device), options)
+        left_out, own = process.leave_one_out()[0].to(classes.device), own.to(classes.device)
         judged = _judge(trajectory, process, held_out)
-        order = torch.randperm(len(held_out), generator=torch.Generator().manual_seed(self.seed)).to(classes.device)
-        first, second = order.tensor_split(2)
-        alone = most_likely_temperature(process.leave_one_out()[0], own.to(process.values.device), unknown=1)
-        stacking = stack_logits(judged.logits[first], judged.mean[first], classes[first], alone, len(own))
-        probability = torch.softmax(_stacked(stacking, _Judgement(*(part[second] for part in judged))), dim=1)
+        calibrated = calibrate(judged, classes, left_out, own, folds, self.seed)
         self._cache = BlockCache(_CACHE_BYTES)
         self._fitted = _Fitted(trajectory, settings, self.classes)
         self.classes_: np.ndarray = names
         self.process_: LabelProcess = process
-        self.stacking_: Stacking = stacking
-        right = probability.gather(1, classes[second][:, None])[:, 0]  # at points that nothing was fitted to
-        self.conformity_scores_: Tensor = (1 - right).sort().values
+        self.stacking_, self.set_stacking_, self.conformity_scores_, self.conformity_labels_ = calibrated
         return self
 
     def predict_proba(self, X: object) -> Float[Tensor, "n C"] | Float[np.ndarray, "n C"]:
         """Return the class probabilities of network and process together, float64."""
-        return gp_data.like_inputs(self._probability(self._judged(X)), X)
+        return gp_data.like_inputs(self._probability(X), X)
 
     def predict(self, X: object) -> Int64[Tensor, " n"] | Shaped[np.ndarray, " n"]:
         """Return the most likely class of each point, which need not be the network's own."""
-        predicted = self._probability(self._judged(X)).argmax(1)
+        predicted = self._probability(X).argmax(1)
         if self._fitted.classes is None:
             return gp_data.like_inputs(predicted, X)
         return self.classes_[predicted.cpu().numpy()]  # type: ignore[no-any-return]  # NumPy's index
 
-    def score(self, X: object, y: object) -> float:
-        """Return the share of points whose most likely class is the true one."""
-        predicted = self._probability(self._judged(X)).argmax(1)
+    def score(self, X: object, y: object, sample_weight: object = None) -> float:
+        """Return the share of points whose most likely class is the true one; a weighted one with `sample_weight`."""
+        predicted = self._probability(X).argmax(1)
         labels = gp_data.class_labels(self._fitted.trajectory, y, len(predicted), classes=self._fitted.classes)
-        return float((predicted == labels.to(predicted.device)).double().mean())
+        return float(accuracy_score(labels.cpu(), predicted.cpu(), sample_weight=sample_weight))
 
     def uncertainty(self, X: object, num_samples: int = 1024) -> ClassUncertainty:
         """Return scores of how unsure the classes of points are; see `ClassUncertainty` for what each is for.
@@ -278,11 +277,11 @@ class UncertainClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         """
         validate_count(num_samples, "num_samples, for a standard deviation,", minimum=2)
         judged = self._judged(X)
-        p = self._probability(judged)
+        p = self.stacking_.probability(judged)
         of_network = p.gather(1, judged.logits.argmax(1)[:, None])[:, 0]
         variance = self._variance(judged)
         generator = torch.Generator(p.device).manual_seed(self._fitted.settings.seed)
-        u = isotropic_softmax_uncertainty(_stacked(self.stacking_, judged), variance, num_samples, generator)
+        u = isotropic_softmax_uncertainty(self.stacking_.mean(judged), variance, num_samples, generator)
         largest = p.amax(1)
         by_process = u.std.gather(1, p.argmax(1)[:, None])[:, 0]
         scores = (
@@ -290,7 +289,7 @@ class UncertainClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
             judged.variance,
             torch.special.entr(p).sum(1),
             u.mutual_information,
-            (by_process.square() + largest * (1 - largest) / (self.stacking_.num_labels + 2)).sqrt(),
+            (by_process.square() + largest * (1 - largest) / (self.stacking_.num_held_out / 2 + 2)).sqrt(),
         )
         as_given = ClassUncertainty(*(gp_data.like_inputs(values, X) for values in scores))
         return as_given.labelled(point=gp_data.row_labels(X))
@@ -310,11 +309,13 @@ class UncertainClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
             RuntimeError: The classifier is not fitted.
         """
         judged = self._judged(X)
-        mean = _stacked(self.stacking_, judged)
+        mean = self.stacking_.mean(judged)
         posterior = LogitPosterior(mean, torch.diag_embed(self._variance(judged)[:, None].expand_as(mean)))
         return posterior.labelled(point=gp_data.row_labels(X), output=self.classes_)
 
-    def predict_set(self, X: object, alpha: float = 0.1) -> Bool[Tensor, "n C"] | Bool[np.ndarray, "n C"]:
+    def predict_set(
+        self, X: object, alpha: float = 0.1, *, by_class: bool = False, allow_empty: bool = False
+    ) -> Bool[Tensor, "n C"] | Bool[np.ndarray, "n C"]:
         """Return, for each point, which classes a set must hold to be right with probability 1 - alpha.
 
         Split conformal prediction: see `epk_gp.gp.stacking.conformal_sets` for what is guaranteed, and what is not.
@@ -322,12 +323,26 @@ class UncertainClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         Args:
             X: n points.
             alpha: Allowed share of sets without the true class.
+            by_class: Hold the promise within each class, by a threshold for each. A class needs 1 / alpha - 1 labels
+                among those that calibrate (`conformity_labels_`), rounded up: with fewer it is in every set.
+            allow_empty: Leave sets empty where no class is likely enough. By default they hold the most likely class,
+                so that more sets than promised may hold the true one.
 
         Raises:
             TypeError, ValueError: The network cannot take the points, or `alpha` is no number between 0 and 1.
             RuntimeError: The classifier is not fitted.
+
+        Warns:
+            UserWarning: With `by_class`, a class has no label that calibrates.
         """
-        sets = conformal_sets(self._probability(self._judged(X)), self.conformity_scores_.cpu(), alpha)
+        judged = self._judged(X)
+        probability, labels = self.set_stacking_.probability(judged), self.conformity_labels_.cpu()
+        sets = conformal_sets(probability, self.conformity_scores_.cpu(), alpha, labels if by_class else None)
+        if by_class and (missing := [c for n, c in enumerate(self.classes_.tolist()) if not (labels == n).any()]):
+            warn_caller(f"Classes without a validation label that calibrates are in every set: {missing}.")
+        if not allow_empty:
+            empty = ~sets.any(1)
+            sets[empty, self.stacking_.probability(judged).argmax(1)[empty]] = True
         return gp_data.like_inputs(sets, X)
 
     def save(self, folder: str | os.PathLike[str]) -> None:
@@ -353,10 +368,10 @@ class UncertainClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
             "probe_inputs": probes,
             "targets": trajectory.targets[:NUM_FINGERPRINT_POINTS],
             "probe": fingerprint_outputs(model, nodes.states[0], probes, first_statistics),
-            "values": process.values,
-            "vectors": process.vectors,
+            "factor": process.factor,
             "weights": process.weights,
             "scores": self.conformity_scores_,
+            "score_labels": self.conformity_labels_,
             "posterior": self._said(probes),
         }
         if statistics is not None:
@@ -387,6 +402,7 @@ class UncertainClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
             "settings": of_settings,
             "process": of_process | {"lengthscale": kernel.lengthscale, "power": kernel.power},
             "stacking": asdict(self.stacking_),
+            "set_stacking": asdict(self.set_stacking_),
             "classes": None if classes is None else self.classes_.tolist(),
             "has_units": isinstance(model.module, gp_data.InUnits),
             "feature_names": None if names is None else [str(name) for name in names],
@@ -416,7 +432,8 @@ class UncertainClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         description, data = _read_files(Path(folder))
         header = dict(description.run)
         with _damage_named(folder):
-            scores = data["scores"]
+            scores, labels = data["scores"], data["score_labels"]
+            validate_labels(labels, len(scores), header["num_outputs"])
             is_finite = data["states"].isfinite().all() and scores.isfinite().all()
             if not (is_finite and scores.ndim == 1 and len(scores) and (scores.diff() >= 0).all()):
                 raise TypeError("a state or score is not finite, or the scores are not ascending")
@@ -437,15 +454,16 @@ class UncertainClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
             classifier._fitted = _Fitted(nodes, settings, description.classes)
             classifier.process_ = _read_process(description.process, data, nodes, settings.seed)
             classifier.stacking_ = Stacking(**description.stacking)  # type: ignore[arg-type]  # numbers
-            classifier.conformity_scores_ = scores
+            classifier.set_stacking_ = Stacking(**description.set_stacking)  # type: ignore[arg-type]
+            classifier.conformity_scores_, classifier.conformity_labels_ = scores, labels
             classifier.classes_ = gp_data.class_names(description.classes, nodes.num_outputs)
             classifier._validate_said(data["posterior"])
         return classifier
 
     def _said(self, X: Shaped[Tensor, "n ..."]) -> Float[Tensor, "n columns"]:
-        """Return mean and variance of the logits, by which a stored classifier is recognised."""
-        posterior = self.logit_posterior(X)
-        return torch.cat([posterior.mean, posterior.covariance[:, 0, :1]], dim=1).cpu()
+        """Return the logits of probabilities and of sets, and their variance: a stored classifier is known by them."""
+        posterior, of_sets = self.logit_posterior(X), self.set_stacking_.mean(self._judged(X))
+        return torch.cat([posterior.mean, of_sets, posterior.covariance[:, 0, :1]], dim=1).cpu()
 
     def _validate_said(self, stored: Tensor) -> None:
         """Raise if the classifier does not say what it said when it was saved, up to the rounding of its dtype.
@@ -472,7 +490,7 @@ class UncertainClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         if not self.__sklearn_is_fitted__():
             raise RuntimeError("the classifier must be fitted first: call fit(X, y) with held-out points.")
 
-    def _judged(self, X: object) -> _Judgement:
+    def _judged(self, X: object) -> Judgement:
         """Evaluate network and process, once for the same points."""
         self._require_fitted()
         gp_data.compare_columns(self, X)
@@ -484,27 +502,24 @@ class UncertainClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
             return torch.cat([judged.logits, judged.mean, judged.variance[:, None]], dim=1)
 
         stored, C = self._cache.computed(content_key(points), joined), trajectory.num_outputs
-        return _Judgement(stored[:, :C], stored[:, C : 2 * C], stored[:, -1])
+        return Judgement(stored[:, :C], stored[:, C : 2 * C], stored[:, -1])
 
-    def _variance(self, judged: _Judgement) -> Tensor:
+    def _probability(self, X: object) -> Float[Tensor, "n C"]:
+        judged = self._judged(X)
+        return self.stacking_.probability(judged)
+
+    def _variance(self, judged: Judgement) -> Tensor:
         """Return the variance of each logit of the points that the process causes."""
         return max(self.stacking_.process, self.stacking_.alone) ** 2 * self.process_.outputscale * judged.variance
 
-    def _probability(self, judged: _Judgement) -> Tensor:
-        return torch.softmax(_stacked(self.stacking_, judged), dim=1)
 
-
-def _stacked(stacking: Stacking, judged: _Judgement) -> Float[Tensor, "n C"]:
-    return stacking.without_certainty(stacking.logits(judged.logits, judged.mean), judged.variance)
-
-
-def _judge(trajectory: Trajectory, process: LabelProcess, X: Shaped[Tensor, "n ..."]) -> _Judgement:
+def _judge(trajectory: Trajectory, process: LabelProcess, X: Shaped[Tensor, "n ..."]) -> Judgement:
     """Evaluate network and process on the process's device; results are on that of the points."""
     with torch.no_grad():
-        points = gp_data.float_inputs(X.to(process.values.device), torch.float64)
+        points = gp_data.float_inputs(X.to(process.factor.device), torch.float64)
         logits = network_outputs(trajectory, points).to(torch.float64)
         mean, variance = process.predict(points)
-    return _Judgement(logits.to(X.device), mean.to(X.device), variance.to(X.device))
+    return Judgement(logits.to(X.device), mean.to(X.device), variance.to(X.device))
 
 
 class _Settings(Record):
@@ -533,13 +548,14 @@ class _Description(Record):
     """What the JSON file holds."""
 
     format: Literal["epk_gp uncertain classifier"]
-    version: Literal[1]
+    version: Literal[2]
     run: RunDescription
     digest: str
     step_size: float
     settings: _Settings
     process: _Process
     stacking: dict[str, int | float]
+    set_stacking: dict[str, int | float]
     classes: list[Any] | None
     has_units: bool = False  # whether the network is behind `InUnits`
     feature_names: list[str] | None = None
@@ -558,15 +574,15 @@ def _damage_named(folder: str | os.PathLike[str]) -> Iterator[None]:
 
 
 def _read_process(description: _Process, data: Mapping[str, Tensor], nodes: Trajectory, seed: int) -> LabelProcess:
-    values, vectors, weights = data["values"], data["vectors"], data["weights"]
+    factor, weights = data["factor"], data["weights"]
     numbers = {name: getattr(description, name) for name in _NUMBERS}
     options = ComputeOptions()
     if description.kind == "exact":
         kernel = LabelKernel(nodes, description.lengthscale, options, seed, description.power)
-        return LabelProcess(kernel, data["inputs"], data["process_targets"], values, vectors, weights, **numbers)
-    features = InputFeatures(nodes, len(vectors), seed, description.lengthscale, options, description.power)
-    none = vectors.new_zeros(0, len(vectors)), weights.new_zeros(0, nodes.num_outputs)
-    return LabelProcess(features, *none, values, vectors, weights, **numbers)
+        return LabelProcess(kernel, data["inputs"], data["process_targets"], factor, weights, **numbers)
+    features = InputFeatures(nodes, len(factor), seed, description.lengthscale, options, description.power)
+    none = factor.new_zeros(0, len(factor)), weights.new_zeros(0, nodes.num_outputs)
+    return LabelProcess(features, *none, factor, weights, **numbers)
 
 
 def _read_files(folder: Path) -> tuple[_Description, dict[str, Tensor]]:

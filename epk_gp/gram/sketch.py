@@ -31,6 +31,7 @@ from epk_gp.work.run import Piece, Place, RunWork, Sums, run
 
 _RULE = "none ({} nodes of a path)"  # name of the update rule of a run that is nodes of another one
 _SHARED_NUMBERS = 1 << 20  # outputs whose gradients take no more numbers a point share a pass over the network
+_BLOCK_BYTES = 16 << 20  # of products on a CPU: a third of the time of 128 MB, whose memory is new to every product
 NUM_NODES = 20  # leave 0.2 % of an MLP's kernel (docs/theory.md, section 9)
 
 
@@ -175,7 +176,10 @@ class NodeSketch:
         """Return the number of points whose layer Jacobians at a node take an eighth of a budget of bytes."""
         _, jacobians = next(self.jacobians(X[:1], _PRODUCTS))
         by_points = budget // (8 * sum(jacobian.nbytes for jacobian in jacobians))
-        by_pairs = (budget / 2 / (3 * self.net.itemsize)) ** 0.5  # three blocks, in half of the budget
+        bytes_of_block = budget / 2 / 3  # three blocks, in half of the budget
+        if X.device.type == "cpu":
+            bytes_of_block = min(bytes_of_block, _BLOCK_BYTES)
+        by_pairs = (bytes_of_block / self.net.itemsize) ** 0.5
         return max(1, min(by_points, int(by_pairs)))
 
     def jacobians(self, X: Shaped[Tensor, "E ..."], cost: ContractionCost) -> Iterator[tuple[int, list[LayerJacobian]]]:

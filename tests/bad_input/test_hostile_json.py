@@ -189,13 +189,13 @@ def test_a_classifier_with_edited_entries_is_refused_or_predicts_as_before(saved
 
 
 def test_a_classifier_with_edited_tensors_is_refused_or_predicts_as_before(saved_classifier):
-    """Scores are not computed again; what the process does not depend on may change."""
+    """Scores and their labels are not computed again; what the process does not depend on may change."""
     folder, use = saved_classifier
     file, description = folder / "classifier.safetensors", folder / "classifier.json"
     tensors, entries = load(file.read_bytes()), read_checksummed_json(description.read_bytes(), "")
     del entries["tensor_blake2b"]
     read = []
-    for name in tensors.keys() - {"scores"}:
+    for name in tensors.keys() - {"scores", "score_labels"}:
         value = tensors[name]
         for change in (value + 1, 1.1 * value, value[:-1], value * math.nan, value.flip(0)):
             content = save(tensors | {name: change.contiguous()})

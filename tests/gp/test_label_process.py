@@ -12,7 +12,9 @@ from epk_gp.gp.label_process import (
     LabelSettings,
     condition_exactly,
     condition_on_features,
+    few_rows,
     median_lengthscale,
+    most_likely,
     squared_distances,
     without_rounding,
 )
@@ -157,6 +159,38 @@ def test_the_noise_is_where_the_marginal_likelihood_is_largest(process, points):
     others = [loss(noise)[0] for noise in torch.logspace(-6, 4, 41, dtype=torch.float64).tolist()]
     assert best < min(others) + 1e-5
     assert max(others) > best + 0.1
+
+
+def spectral_losses(values, squares, noises):
+    """Negative log likelihood per target at some noises, from the eigenvalues of the kernel matrix."""
+    shifted = values.clamp_min(0) + noises[:, None]
+    scales = (squares / shifted).sum(1) / (len(values) * C)
+    return 0.5 * ((2 * torch.pi * scales).log() + 1 + shifted.log().mean(1))
+
+
+@pytest.mark.parametrize("is_sketched", [False, True])
+def test_some_points_say_where_to_look_and_all_of_them_choose_the_noise(is_sketched, monkeypatch):
+    """Against the eigenvalues of all points; the noise that the twenty alone would take is another one."""
+    monkeypatch.setattr("epk_gp.gp.label_process._FEW_POINTS", 20)
+    gains = []
+    for seed in range(12):
+        generator = torch.Generator().manual_seed(seed)
+        X = torch.randn(60 + 5 * seed, 1 + seed % 3, dtype=torch.float64, generator=generator)
+        y = centred((X[:, 0] > 0).long() + (torch.rand(len(X), generator=generator) > 0.7))
+        K = torch.exp(-torch.cdist(X, X).square() / (0.5 + seed % 4))
+        values, vectors = torch.linalg.eigh(K)
+        F = vectors * values.clamp_min(0).sqrt()
+        few = few_rows(len(X), K.device)
+        of_features = (F.T @ y,) if is_sketched else ()
+        found = most_likely(F.T @ F if is_sketched else K, y, K[few][:, few], 1e-14, *of_features)
+        squares = (vectors.T @ y).square().sum(1)
+
+        noises = torch.logspace(-6, 4, 2000, dtype=torch.float64)
+        best = float(spectral_losses(values, squares, noises).min())
+        assert best - 1e-5 < found["negative_log_likelihood"] < best + 1e-6, seed
+        alone = most_likely(K[few][:, few], y[few], K[few][:, few], 1e-14)["noise"]
+        gains.append(float(spectral_losses(values, squares, torch.tensor([alone]))) - best)
+    assert max(gains) > 0.01
 
 
 def test_the_lengthscale_is_the_median_distance(generator):

@@ -1,7 +1,8 @@
 """A network beside a process on its training labels."""
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 
+import numpy as np
 import pytest
 import torch
 from sklearn.base import clone
@@ -51,17 +52,17 @@ def test_scores_are_what_they_are_documented_to_be(model, run, points):
 
 def test_the_posterior_of_the_logits_is_that_of_probabilities_and_scores(model, points):
     """Its mean has the probabilities as softmax; through the softmax it gives the process's part of the bars."""
-    X = points[0]
+    X = points[0][:10]
     posterior = model.logit_posterior(X)
     assert_close(posterior.mean.softmax(dim=1), model.predict_proba(X))
     variance = posterior.covariance.diagonal(dim1=1, dim2=2)
     assert torch.equal(posterior.covariance, torch.diag_embed(variance))
-    u = epk.softmax_uncertainty(posterior, 4096, torch.Generator().manual_seed(1))
+    u = epk.softmax_uncertainty(posterior, 2**15, torch.Generator().manual_seed(1))
     p = model.predict_proba(X).amax(1)
     of_process = u.std.gather(1, model.predict_proba(X).argmax(dim=1, keepdim=True))[:, 0]
-    expected = (of_process**2 + p * (1 - p) / (30 + 2)).sqrt()  # 30 labels weigh network and process
-    assert torch.allclose(model.uncertainty(X, 4096).std, expected, rtol=0.1, atol=1e-4)
-    assert not torch.allclose(model.uncertainty(X, 4096).std, 2 * expected, rtol=0.1, atol=1e-4)  # the control
+    expected = (of_process**2 + p * (1 - p) / (60 / 2 + 2)).sqrt()  # 60 labels weigh network and process
+    assert torch.allclose(model.uncertainty(X, 2**15).std, expected, rtol=0.1, atol=1e-4)
+    assert not torch.allclose(model.uncertainty(X, 2**15).std, 2 * expected, rtol=0.1, atol=1e-4)  # the control
 
 
 def test_the_variance_tells_far_points_from_near_ones(model, run, points):
@@ -94,6 +95,7 @@ def test_a_prior_keeps_both_weights_where_labels_are_few_and_fades_where_they_ar
     assert stack_logits(*few, 5.0).process > 0.1
     many = stack_logits(network, process, labels, 5.0)
     assert many.network == pytest.approx(stack_logits(network, process, labels).network, abs=1e-3)
+    assert stack_logits(network[:20], process[:20], labels[:20], 5.0).network < many.network - 0.05  # the control
 
 
 def test_bars_do_not_vanish_with_the_weight_of_the_process(model, points):
@@ -107,7 +109,7 @@ def test_bars_do_not_vanish_with_the_weight_of_the_process(model, points):
         vanished = model.uncertainty(X)
     finally:
         model.stacking_ = weighed
-    assert (without.std**2 >= p * (1 - p) / (weighed.num_labels + 2)).all()
+    assert (without.std**2 >= p * (1 - p) / (weighed.num_held_out / 2 + 2)).all()
     assert without.mutual_information.max() > 0.01
     assert bars.std.max() > 0.05
     assert vanished.mutual_information.max() < 1e-9  # the control: a bar that is multiplied by the weight
@@ -119,13 +121,13 @@ def test_far_from_all_data_no_class_is_sure(model, points):
     u, p = model.uncertainty(far), model.predict_proba(far)
     assert epk.network_outputs(model.trajectory, far).abs().max() > 0
     if model.features == "exact":
-        assert u.error.min() > 0.9 * (1 - 1 / C) / (45 + 30 + 1)
+        assert u.error.min() > 0.9 * (1 - 1 / C) / (45 + 60 + 1)
     assert u.error.min() > 0
     assert_close(p.sum(1), torch.ones(len(p), dtype=p.dtype))
 
 
 def test_what_is_surer_than_labels_support_is_lowered_to_it_and_nothing_else_changes():
-    weights = Stacking(1.0, 1.0, 0.0, 1.0, num_labels=9, num_training=90)
+    weights = Stacking(1.0, 1.0, 0.0, alone=1.0, num_training=90, num_held_out=9)
     logits = torch.tensor([[50.0, 0, 0], [2.0, 0, 0], [0.0, 0, 0], [800.0, 0, 0]], dtype=torch.float64)
     v = torch.tensor([1.0, 1, 1, 0.5], dtype=torch.float64)
     p = weights.without_certainty(logits, v).softmax(1)
@@ -145,6 +147,127 @@ def test_sets_hold_the_true_class_as_often_as_promised(generator, alpha):
     deviation = (2 * alpha * (1 - alpha) / 20_000) ** 0.5
     assert abs(coverage - (1 - alpha)) < 4 * deviation + 1e-4
     assert conformal_sets(p[:1], torch.linspace(0, 0.1, 8).double(), 0.1).all()  # too few scores
+
+
+def test_a_threshold_for_each_class_holds_the_promise_within_each(generator):
+    """A class of 7 % that others hide: one threshold covers few of it; too few labels put it into every set."""
+    labels = (torch.rand(40_000, generator=generator) < 0.07).long()
+    z = torch.randn(40_000, dtype=torch.float64, generator=generator) + 1.5 * labels
+    p = torch.stack([1 - 0.3 * torch.sigmoid(z), 0.3 * torch.sigmoid(z)], 1)
+    own = 1 - p.gather(1, labels[:, None])[:, 0]
+    order = own[:20_000].argsort()
+    scores, of_scores, asked = own[order], labels[order], slice(20_000, None)
+    by_class, one = conformal_sets(p[asked], scores, 0.1, of_scores), conformal_sets(p[asked], scores, 0.1)
+    for c in (0, 1):
+        is_own = labels[asked] == c
+        count = int(is_own.sum())
+        coverage = float(by_class[is_own, c].double().mean())
+        assert abs(coverage - 0.9) < 4 * (2 * 0.09 / min(count, int((of_scores == c).sum()))) ** 0.5 + 1e-3
+    assert one[is_own, 1].double().mean() < 0.5
+    few = torch.cat([torch.zeros(100).long(), torch.ones(8).long()])  # 9 would be enough
+    sets = conformal_sets(p[:500], torch.linspace(0, 0.1, 108).double(), 0.1, few)
+    assert sets[:, 1].all()
+    assert not sets[:, 0].all()
+
+
+def test_sets_without_a_class_get_the_most_likely_one(model, points):
+    X = points[0]
+    sets, may_be_empty = model.predict_set(X, 0.6), model.predict_set(X, 0.6, allow_empty=True)
+    is_empty = ~may_be_empty.any(1)
+    assert 0 < int(is_empty.sum()) < len(X)
+    assert torch.equal(sets[~is_empty], may_be_empty[~is_empty])
+    assert torch.equal(sets[is_empty], nn.functional.one_hot(model.predict(X), C).bool()[is_empty])
+
+
+def test_each_class_has_the_threshold_of_its_own_validation_labels(run, points, tmp_path):
+    """Also when it was read from a file. A class without a label is named, and in every set."""
+    X, y = gaussians(30, 1)
+    model = epk.UncertainClassifier(run, nodes=4, classes=["ant", "bee", "cat"]).fit(
+        X, np.array(["ant", "bee", "cat"])[y]
+    )
+    model.save(tmp_path / "whole")
+    read = epk.UncertainClassifier.load(tmp_path / "whole", gaussian_net())
+    expected = conformal_sets(
+        model.set_stacking_.probability(model._judged(points[0])),
+        model.conformity_scores_,
+        0.2,
+        model.conformity_labels_,
+    )
+    for own in (model, read):
+        assert torch.equal(own.predict_set(points[0], 0.2, by_class=True, allow_empty=True), expected)
+    assert not torch.equal(expected, model.predict_set(points[0], 0.2, allow_empty=True))
+    read.conformity_labels_ = torch.zeros_like(read.conformity_labels_)
+    with pytest.warns(UserWarning, match=r"label that calibrates are in every set: \['bee', 'cat'\]"):
+        assert read.predict_set(points[0], 0.2, by_class=True)[:, 1:].all()
+
+
+@pytest.fixture(scope="module")
+def folds():
+    """Logits of the run's training points by networks that were trained on the other fold."""
+    X, y = gaussians(15, 0)
+    logits = torch.empty(len(X), C, dtype=torch.float64)
+    for others in (torch.arange(45) % 2 == 0, torch.arange(45) % 2 == 1):
+        logits[others] = epk.network_outputs(gaussian_run(X[~others], y[~others]), X[others])
+    return logits
+
+
+def test_out_of_fold_logits_weigh_and_leave_all_validation_labels_to_sets(run, folds):
+    """Weights of sets are those of training labels alone; those of probabilities take the validation labels too."""
+    (X, y), rows = gaussians(20, 1), torch.arange(5, 45)
+    given = torch.full_like(folds, torch.nan)
+    given[rows] = folds[rows]  # others are not used
+    model = epk.UncertainClassifier(run, nodes=4, points=rows, out_of_fold=given.numpy()).fit(X, y)
+    left_out, labels = model.process_.leave_one_out()[0], run.targets[rows]
+    f, (m, v) = epk.network_outputs(run, X), model.process_.predict(X)
+    alone = model.stacking_.alone
+    of_sets = stack_logits(folds[rows], left_out, labels, alone, 40, 0)
+    assert asdict(model.set_stacking_) == pytest.approx(asdict(of_sets), rel=1e-9)
+    both = torch.cat([folds[rows], f]), torch.cat([left_out, m]), torch.cat([labels, y])
+    assert asdict(model.stacking_) == pytest.approx(asdict(stack_logits(*both, alone, 40, 60)), rel=1e-9)
+    p = of_sets.without_certainty(of_sets.logits(f, m), v).softmax(1)
+    scores = 1 - p.gather(1, y[:, None])[:, 0]
+    assert_close(model.conformity_scores_, scores.sort().values)
+    assert torch.equal(model.conformity_labels_, y[scores.argsort()])
+    without = epk.UncertainClassifier(run, nodes=4, points=rows).fit(X, y)
+    assert (without.stacking_.num_labels, without.set_stacking_.num_labels) == (60, 30)
+    assert len(without.conformity_scores_) == 30
+    assert without.set_stacking_ != model.set_stacking_
+
+
+def test_out_of_fold_logits_that_cannot_be_are_refused(run, folds, unchecked):
+    hole = folds.clone()
+    hole[7, 1] = torch.inf
+    for given, message in (
+        (folds[:-1], r"logits of shape \(45, 3\): got shape \(44, 3\)"),
+        (folds[:, 0], r"got shape \(45,\)"),
+        (hole, "row 7 is not"),
+        (epk.network_outputs(run, run.inputs), "these are the run's own"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            epk.UncertainClassifier(run, nodes=4, out_of_fold=given).fit(*gaussians(20, 1))
+
+
+def test_weights_of_a_process_that_gains_nothing_say_so(generator):
+    """Labels drawn from the network's softmax; where the process knows them, the gain is shown."""
+    network = 2 * torch.randn(300, C, dtype=torch.float64, generator=generator)
+    labels = torch.multinomial(network.softmax(1), 1, generator=generator)[:, 0]
+    noise, known = torch.randn_like(network), nn.functional.one_hot(labels, C).double()
+    nothing, something = (stack_logits(network, mean, labels, 3.0) for mean in (0.1 * noise, known))
+    assert "gains  nothing that 300 labels would show" in str(nothing)
+    assert "nothing" not in str(something)
+    assert something.network_loss == pytest.approx(nothing.network_loss)
+    assert something.network_loss - something.loss > 2 * something.gain_error
+
+
+def test_a_score_may_be_weighted(model, points):
+    X, y = points[0], points[1].roll(1)
+    right = (model.predict(X) == y).double()
+    weights = torch.linspace(0, 1, len(X)).double()
+    assert 0 < right.mean() < 1
+    assert model.score(X, y, sample_weight=weights) == pytest.approx(float((weights * right).sum() / weights.sum()))
+    assert model.score(X, y, weights.numpy()) != model.score(X, y)
+    with pytest.raises(ValueError, match="inconsistent numbers of samples"):
+        model.score(X, y, weights[:-1])
 
 
 def test_a_classifier_that_was_read_cannot_be_fitted(model, points, tmp_path):
