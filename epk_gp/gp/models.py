@@ -1,7 +1,7 @@
 """GP regression on logits with the exact path kernel as prior covariance: section 4.2, Bell et al. (2023)."""
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from math import log, pi
 from typing import Literal, NoReturn, Unpack, final
 
@@ -12,14 +12,14 @@ from jaxtyping import Float, Int, Shaped
 from linear_operator import to_linear_operator
 from torch import Tensor
 
-from epk_gp.core.checks import ComputeSettings, door, parse_options, validate_count, validate_number, validate_positive
+from epk_gp.core.checks import ComputeSettings, door, parse_options, validate_count, validate_positive
 from epk_gp.core.inputs import Inputs
 from epk_gp.core.losses import Head, resolve_head
 from epk_gp.core.plans import posterior_points
 from epk_gp.core.show import tracked
 from epk_gp.core.trajectory import Trajectory, parse_inputs, validate_trajectory
 from epk_gp.gp.data import TargetKind, make_targets, parse_train_indices, validate_known
-from epk_gp.gp.output_coupling import NOISE_FLOOR, Coupling, OutputCoupling, PriorMean, make_mean
+from epk_gp.gp.output_coupling import Coupling, OutputCoupling, PriorMean, make_mean, parse_coupling, validate_noise
 from epk_gp.gp.posterior import LogitPosterior, link_of
 from epk_gp.gram.sketch import nodes_trajectory
 from epk_gp.kernels.blocks import BlockCache, block
@@ -106,46 +106,24 @@ class LogitGP(gpytorch.models.ExactGP):  # type: ignore[misc]  # gpytorch ships 
         **options: Unpack[ComputeSettings],
     ) -> None:
         validate_trajectory(trajectory)
-        C = trajectory.num_outputs
-        head = resolve_head(head, trajectory.loss, C)
-        if outputs not in ("full", "independent", "trace"):
-            raise ValueError(f"outputs must be 'full', 'independent' or 'trace': got {outputs!r}.")
-        coupling = OutputCoupling(outputs, C)
-        train_indices = parse_train_indices(points, trajectory)
-        N = len(train_indices)
-        if normalize not in ("cosine", "mean_diagonal"):
-            raise ValueError(f"normalize must be 'cosine' or 'mean_diagonal': got {normalize!r}.")
-        validate_number(noise, "noise")
-        if not NOISE_FLOOR < noise < float("inf"):
-            raise ValueError(f"noise must be a finite variance above {NOISE_FLOOR}: got {noise}.")
         parse_options("LogitGP", UNSUPPORTED_OPTIONS, **options)
-        run = trajectory
-        if nodes is not None:
-            if rule != gauss_legendre(4):
-                raise ValueError(f"a node is taken once, which leaves a rule no part: got nodes={nodes} and {rule!r}.")
-            run, rule, path = nodes_trajectory(trajectory, nodes, path=path), left_endpoint(), straight()
-        y, variances, target_mean = make_targets(trajectory, train_indices, targets, head, prior_is_zero=mean == "zero")
-        likelihood = coupling.likelihood(variances)
-        gram_bytes = 8 * coupling.num_matrices * (coupling.rows_per_point * N) ** 2
+        head = resolve_head(head, trajectory.loss, trajectory.num_outputs)
+        coupling = parse_coupling(outputs, trajectory.num_outputs)
+        validate_noise(noise)
+        train_indices = parse_train_indices(points, trajectory)
+        run, rule, path = _run_of_nodes(trajectory, nodes, rule, path)
         x = train_copy(trajectory.inputs[train_indices].reshape(len(train_indices), -1).to(torch.float64))
-        by_gram = normalize == "mean_diagonal" and N == trajectory.num_points <= NORMALIZATION_POINTS
-        cache_bytes = gram_bytes + CACHE_BYTES  # the Gram matrix stays for `fit` and every factorisation
-        diagonal = None if by_gram else normalize
-        kernel = EPKKernel(run, outputs, head, rule, diagonal, path=path, cache_bytes=cache_bytes, **options)
-        if by_gram:  # whose diagonal it has
-            kernel.scale = mean_diagonal(block(kernel.config, x, x).diagonal(dim1=-2, dim2=-1))
-        super().__init__(x, coupling.to_gpytorch(y), likelihood)
-        self.trajectory = trajectory
-        self.points = train_indices
-        self.target_mean = target_mean
-        self.coupling = coupling
-        self.mean_module = make_mean(mean, kernel.config, coupling, trajectory)
+        y, variances, target_mean = make_targets(trajectory, train_indices, targets, head, prior_is_zero=mean == "zero")
+        super().__init__(x, coupling.to_gpytorch(y), coupling.likelihood(variances))
+        kernel = _kernel_of_gram(run, coupling, head, rule, path, normalize, x, **options)
+        self.trajectory, self.points, self.coupling, self.target_mean = trajectory, train_indices, coupling, target_mean
         self.covar_module = gpytorch.kernels.ScaleKernel(kernel, batch_shape=kernel.batch_shape)
+        self.mean_module = make_mean(mean, kernel.config, coupling, trajectory)
         self._noise_is_known = variances is not None
         self._residual_is_zero = mean == "network" and targets == "network"
         self.to(device=trajectory.device, dtype=torch.float64)
         self.covar_module.outputscale = torch.ones_like(self.covar_module.outputscale)
-        if variances is None:
+        if not self._noise_is_known:
             self.likelihood.noise = torch.full_like(self.likelihood.noise, noise)
         self.eval()
 
@@ -230,8 +208,8 @@ class LogitGP(gpytorch.models.ExactGP):  # type: ignore[misc]  # gpytorch ships 
     def fit(self, steps: int = 50, lr: float = 0.1, progress: bool = False) -> list[float]:
         """Maximise the exact marginal likelihood over outputscale, noise and constant, with Adam.
 
-        The value is that of GPyTorch's `ExactMarginalLogLikelihood` by Cholesky. The Gram matrix does not depend on
-        what is learned: it is computed and decomposed once, and a step costs little.
+        The value is that of GPyTorch's `ExactMarginalLogLikelihood` by Cholesky. The Gram matrix, and a prior mean
+        without parameters, do not depend on what is learned: both are evaluated once, and a step costs little.
 
         Args:
             steps: Number of Adam steps.
@@ -257,12 +235,14 @@ class LogitGP(gpytorch.models.ExactGP):  # type: ignore[misc]  # gpytorch ships 
         validate_count(steps, "steps")
         validate_positive(lr, "lr")
         self.eval()
-        spectrum = self._spectrum()
+        spectrum, squares = self._spectrum(), None
+        if not any(p.requires_grad for p in self.mean_module.parameters()):  # the residual is a constant
+            squares = spectrum.squares(self._residual())
         optimizer = torch.optim.Adam(self.parameters(), lr=lr)
         losses = []
         for _ in tracked(range(steps), "fit", unit="step", shown=progress):
             optimizer.zero_grad()
-            loss = self._loss(spectrum)
+            loss = self._loss(spectrum, spectrum.squares(self._residual()) if squares is None else squares)
             loss.backward()
             optimizer.step()
             losses.append(loss.item())
@@ -389,11 +369,11 @@ class LogitGP(gpytorch.models.ExactGP):  # type: ignore[misc]  # gpytorch ships 
         gram: Tensor = self.kernel.forward(x, x)
         return gram.reshape(-1, *gram.shape[-2:])
 
-    def _spectrum(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Decompose W G W = Q diag(v) Q^T for K Gram matrices G: v (K, rows), Q, and the diagonal of W.
+    def _spectrum(self) -> "_Spectrum":
+        """Decompose the kernel matrix over the training copies.
 
-        W = D^(-1/2) for known noise D, else the identity. A Cholesky factorisation with its gradient takes seconds at
-        3000 rows, in every step of an optimizer; from the spectrum a step costs one product with the residual.
+        A Cholesky factorisation with its gradient takes seconds at 3000 rows, in every step of an optimizer; from the
+        spectrum a step costs no product of matrices.
         """
         gram = self._gram()
         if self._noise_is_known:
@@ -402,29 +382,82 @@ class LogitGP(gpytorch.models.ExactGP):  # type: ignore[misc]  # gpytorch ships 
         else:
             whitening = gram.new_ones(gram.shape[:-1])
         values, vectors = torch.linalg.eigh(gram)  # negative eigenvalues come from rounding only
-        return values, vectors, whitening
+        return _Spectrum(values, vectors, whitening)
 
-    def _loss(self, spectrum: tuple[Tensor, Tensor, Tensor]) -> Tensor:
+    def _loss(self, spectrum: "_Spectrum", squares: Float[Tensor, "K rows"]) -> Float[Tensor, ""]:
         """Evaluate -log N(residual; 0, outputscale * G + noise) per observation: (2.30) of Rasmussen & Williams."""
-        values, vectors, whitening = spectrum
-        K, rows = values.shape
+        K, rows = spectrum.values.shape
         outputscale: Tensor = self.covar_module.outputscale.reshape(K)
         noise = torch.ones_like(outputscale) if self._noise_is_known else self.likelihood.noise.reshape(K)
-        variances = outputscale[:, None] * values + noise[:, None]
+        variances = outputscale[:, None] * spectrum.values + noise[:, None]
         lowest = variances.detach().min()
         if not lowest > 0:
             raise ValueError(
                 "the observations' covariance must be positive definite: its smallest eigenvalue is "
                 f"{lowest.item():.3g}. Raise the noise, or condition on fewer points."
             )
-        by_matrix = self._residual().reshape(K, -1, rows)  # one residual of a matrix, or T that share it: (K, T, rows)
-        coordinates = (whitening[:, None] * by_matrix) @ vectors
-        squares = (coordinates.square() / variances[:, None]).sum((1, 2))
-        log_determinants = variances.log().sum(-1) - 2 * whitening.log().sum(-1)
-        loss = (0.5 * (squares + by_matrix.shape[1] * (log_determinants + rows * log(2 * pi)))).sum()
+        log_determinants = variances.log().sum(-1) - 2 * spectrum.whitening.log().sum(-1)
+        per_matrix = self.coupling.batch_shape.numel() // K  # residuals that share a matrix
+        loss = 0.5 * ((squares / variances).sum() + per_matrix * (log_determinants + rows * log(2 * pi)).sum())
         for _, module, prior, closure, _ in self.named_priors():  # as GPyTorch's marginal likelihood does
             loss = loss - prior.log_prob(closure(module)).sum()
         return loss / rows
+
+
+@dataclass(frozen=True, eq=False)
+class _Spectrum:
+    """K matrices as W G W = Q diag(v) Q^T, with W = D^(-1/2) for known noise D, else the identity.
+
+    Attributes:
+        values: v, (K, rows).
+        vectors: Q, (K, rows, rows).
+        whitening: The diagonal of W, (K, rows).
+    """
+
+    values: Float[Tensor, "K rows"]
+    vectors: Float[Tensor, "K rows rows"]
+    whitening: Float[Tensor, "K rows"]
+
+    def squares(self, residual: Float[Tensor, "B rows"]) -> Float[Tensor, "K rows"]:
+        """Return the squares of Q^T W r, summed over the B / K residuals r of each matrix."""
+        by_matrix = residual.reshape(len(self.values), -1, residual.shape[-1])
+        return ((self.whitening[:, None] * by_matrix) @ self.vectors).square().sum(1)
+
+
+def _run_of_nodes(
+    trajectory: Trajectory, nodes: int | None, rule: QuadratureRule, path: WeightPath
+) -> tuple[Trajectory, QuadratureRule, WeightPath]:
+    """Return the run whose kernel is taken, with its rule and path: some nodes are a run that has none of its own."""
+    if nodes is None:
+        return trajectory, rule, path
+    if rule != gauss_legendre(4):
+        raise ValueError(f"a node is taken once, which leaves a rule no part: got nodes={nodes} and {rule!r}.")
+    return nodes_trajectory(trajectory, nodes, path=path), left_endpoint(), straight()
+
+
+def _kernel_of_gram(
+    run: Trajectory,
+    coupling: OutputCoupling,
+    head: Head,
+    rule: QuadratureRule,
+    path: WeightPath,
+    normalize: Literal["cosine", "mean_diagonal"],
+    x: Float[Tensor, "N columns"],
+    **options: Unpack[ComputeSettings],
+) -> EPKKernel:
+    """Return a normalised kernel that keeps its matrix over N training copies, for `fit` and every factorisation.
+
+    Where these are all training copies, their mean diagonal is that of the matrix.
+    """
+    if normalize not in ("cosine", "mean_diagonal"):
+        raise ValueError(f"normalize must be 'cosine' or 'mean_diagonal': got {normalize!r}.")
+    cache_bytes = CACHE_BYTES + 8 * coupling.num_matrices * (coupling.rows_per_point * len(x)) ** 2
+    has_diagonal = normalize == "mean_diagonal" and len(x) == run.num_points <= NORMALIZATION_POINTS
+    of_kernel = None if has_diagonal else normalize
+    kernel = EPKKernel(run, coupling.kind, head, rule, of_kernel, path=path, cache_bytes=cache_bytes, **options)
+    if has_diagonal:
+        kernel.scale = mean_diagonal(block(kernel.config, x, x).diagonal(dim1=-2, dim2=-1))
+    return kernel
 
 
 def _by_matrix(rows: Tensor, num_matrices: int) -> Tensor:

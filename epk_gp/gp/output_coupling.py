@@ -13,6 +13,7 @@ from jaxtyping import Float, Shaped
 from linear_operator.operators import DiagLinearOperator, LinearOperator
 from torch import Tensor
 
+from epk_gp.core.checks import validate_number
 from epk_gp.core.losses import apply_head
 from epk_gp.core.step import content_key
 from epk_gp.core.trajectory import Trajectory, network_outputs
@@ -121,6 +122,29 @@ class OutputCoupling(OutputStructure):
             )
         batch_shape = torch.Size([]) if is_shared else self.batch_shape
         return likelihoods.GaussianLikelihood(noise_constraint=constraint, batch_shape=batch_shape)
+
+
+def parse_coupling(outputs: Coupling, num_outputs: int) -> OutputCoupling:
+    """Return the coupling of a name.
+
+    Raises:
+        ValueError: There is none of this name.
+    """
+    if outputs not in ("full", "independent", "trace"):
+        raise ValueError(f"outputs must be 'full', 'independent' or 'trace': got {outputs!r}.")
+    return OutputCoupling(outputs, num_outputs)
+
+
+def validate_noise(noise: float) -> None:
+    """Raise if a number cannot be the noise variance that `OutputCoupling.likelihood` starts with.
+
+    Raises:
+        TypeError: It is not a number.
+        ValueError: It is not finite, or not above the lowest variance that is learned.
+    """
+    validate_number(noise, "noise")
+    if not NOISE_FLOOR < noise < float("inf"):
+        raise ValueError(f"noise must be a finite variance above {NOISE_FLOOR}: got {noise}.")
 
 
 @final
