@@ -19,13 +19,21 @@ from epk_gp.core.plans import posterior_points
 from epk_gp.core.show import tracked
 from epk_gp.core.trajectory import Trajectory, parse_inputs, validate_trajectory
 from epk_gp.gp.data import TargetKind, make_targets, parse_train_indices, validate_known
-from epk_gp.gp.output_coupling import Coupling, OutputCoupling, PriorMean, make_mean, parse_coupling, validate_noise
+from epk_gp.gp.output_coupling import (
+    Coupling,
+    NetworkMean,
+    OutputCoupling,
+    PriorMean,
+    make_mean,
+    parse_coupling,
+    validate_noise,
+)
 from epk_gp.gp.posterior import LogitPosterior, link_of
 from epk_gp.gram.sketch import nodes_trajectory
-from epk_gp.kernels.blocks import BlockCache, block
+from epk_gp.kernels.blocks import BlockCache
 from epk_gp.kernels.epk import CACHE_BYTES, NORMALIZATION_POINTS, UNSUPPORTED_OPTIONS, EPKKernel, mean_diagonal
-from epk_gp.kernels.tagging import tag_points, test_copy, train_copy, validate_batches
-from epk_gp.kernels.values import normalized_block, point_blocks
+from epk_gp.kernels.tagging import PointSets, parse_points, tag_points, test_points, train_copy, validate_batches
+from epk_gp.kernels.values import kernel_values, normalized_block, point_blocks
 from epk_gp.quadrature.rules import QuadratureRule, WeightPath, gauss_legendre, left_endpoint, straight
 from epk_gp.work.run import progress_bar
 
@@ -112,10 +120,11 @@ class LogitGP(gpytorch.models.ExactGP):  # type: ignore[misc]  # gpytorch ships 
         validate_noise(noise)
         train_indices = parse_train_indices(points, trajectory)
         run, rule, path = _run_of_nodes(trajectory, nodes, rule, path)
-        x = train_copy(trajectory.inputs[train_indices].reshape(len(train_indices), -1).to(torch.float64))
+        rows = train_copy(trajectory.inputs[train_indices].reshape(len(train_indices), -1).to(torch.float64))
         y, variances, target_mean = make_targets(trajectory, train_indices, targets, head, prior_is_zero=mean == "zero")
-        super().__init__(x, coupling.to_gpytorch(y), coupling.likelihood(variances))
-        kernel = _kernel_of_gram(run, coupling, head, rule, path, normalize, x, **options)
+        super().__init__(rows, coupling.to_gpytorch(y), coupling.likelihood(variances))
+        self._parsed = parse_points(run, self.train_inputs[0])
+        kernel = _kernel_of_gram(run, coupling, head, rule, path, normalize, self._parsed, **options)
         self.trajectory, self.points, self.coupling, self.target_mean = trajectory, train_indices, coupling, target_mean
         self.covar_module = gpytorch.kernels.ScaleKernel(kernel, batch_shape=kernel.batch_shape)
         self.mean_module = make_mean(mean, kernel.config, coupling, trajectory)
@@ -147,20 +156,20 @@ class LogitGP(gpytorch.models.ExactGP):  # type: ignore[misc]  # gpytorch ships 
         """
         if len(args) != 1:
             raise ValueError(f"a LogitGP must be called with one tensor of points: got {len(args)} arguments.")
-        x = tag_points(self.kernel.trajectory, args[0])
-        validate_batches(self.coupling.batch_shape, x)
-        (own,) = self.train_inputs
-        x = x.to(own.dtype)
-        if self.training and not torch.equal(x, own):
+        rows = tag_points(self.kernel.trajectory, args[0])
+        validate_batches(self.coupling.batch_shape, rows.shape[:-2])
+        rows = rows.to(self.train_inputs[0].dtype)
+        if self.training and not torch.equal(rows, self.train_inputs[0]):
             raise ValueError("in training mode call a LogitGP with gp.train_inputs[0]; to predict, gp.eval() first.")
         if self.training or gpytorch.settings.prior_mode.on():
-            return super().__call__(x)
+            return super().__call__(rows)
         # GPyTorch would keep what it found for earlier hyperparameters, and approximate from 800 rows on
-        covariances, mean = self.covar_module.forward, self.mean_module(x)
-        (L, weights), cross = self.factorize(), covariances(own, x)
+        x = parse_points(self.kernel.trajectory, rows)
+        (L, weights), scale = self.factorize(), self._scale().reshape(*self.kernel.batch_shape, 1, 1)
+        mean, cross = self._mean(x), scale * self._values(self._train_points(), x)
         V = torch.linalg.solve_triangular(L.reshape(self.kernel.batch_shape + L.shape[1:]), cross, upper=False)
         update = cross.mT @ weights.reshape(*self.coupling.batch_shape, -1, 1)
-        covariance = to_linear_operator(covariances(x, x) - V.mT @ V)
+        covariance = to_linear_operator(scale * self._values(x, x) - V.mT @ V)
         return self.coupling.distribution(mean + update.reshape(mean.shape), covariance)
 
     def set_train_data(
@@ -263,42 +272,43 @@ class LogitGP(gpytorch.models.ExactGP):  # type: ignore[misc]  # gpytorch ships 
             ValueError: The points have a shape or values that the network cannot take, or the observations' covariance
                 is not positive definite.
         """
-        X_test = parse_inputs(self.kernel.trajectory, X_test, "X_test")
-        x = test_copy(X_test.reshape(len(X_test), -1).to(self.train_inputs[0]))
-        return self.posterior_at(x, progress=progress)
+        X = parse_inputs(self.kernel.trajectory, X_test, "X_test")
+        X = X.to(self.train_inputs[0]) if X.is_floating_point() else X.to(self.train_inputs[0].device)
+        return self._posterior(test_points(X, torch.float64), progress)
 
     def posterior_at(self, x: Shaped[Tensor, "n columns"], *, progress: bool = False) -> LogitPosterior:
+        """Evaluate the posterior of the latent outputs at points, (n, D + 1), whose copy column says what they are.
+
+        Raises:
+            TypeError, ValueError: As `logit_posterior`.
+        """
+        return self._posterior(parse_points(self.kernel.trajectory, x.to(self.train_inputs[0])), progress)
+
+    def _posterior(self, x: PointSets, progress: bool) -> LogitPosterior:
         """Evaluate the posterior block by block: factorise once, and never make a matrix over all test points.
 
         Section 4.2, Bell et al. (2023), with equations (2.25) and (2.26) of Rasmussen & Williams (2006):
 
             mean(x) = m(x) + k(x)^T (K + noise)^-1 (y - m),   cov(x) = K(x, x) - k(x)^T (K + noise)^-1 k(x)
-
-        Args:
-            x: (n, D + 1), usually test copies.
-            progress: Show a progress bar.
-
-        Raises:
-            TypeError, ValueError: As `logit_posterior`.
         """
-        coupling = self.coupling
+        coupling, own = self.coupling, self._train_points()
         config = replace(self.kernel.config, cache=BlockCache(0))  # blocks with test points are not asked for again
         means, covariances, variances = [], [], []
-        with torch.no_grad(), progress_bar(len(x), "posterior", unit="point", shown=progress) as bar:
+        with torch.no_grad(), progress_bar(x.count, "posterior", unit="point", shown=progress) as bar:
             factor, weights = self.factorize()
-            own_norms = point_blocks(self.kernel.config, self.train_inputs[0])[1] if config.is_cosine else None
+            own_norms = point_blocks(self.kernel.config, own)[1] if config.is_cosine else None
             per_point, budget = coupling.num_matrices * coupling.rows_per_point, config.options.memory_budget
             size = posterior_points(budget, factor.element_size(), per_point, factor.shape[-1])
-            for number, rows in enumerate(x.split(size)):
-                blocks, norms = point_blocks(config, rows, first=number * size)
+            for number, some in enumerate(x.split(size)):
+                blocks, norms = point_blocks(config, some, first=number * size)
                 prior = coupling.covariances(self._scale()[:, None, None] * blocks)
                 mean_update, covariance_update = self._updates(
-                    normalized_block(config, rows, self.train_inputs[0], (norms, own_norms)), factor, weights
+                    normalized_block(config, some, own, (norms, own_norms)), factor, weights
                 )
-                means.append(self.prior_mean(rows) + mean_update)
+                means.append(coupling.from_rows(self._rows(self._mean(some))) + mean_update)
                 covariances.append(prior - covariance_update)
                 variances.append(prior.diagonal(dim1=-2, dim2=-1).clone())
-                bar.update(len(rows))
+                bar.update(some.count)
         variance, link = torch.cat(variances), link_of(self.trajectory)
         tolerance = factor.shape[-1] * torch.finfo(factor.dtype).eps * max(0.0, float(variance.max()))
         return LogitPosterior(torch.cat(means), torch.cat(covariances), tolerance, link, variance)
@@ -361,12 +371,28 @@ class LogitGP(gpytorch.models.ExactGP):  # type: ignore[misc]  # gpytorch ships 
     def _residual(self) -> Tensor:
         """Subtract the prior mean from the targets, (B, rows)."""
         validate_known(self.coupling.from_rows(self.target_rows()).isfinite(), self.points)
-        return self._rows(self.train_targets - self.mean_module(self.train_inputs[0]))
+        return self._rows(self.train_targets - self._mean(self._train_points()))
+
+    def _train_points(self) -> PointSets:
+        """Return the training copies; they are parsed anew where GPyTorch has moved them."""
+        (rows,) = self.train_inputs
+        if self._parsed.rows is not rows:
+            self._parsed = parse_points(self.kernel.trajectory, rows)
+        return self._parsed
+
+    def _mean(self, x: PointSets) -> Tensor:
+        """Evaluate the prior mean, in GPyTorch's layout."""
+        mean: Tensor = self.mean_module.at(x) if isinstance(self.mean_module, NetworkMean) else self.mean_module(x.rows)
+        return mean
+
+    def _values(self, x: PointSets, y: PointSets) -> Tensor:
+        """Evaluate the kernel without any scale, (*b, rows, cols) with the batch b of the kernel."""
+        return kernel_values(self.kernel.config, x, y, self.coupling.matrices.to(x.X.device))
 
     def _gram(self) -> Tensor:
         """Evaluate the kernel matrix over the training copies, without outputscale: (K, rows, rows)."""
-        (x,) = self.train_inputs
-        gram: Tensor = self.kernel.forward(x, x)
+        own = self._train_points()
+        gram = self._values(own, own).div_(self.kernel.scale)
         return gram.reshape(-1, *gram.shape[-2:])
 
     def _spectrum(self) -> "_Spectrum":
@@ -442,7 +468,7 @@ def _kernel_of_gram(
     rule: QuadratureRule,
     path: WeightPath,
     normalize: Literal["cosine", "mean_diagonal"],
-    x: Float[Tensor, "N columns"],
+    x: PointSets,
     **options: Unpack[ComputeSettings],
 ) -> EPKKernel:
     """Return a normalised kernel that keeps its matrix over N training copies, for `fit` and every factorisation.
@@ -451,12 +477,12 @@ def _kernel_of_gram(
     """
     if normalize not in ("cosine", "mean_diagonal"):
         raise ValueError(f"normalize must be 'cosine' or 'mean_diagonal': got {normalize!r}.")
-    cache_bytes = CACHE_BYTES + 8 * coupling.num_matrices * (coupling.rows_per_point * len(x)) ** 2
-    has_diagonal = normalize == "mean_diagonal" and len(x) == run.num_points <= NORMALIZATION_POINTS
+    cache_bytes = CACHE_BYTES + 8 * coupling.num_matrices * (coupling.rows_per_point * x.count) ** 2
+    has_diagonal = normalize == "mean_diagonal" and x.count == run.num_points <= NORMALIZATION_POINTS
     of_kernel = None if has_diagonal else normalize
     kernel = EPKKernel(run, coupling.kind, head, rule, of_kernel, path=path, cache_bytes=cache_bytes, **options)
     if has_diagonal:
-        kernel.scale = mean_diagonal(block(kernel.config, x, x).diagonal(dim1=-2, dim2=-1))
+        kernel.scale = mean_diagonal(kernel.config.block(x, x).diagonal(dim1=-2, dim2=-1))
     return kernel
 
 

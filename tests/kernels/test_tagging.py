@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from epk_gp.kernels.epk import EPKKernel
-from epk_gp.kernels.tagging import as_points, has_mark, tag_points, test_copy, train_copy
+from epk_gp.kernels.tagging import has_mark, parse_points, tag_points, test_copy, train_copy
 from kernel_cases import assert_close
 
 COPIES = ((train_copy, True), (test_copy, False))
@@ -33,14 +33,17 @@ def test_points_know_their_copies_in_every_dtype_that_holds_them(trajectory, mad
     for kind in (torch.float64, torch.float32):
         x = joint.to(kind)
         assert tag_points(trajectory, x) is x
-        assert as_points(trajectory, x).is_train.tolist() == expected
+        assert parse_points(trajectory, x).is_train.tolist() == expected
         assert has_mark(torch.stack([x, x])).tolist() == [expected] * 2
-        assert as_points(trajectory, x.flip(0).index_select(0, torch.tensor([5, 0]))).is_train.tolist() == [True, False]
+        assert parse_points(trajectory, x.flip(0).index_select(0, torch.tensor([5, 0]))).is_train.tolist() == [
+            True,
+            False,
+        ]
     for kind in (torch.float16, torch.bfloat16):
         if made_in.is_floating_point and (made_in == kind or made_in.itemsize > 2):
-            assert as_points(trajectory, joint.to(kind).double()).is_train.tolist() == expected
+            assert parse_points(trajectory, joint.to(kind).double()).is_train.tolist() == expected
     plain = tag_points(trajectory, X.double())
-    assert as_points(trajectory, plain).is_train.tolist() == [False] * 3
+    assert parse_points(trajectory, plain).is_train.tolist() == [False] * 3
     with pytest.raises(ValueError, match="marks no copy"):  # a table whose first column is its label
         tag_points(trajectory, torch.cat([torch.ones(3, 1), X.double()], 1))
 
