@@ -156,7 +156,7 @@ class LogitGP(gpytorch.models.ExactGP):  # type: ignore[misc]  # gpytorch ships 
         """
         if len(args) != 1:
             raise ValueError(f"a LogitGP must be called with one tensor of points: got {len(args)} arguments.")
-        rows = tag_points(self.kernel.trajectory, args[0])
+        rows = tag_points(self.trajectory, args[0])
         validate_batches(self.coupling.batch_shape, rows.shape[:-2])
         rows = rows.to(self.train_inputs[0].dtype)
         if self.training and not torch.equal(rows, self.train_inputs[0]):
@@ -164,7 +164,7 @@ class LogitGP(gpytorch.models.ExactGP):  # type: ignore[misc]  # gpytorch ships 
         if self.training or gpytorch.settings.prior_mode.on():
             return super().__call__(rows)
         # GPyTorch would keep what it found for earlier hyperparameters, and approximate from 800 rows on
-        x = parse_points(self.kernel.trajectory, rows)
+        x = parse_points(self.trajectory, rows)
         (L, weights), scale = self.factorize(), self._scale().reshape(*self.kernel.batch_shape, 1, 1)
         mean, cross = self._mean(x), scale * self._values(self._train_points(), x)
         V = torch.linalg.solve_triangular(L.reshape(self.kernel.batch_shape + L.shape[1:]), cross, upper=False)
@@ -210,7 +210,7 @@ class LogitGP(gpytorch.models.ExactGP):  # type: ignore[misc]  # gpytorch ships 
         Raises:
             TypeError, ValueError: As for a call.
         """
-        x = tag_points(self.kernel.trajectory, x)  # GPyTorch's mean comes first, with an error of its own
+        x = tag_points(self.trajectory, x)  # GPyTorch's mean comes first, with an error of its own
         return self.coupling.distribution(self.mean_module(x), self.covar_module(x))
 
     @torch.enable_grad()
@@ -272,7 +272,7 @@ class LogitGP(gpytorch.models.ExactGP):  # type: ignore[misc]  # gpytorch ships 
             ValueError: The points have a shape or values that the network cannot take, or the observations' covariance
                 is not positive definite.
         """
-        X = parse_inputs(self.kernel.trajectory, X_test, "X_test")
+        X = parse_inputs(self.trajectory, X_test, "X_test")
         X = X.to(self.train_inputs[0]) if X.is_floating_point() else X.to(self.train_inputs[0].device)
         return self._posterior(test_points(X, torch.float64), progress)
 
@@ -282,7 +282,7 @@ class LogitGP(gpytorch.models.ExactGP):  # type: ignore[misc]  # gpytorch ships 
         Raises:
             TypeError, ValueError: As `logit_posterior`.
         """
-        return self._posterior(parse_points(self.kernel.trajectory, x.to(self.train_inputs[0])), progress)
+        return self._posterior(parse_points(self.trajectory, x.to(self.train_inputs[0])), progress)
 
     def _posterior(self, x: PointSets, progress: bool) -> LogitPosterior:
         """Evaluate the posterior block by block: factorise once, and never make a matrix over all test points.
@@ -377,7 +377,7 @@ class LogitGP(gpytorch.models.ExactGP):  # type: ignore[misc]  # gpytorch ships 
         """Return the training copies; they are parsed anew where GPyTorch has moved them."""
         (rows,) = self.train_inputs
         if self._parsed.rows is not rows:
-            self._parsed = parse_points(self.kernel.trajectory, rows)
+            self._parsed = parse_points(self.trajectory, rows)
         return self._parsed
 
     def _mean(self, x: PointSets) -> Tensor:

@@ -266,39 +266,3 @@ class KernelConfig:
         left, kind = side(x, own_sets[0]), self.structure.kind
         right = left if x is y else side(y, own_sets[1])
         return SetPairs(left, right, matrices.numel(), kind, matrices.flatten() if kind == "independent" else None)
-
-    def batch_of_blocks(
-        self, x: PointSets, y: PointSets, matrices: Int64[Tensor, "*k"]
-    ) -> Float[Tensor, "*d rows cols"]:
-        """Evaluate one matrix of one block per element of a batch.
-
-        Args:
-            x: Sets of n points.
-            y: Sets of m points.
-            matrices: Which of the structure's K matrices, (*k); it broadcasts with both batches.
-
-        Returns:
-            (*d, n * R, m * R). A batch dimension along which x, y and the matrices only repeat themselves has size 1
-            or is missing.
-        """
-        sides = [z.is_train.shape[:-1] for z in (x, y)]
-        batch, (P, Q) = torch.broadcast_shapes(*sides), (side.numel() for side in sides)
-        if x.count == 1 and x.equals(y):
-            blocks = self.structure.reduce_blocks(self.diagonal_blocks(x))
-            return _select(blocks.reshape(*sides[0], *blocks.shape[1:]), matrices)
-        every = torch.broadcast_shapes(batch, matrices.shape)
-        has_own_matrix = max(P, Q) > 1 and matrices.numel() > 1 and self.structure.kind == "independent"
-        if min(P, Q) > 1 or (has_own_matrix and batch.numel() == every.numel()):
-            return self.pairs_block(x, y, matrices.expand(every))
-        # one set against many sets is one block against one long set
-        by_sets = self.block(x, y).unflatten(1, (P, -1)).unflatten(3, (Q, -1)).permute(1, 3, 0, 2, 4)
-        return _select(by_sets.reshape(*batch, *by_sets.shape[2:]), matrices)
-
-
-def _select(values: Tensor, matrices: Tensor) -> Tensor:
-    """Select a matrix for each element of a batch: (*d, K, rows, cols) becomes (*d, rows, cols)."""
-    batch = values.shape[:-3]
-    if values.shape[-3] == 1:  # no choice, and no copy
-        return values.squeeze(-3)
-    position = torch.arange(batch.numel(), device=values.device).view(batch)
-    return values.reshape(-1, *values.shape[-3:])[position, matrices]

@@ -183,7 +183,8 @@ class EPKKernel(gpytorch.kernels.Kernel):  # type: ignore[misc]  # gpytorch ship
         **params: Any,
     ) -> Any:
         """Evaluate lazily, as every GPyTorch kernel. Points are checked here: in `forward` an error would come late."""
-        has_widths = x2 is not None and x1.shape[-1] != x2.shape[-1]  # GPyTorch compares them
+        widths = {getattr(x, "shape", ())[-1:] for x in (x1, x2) if x is not None}
+        has_widths = len(widths) > 1  # GPyTorch compares them
         if has_widths or (not diag and gpytorch.settings.lazily_evaluate_kernels.on()):
             points = [x1] if x2 is None or x2 is x1 else [x1, x2]
             if self.active_dims is not None:

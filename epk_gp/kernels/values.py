@@ -172,14 +172,37 @@ def _diagonal(config: KernelConfig, x: PointSets, y: PointSets, matrices: Tensor
 
 
 def _raw_values(config: KernelConfig, x: PointSets, y: PointSets, matrices: Tensor) -> Tensor:
-    """Evaluate the kernel without normalisation, with derivatives."""
-    values = config.batch_of_blocks(x, y, matrices)
-    batch = torch.broadcast_shapes(x.batch, y.batch, matrices.shape)
-    values = values.expand(*batch, *values.shape[-2:])
+    """Evaluate the kernel without normalisation, with derivatives: one matrix for each element of a batch.
+
+    Sets that only repeat themselves are computed once. One set against many sets is one block against one long set.
+    """
+    left, right = (z.is_train.shape[:-1] for z in (x, y))
+    batch, (P, Q) = torch.broadcast_shapes(left, right), (left.numel(), right.numel())
+    every = torch.broadcast_shapes(batch, matrices.shape)
+    has_own_matrix = max(P, Q) > 1 and matrices.numel() > 1 and config.structure.kind == "independent"
+    if x.count == 1 and x.equals(y):
+        blocks = config.structure.reduce_blocks(config.diagonal_blocks(x))
+        values = _select(blocks.reshape(*left, *blocks.shape[1:]), matrices)
+    elif min(P, Q) > 1 or (has_own_matrix and batch.numel() == every.numel()):
+        values = config.pairs_block(x, y, matrices.expand(every))
+    else:
+        by_sets = config.block(x, y).unflatten(1, (P, -1)).unflatten(3, (Q, -1)).permute(1, 3, 0, 2, 4)
+        values = _select(by_sets.reshape(*batch, *by_sets.shape[2:]), matrices)
+    of_all = torch.broadcast_shapes(x.batch, y.batch, matrices.shape)
+    values = values.expand(*of_all, *values.shape[-2:])
     if requires_graph(x.rows) or requires_graph(y.rows):
-        of = (config, x, y, matrices.expand(batch))
+        of = (config, x, y, matrices.expand(of_all))
         return cast(Tensor, _Values.apply(x.rows, y.rows, values, of))  # type: ignore[no-untyped-call]
     return values
+
+
+def _select(values: Tensor, matrices: Tensor) -> Tensor:
+    """Select a matrix for each element of a batch: (*d, K, rows, cols) becomes (*d, rows, cols)."""
+    batch = values.shape[:-3]
+    if values.shape[-3] == 1:  # no choice, and no copy
+        return values.squeeze(-3)
+    position = torch.arange(batch.numel(), device=values.device).view(batch)
+    return values.reshape(-1, *values.shape[-3:])[position, matrices]
 
 
 class _Values(torch.autograd.Function):
