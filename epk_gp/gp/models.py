@@ -157,7 +157,7 @@ class LogitGP(gpytorch.models.ExactGP):  # type: ignore[misc]  # gpytorch ships 
         if len(args) != 1:
             raise ValueError(f"a LogitGP must be called with one tensor of points: got {len(args)} arguments.")
         rows = tag_points(self.trajectory, args[0])
-        validate_batches(self.coupling.batch_shape, rows.shape[:-2])
+        validate_batches(self.coupling.batch_shape, rows)
         rows = rows.to(self.train_inputs[0].dtype)
         if self.training and not torch.equal(rows, self.train_inputs[0]):
             raise ValueError("in training mode call a LogitGP with gp.train_inputs[0]; to predict, gp.eval() first.")

@@ -190,7 +190,7 @@ class EPKKernel(gpytorch.kernels.Kernel):  # type: ignore[misc]  # gpytorch ship
             if self.active_dims is not None:
                 points = [x.index_select(-1, self.active_dims) for x in points]
             tagged = [tag_points(self.trajectory, x) for x in points]
-            validate_batches(self._matrices.shape, *(x.shape[:-2] for x in points))
+            validate_batches(self._matrices.shape, *points)
             x1, x2 = tagged if has_widths else (x1, x2)
         if diag:  # GPyTorch takes (C, n) for a matrix where n = C and the points have no batch of their own
             x1 = x1[(None,) * (self._matrices.ndim + 2 - x1.ndim)]
@@ -226,7 +226,7 @@ class EPKKernel(gpytorch.kernels.Kernel):  # type: ignore[misc]  # gpytorch ship
             raise ValueError("last_dim_is_batch must be False: got True, but a single column of a point is no point.")
         x = parse_points(self.trajectory, x1)
         y = x if x2 is x1 else parse_points(self.trajectory, x2)
-        validate_batches(self._matrices.shape, x.batch, y.batch)
+        validate_batches(self._matrices.shape, x.rows, y.rows)
         if diag and x.count != y.count:
             raise ValueError(f"diag=True needs as many rows as columns: got {x.count} and {y.count} points.")
         values = kernel_values(self.config, x, y, self._matrices.to(x1.device), diag=diag)

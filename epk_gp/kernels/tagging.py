@@ -146,23 +146,23 @@ def tag_points(trajectory: Trajectory, x: Shaped[Tensor, "*n columns"]) -> Shape
     return x
 
 
-def validate_batches(batch_shape: torch.Size, *batches: torch.Size) -> None:
+def validate_batches(batch_shape: torch.Size, *points: Shaped[Tensor, "*b n columns"]) -> None:
     """Raise if batches of points do not go together with each other and with a kernel's batch.
 
     Args:
         batch_shape: The kernel's batch shape: [C] if it has one matrix per class.
-        batches: Of sets of points, each.
+        points: Sets of points.
 
     Raises:
         ValueError: The batch shapes do not broadcast.
     """
     try:
-        torch.broadcast_shapes(*batches, batch_shape)
+        torch.broadcast_shapes(*(x.shape[:-2] for x in points), batch_shape)
     except RuntimeError as error:
-        shapes = " and ".join(str(tuple(batch)) for batch in batches)
+        shapes = " and ".join(dict.fromkeys(str(tuple(x.shape)) for x in points))
         others = f"the kernel's batch {tuple(batch_shape)}, one matrix per class" if len(batch_shape) else "each other"
         raise ValueError(
-            f"batches of points must broadcast with {others}: got batches {shapes}. Put a dimension of size 1 "
+            f"batches of points must broadcast with {others}: got points of shape {shapes}. Put a dimension of size 1 "
             "before the points, as x.unsqueeze(-3) does."
         ) from error
 

@@ -64,8 +64,8 @@ def test_a_prediction_after_fit_uses_the_new_hyperparameters(trajectory, X_test)
 @pytest.mark.parametrize(("mean", "count"), [("initial", 1), ("zero", 1), ("constant", 7)])
 def test_fit_evaluates_a_prior_mean_once_unless_it_is_learned(trajectory, mean, count, monkeypatch):
     gp, calls = LogitGP(trajectory, mean=mean, targets="dirichlet"), []
-    kind = type(gp.mean_module)
-    original = kind.forward
-    monkeypatch.setattr(kind, "forward", lambda mean, x: (calls.append(x), original(mean, x))[1])
+    kind, name = type(gp.mean_module), "at" if mean == "initial" else "forward"
+    original = getattr(kind, name)
+    monkeypatch.setattr(kind, name, lambda mean, x: (calls.append(x), original(mean, x))[1])
     gp.fit(steps=7)
     assert len(calls) == count
