@@ -32,7 +32,7 @@ from epk_gp.gp.posterior import LogitPosterior, link_of
 from epk_gp.gram.sketch import nodes_trajectory
 from epk_gp.kernels.blocks import BlockCache
 from epk_gp.kernels.epk import CACHE_BYTES, NORMALIZATION_POINTS, UNSUPPORTED_OPTIONS, EPKKernel, mean_diagonal
-from epk_gp.kernels.tagging import PointSets, parse_points, tag_points, test_points, train_copy, validate_batches
+from epk_gp.kernels.tagging import PointSets, as_test_points, parse_points, tag_points, train_copy, validate_batches
 from epk_gp.kernels.values import kernel_values, normalized_block, point_blocks
 from epk_gp.quadrature.rules import QuadratureRule, WeightPath, gauss_legendre, left_endpoint, straight
 from epk_gp.work.run import progress_bar
@@ -156,15 +156,13 @@ class LogitGP(gpytorch.models.ExactGP):  # type: ignore[misc]  # gpytorch ships 
         """
         if len(args) != 1:
             raise ValueError(f"a LogitGP must be called with one tensor of points: got {len(args)} arguments.")
-        rows = tag_points(self.trajectory, args[0])
-        validate_batches(self.coupling.batch_shape, rows)
-        rows = rows.to(self.train_inputs[0].dtype)
-        if self.training and not torch.equal(rows, self.train_inputs[0]):
+        x = parse_points(self.trajectory, args[0], self.train_inputs[0].dtype)
+        validate_batches(self.coupling.batch_shape, x.rows)
+        if self.training and not torch.equal(x.rows, self.train_inputs[0]):
             raise ValueError("in training mode call a LogitGP with gp.train_inputs[0]; to predict, gp.eval() first.")
         if self.training or gpytorch.settings.prior_mode.on():
-            return super().__call__(rows)
+            return super().__call__(x.rows)
         # GPyTorch would keep what it found for earlier hyperparameters, and approximate from 800 rows on
-        x = parse_points(self.trajectory, rows)
         (L, weights), scale = self.factorize(), self._scale().reshape(*self.kernel.batch_shape, 1, 1)
         mean, cross = self._mean(x), scale * self._values(self._train_points(), x)
         V = torch.linalg.solve_triangular(L.reshape(self.kernel.batch_shape + L.shape[1:]), cross, upper=False)
@@ -274,7 +272,7 @@ class LogitGP(gpytorch.models.ExactGP):  # type: ignore[misc]  # gpytorch ships 
         """
         X = parse_inputs(self.trajectory, X_test, "X_test")
         X = X.to(self.train_inputs[0]) if X.is_floating_point() else X.to(self.train_inputs[0].device)
-        return self._posterior(test_points(X, torch.float64), progress)
+        return self._posterior(as_test_points(X, torch.float64), progress)
 
     def posterior_at(self, x: Shaped[Tensor, "n columns"], *, progress: bool = False) -> LogitPosterior:
         """Evaluate the posterior of the latent outputs at points, (n, D + 1), whose copy column says what they are.
@@ -282,7 +280,7 @@ class LogitGP(gpytorch.models.ExactGP):  # type: ignore[misc]  # gpytorch ships 
         Raises:
             TypeError, ValueError: As `logit_posterior`.
         """
-        return self._posterior(parse_points(self.trajectory, x.to(self.train_inputs[0])), progress)
+        return self._posterior(parse_points(self.trajectory, x, self.train_inputs[0].dtype), progress)
 
     def _posterior(self, x: PointSets, progress: bool) -> LogitPosterior:
         """Evaluate the posterior block by block: factorise once, and never make a matrix over all test points.

@@ -183,9 +183,9 @@ class EPKKernel(gpytorch.kernels.Kernel):  # type: ignore[misc]  # gpytorch ship
         **params: Any,
     ) -> Any:
         """Evaluate lazily, as every GPyTorch kernel. Points are checked here: in `forward` an error would come late."""
-        widths = {getattr(x, "shape", ())[-1:] for x in (x1, x2) if x is not None}
-        has_widths = len(widths) > 1  # GPyTorch compares them
-        if has_widths or (not diag and gpytorch.settings.lazily_evaluate_kernels.on()):
+        widths = {x.shape[-1:] if isinstance(x, Tensor) else None for x in (x1, x2) if x is not None}
+        has_widths = len(widths) > 1 or None in widths  # GPyTorch compares them
+        if has_widths or gpytorch.settings.lazily_evaluate_kernels.on():
             points = [x1] if x2 is None or x2 is x1 else [x1, x2]
             if self.active_dims is not None:
                 points = [x.index_select(-1, self.active_dims) for x in points]

@@ -238,17 +238,20 @@ class PointSets:
         return all(torch.equal(*torch.broadcast_tensors(*pair)) for pair in pairs)
 
 
-def parse_points(trajectory: Trajectory, x: Shaped[Tensor, "*n columns"]) -> PointSets:
+def parse_points(
+    trajectory: Trajectory, x: Shaped[Tensor, "*n columns"], dtype: torch.dtype | None = None
+) -> PointSets:
     """Check points as a kernel takes them, and parse them.
 
     Args:
         trajectory: The run, which knows the shape and the kind of its inputs.
         x: As of `tag_points`.
+        dtype: Of the parsed rows; by default their own.
 
     Raises:
         TypeError, ValueError: As of `tag_points`; or an entry is no integer of the kind that the network takes.
     """
-    rows, kind = tag_points(trajectory, x), trajectory.inputs.dtype
+    rows, kind = tag_points(trajectory, x).to(dtype), trajectory.inputs.dtype
     distinct = _without_repeated_sets(rows.detach())
     X = distinct[..., :-1].clone().unflatten(-1, trajectory.input_shape or (1,))
     if not kind.is_floating_point and X.dtype != kind:
@@ -259,13 +262,10 @@ def parse_points(trajectory: Trajectory, x: Shaped[Tensor, "*n columns"]) -> Poi
     return PointSets(rows, X if trajectory.input_shape else X.squeeze(-1), has_mark(distinct))
 
 
-def test_points(X: Shaped[Tensor, "n ..."], dtype: torch.dtype) -> PointSets:
+def as_test_points(X: Shaped[Tensor, "n ..."], dtype: torch.dtype) -> PointSets:
     """Return parsed inputs as test copies, with kernel values of a dtype."""
     rows = _append(X.flatten(1) if X.ndim > 1 else X[:, None], _TEST_MARKS).to(dtype)
     return PointSets(rows, X, torch.zeros(len(X), dtype=torch.bool, device=X.device))
-
-
-test_points.__test__ = False  # type: ignore[attr-defined]  # pytest: a function of this package, not a test
 
 
 def _without_repeated_sets(x: Shaped[Tensor, "*b n columns"]) -> Shaped[Tensor, "*c n columns"]:
