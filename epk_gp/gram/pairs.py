@@ -25,15 +25,17 @@ _START = [(0.0, 1.0)]  # the node of training copies, with its weight
 
 @dataclass(frozen=True, eq=False)
 class PointsOfPairs:
-    """Sets of n points each on one side of P pairs: one set for each pair, or one that all pairs share.
+    """One side of P pairs: U sets of n points each, and which of them each pair has.
 
     Attributes:
-        X: Inputs, (U, n, ...), U = P or 1.
+        X: Inputs, (U, n, ...).
         is_train: Whether they are training copies.
+        of_pairs: The set of each pair.
     """
 
     X: Shaped[Tensor, "U n ..."]
     is_train: Bool[Tensor, "U n"]
+    of_pairs: Int64[Tensor, " P"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,7 +48,6 @@ class SetPairs:
     Attributes:
         left: Sets of n points.
         right: Sets of m points; the same object as `left` if every pair has the same set on both sides.
-        num_pairs: P.
         kind: "full" for all pairs of outputs, "independent" for one output of each pair, "trace" for the sum of each
             output's kernel with itself.
         classes: The output of each pair, (P,); None unless they are independent.
@@ -54,7 +55,6 @@ class SetPairs:
 
     left: PointsOfPairs
     right: PointsOfPairs
-    num_pairs: int
     kind: str
     classes: Int64[Tensor, " P"] | None = None
 
@@ -62,7 +62,7 @@ class SetPairs:
 def pairs_block(kernel: PlannedKernel, pairs: SetPairs) -> Float[Tensor, "P K n L m"]:
     """Compute the kernel between the sets of pairs (`PathKernel`)."""
     K = kernel.trajectory.num_outputs if pairs.kind == "full" else 1
-    shape = (pairs.num_pairs, K, pairs.left.X.shape[1], K, pairs.right.X.shape[1])
+    shape = (len(pairs.left.of_pairs), K, pairs.left.X.shape[1], K, pairs.right.X.shape[1])
     result = kernel.reference.new_zeros(shape)
     for own, left, right in _blocks(kernel, pairs, (False, False)):
         for products, of_nodes in _products_by_steps(kernel, left, right):
@@ -98,10 +98,11 @@ class _Side:
     """One side of a block of pairs.
 
     Attributes:
-        X: Some points of some sets, (U, n, ...), U = 1 or the p pairs of the block.
+        X: Some points of some sets, (U, n, ...).
         is_train: Whether each is a training copy, (U * n,).
         sets: Which of the sets these are.
         points: Which of the points of each set.
+        of_pairs: The set of each of the block's p pairs, among the U.
         outputs: The one output that is computed of each point, (U * n,); None for all outputs.
         chosen: Which of all outputs each pair takes, (p,); None if it takes what is computed.
         is_traced: The outputs are joined to one.
@@ -109,8 +110,9 @@ class _Side:
 
     X: Shaped[Tensor, "U n ..."]
     is_train: Bool[Tensor, " rows"]
-    sets: slice
+    sets: Int64[Tensor, " U"]
     points: slice
+    of_pairs: Int64[Tensor, " p"]
     outputs: Int64[Tensor, " rows"] | None
     chosen: Int64[Tensor, " p"] | None
     is_traced: bool
@@ -152,10 +154,16 @@ class _Side:
         """Arrange a layer's output gradients so that each set, or each pair, has one matrix."""
         of_outputs = torch.unflatten(grads, 1, (num_steps, -1, *self.X.shape[:2]))  # (K, S, Q, U, n, d)
         if self.is_traced:
-            return of_outputs.permute(1, 2, 3, 4, 0, 5).flatten(4)
+            return self.selected(of_outputs.permute(1, 2, 3, 4, 0, 5).flatten(4))
         if self.chosen is not None:
-            return of_outputs[self.chosen, :, :, 0].movedim(0, 2)
-        return of_outputs.permute(1, 2, 3, 0, 4, 5).flatten(3, 4)
+            return of_outputs[self.chosen, :, :, self.of_pairs].movedim(0, 2)
+        return self.selected(of_outputs.permute(1, 2, 3, 0, 4, 5).flatten(3, 4))
+
+    def selected(self, of_sets: Float[Tensor, "S Q U rows d"]) -> Float[Tensor, "S Q pairs rows d"]:
+        """Select each pair's matrix; nothing is copied where all share one, or each has its own in order."""
+        in_order = torch.arange(len(self.of_pairs), device=of_sets.device)
+        is_whole = len(self.sets) == 1 or (len(self.sets) == len(in_order) and torch.equal(self.of_pairs, in_order))
+        return of_sets if is_whole else of_sets.index_select(2, self.of_pairs)
 
 
 def _nodes(kernel: PlannedKernel) -> list[tuple[float, float]]:
@@ -200,9 +208,9 @@ def _blocks(kernel: PlannedKernel, pairs: SetPairs, wanted: tuple[bool, bool]) -
     One side is both where they are the same.
     """
     size, sides = max(1, _max_points(kernel) // kernel.rule.num_contractions), (pairs.left, pairs.right)
-    counts = [min(size, s.X.shape[1]) if len(s.X) > 1 else 1 for s in sides]
+    counts = [min(size, s.X.shape[1]) if len(s.X) > 1 else 1 for s in sides]  # of points that come with each pair
     parts = [_slices(s.X.shape[1], size) for s in sides]
-    for own, rows, columns in product(_slices(pairs.num_pairs, max(1, size // max(counts))), *parts):
+    for own, rows, columns in product(_slices(len(pairs.left.of_pairs), max(1, size // max(counts))), *parts):
         left = _side(kernel, pairs, pairs.left, own, rows, wanted[0])
         is_one = pairs.left is pairs.right and rows == columns
         yield own, left, left if is_one else _side(kernel, pairs, pairs.right, own, columns, wanted[1])
@@ -212,12 +220,14 @@ def _side(
     kernel: PlannedKernel, pairs: SetPairs, of: PointsOfPairs, own: slice, points: slice, requires_grad: bool
 ) -> _Side:
     """Prepare one side of some pairs: of a set that is asked about one output only that one is computed."""
-    sets = own if len(of.X) > 1 else slice(0, 1)
+    sets, of_pairs = of.of_pairs[own].unique(return_inverse=True)
     X, is_train = of.X[sets, points].detach().requires_grad_(requires_grad), of.is_train[sets, points].flatten()
     outputs, chosen = None, None if pairs.classes is None else pairs.classes[own]
-    if chosen is not None and len(X) == len(chosen):
-        outputs, chosen = chosen.repeat_interleave(X.shape[1]), None
-    return _Side(X, is_train, sets, points, outputs, chosen, pairs.kind == "trace")
+    if chosen is not None:
+        of_sets = chosen.new_zeros(len(sets)).index_put_((of_pairs,), chosen)
+        if torch.equal(of_sets[of_pairs], chosen):
+            outputs, chosen = of_sets.repeat_interleave(X.shape[1]), None
+    return _Side(X, is_train, sets, points, of_pairs, outputs, chosen, pairs.kind == "trace")
 
 
 def _products_by_steps(
@@ -247,8 +257,11 @@ def _products(
 
     if not (isinstance(left, OuterProductJacobian) and isinstance(right, OuterProductJacobian)):
         return of_outputs(left.to_dense(), right.to_dense())  # without a graph fewer are written out
-    rows = ((side, jacobian.inputs[:, 0]) for side, jacobian in ((x, left), (y, right)))
-    inputs = _of_pairs(*(torch.unflatten(own, 0, (num_steps, -1, *side.X.shape[:2])) for side, own in rows))
+    rows = (
+        (side, torch.unflatten(j.inputs[:, 0], 0, (num_steps, -1, *side.X.shape[:2])))
+        for side, j in ((x, left), (y, right))
+    )
+    inputs = _of_pairs(*(side.selected(own) for side, own in rows))
     products = of_outputs(left.output_grads[:, :, 0], right.output_grads[:, :, 0])
     return products * (inputs + 1 if left.has_bias else inputs)[..., None, :, None, :]
 

@@ -257,12 +257,11 @@ class KernelConfig:
         """
 
         def side(z: PointSets, stay_apart: bool) -> PointsOfPairs:
-            inner, shape = z.X.shape[z.is_train.ndim - 1 :], z.batch if stay_apart else z.is_train.shape[:-1]
-            X, mask = z.X, z.is_train
-            if shape.numel() > 1:
-                X, mask = X.expand(*matrices.shape, *inner), mask.expand(*matrices.shape, z.count)
-            return PointsOfPairs(X.reshape(-1, *inner), mask.reshape(-1, z.count))
+            batch, inner = z.batch if stay_apart else z.is_train.shape[:-1], z.X.shape[z.is_train.ndim - 1 :]
+            X, mask = z.X.expand(*batch, *inner).reshape(-1, *inner), z.is_train.expand(*batch, z.count)
+            of_pairs = torch.arange(len(X), device=X.device).view(batch).expand(matrices.shape).flatten()
+            return PointsOfPairs(X, mask.reshape(-1, z.count), of_pairs)
 
         left, kind = side(x, own_sets[0]), self.structure.kind
         right = left if x is y else side(y, own_sets[1])
-        return SetPairs(left, right, matrices.numel(), kind, matrices.flatten() if kind == "independent" else None)
+        return SetPairs(left, right, kind, matrices.flatten() if kind == "independent" else None)

@@ -275,9 +275,7 @@ def _asked_gradients(ctx: Any, weights: Tensor) -> list[Tensor | None]:
     for number, (z, gradient) in enumerate(zip(points, found, strict=True)):
         total = torch.full_like(z.rows, torch.nan) if asked[number] and not wanted[number] else None
         if gradient is not None:  # that of the first of equal sets, where only their sum is used; of the inputs
-            batch = z.batch if own_sets[number] else z.is_train.shape[:-1]
-            by_sets = gradient.reshape(*(matrices.shape if len(gradient) > 1 else batch), z.count, -1)
-            own = by_sets.sum_to_size(*batch, z.count, by_sets.shape[-1])
+            own = gradient.reshape(*(z.batch if own_sets[number] else z.is_train.shape[:-1]), z.count, -1)
             total = torch.zeros_like(z.rows)
             total[tuple(slice(size) for size in own.shape)] = own.to(total)
         gradients.append(total)
