@@ -257,11 +257,13 @@ def _products(
 
     if not (isinstance(left, OuterProductJacobian) and isinstance(right, OuterProductJacobian)):
         return of_outputs(left.to_dense(), right.to_dense())  # without a graph fewer are written out
-    rows = (
-        (side, torch.unflatten(j.inputs[:, 0], 0, (num_steps, -1, *side.X.shape[:2])))
-        for side, j in ((x, left), (y, right))
+    p, q = (
+        torch.unflatten(j.inputs[:, 0], 0, (num_steps, -1, *side.X.shape[:2])) for side, j in ((x, left), (y, right))
     )
-    inputs = _of_pairs(*(side.selected(own) for side, own in rows))
+    if len(y.sets) == 1 or torch.equal(x.of_pairs, y.of_pairs):  # several pairs, such as of classes, have one product
+        inputs = x.selected(_of_pairs(p, q))
+    else:
+        inputs = _of_pairs(x.selected(p), y.selected(q))
     products = of_outputs(left.output_grads[:, :, 0], right.output_grads[:, :, 0])
     return products * (inputs + 1 if left.has_bias else inputs)[..., None, :, None, :]
 
