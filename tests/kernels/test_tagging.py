@@ -3,6 +3,8 @@
 import pytest
 import torch
 
+from epk_gp.gp.models import LogitGP
+from epk_gp.kernels import tagging
 from epk_gp.kernels.epk import EPKKernel
 from epk_gp.kernels.tagging import has_mark, parse_points, tag_points, test_copy, train_copy
 from kernel_cases import assert_close
@@ -83,3 +85,28 @@ def test_a_copy_column_that_was_changed_is_refused_with_its_row(trajectory, valu
         tag_points(trajectory, x)
     with pytest.raises(ValueError, match=r"row \(1, 2\) ends in"):
         tag_points(trajectory, torch.stack([train_copy(torch.zeros(4, 2, dtype=torch.float64)), x]))
+
+
+def test_points_are_checked_and_hashed_once_in_each_evaluation(trajectory, monkeypatch):
+    """A lazy kernel checks its points when it is called and parses them when it is evaluated; a process knows its own."""
+    calls = []
+
+    def counted(name, *places):
+        original = getattr(tagging, name)
+        for place in places:
+            monkeypatch.setattr(place, lambda *args: (calls.append(name), original(*args))[1])
+
+    kernel, gp = EPKKernel(trajectory, "trace"), LogitGP(trajectory)
+    x, X = test_copy(trajectory.inputs + 1), trajectory.inputs + 2
+    counted("tag_points", "epk_gp.kernels.tagging.tag_points", "epk_gp.kernels.epk.tag_points")
+    counted("content_key", "epk_gp.kernels.tagging.content_key")
+    for call, expected in (
+        (lambda: kernel(x), ["tag_points"]),
+        (lambda: kernel.forward(x, x), ["tag_points", "content_key"]),
+        (lambda: kernel(x).to_dense(), ["tag_points", "tag_points", "content_key"]),
+        (lambda: gp.fit(3), []),
+        (lambda: gp.logit_posterior(X), []),
+    ):
+        calls.clear()
+        call()
+        assert calls == expected
