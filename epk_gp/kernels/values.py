@@ -18,6 +18,10 @@ from epk_gp.kernels.tagging import PointSets, is_transformed, requires_graph
 
 _ROWS = 1024  # of a matrix that are multiplied at a time, so that no second matrix is made
 
+# Rounding errors up to which weights count as symmetric, relative to the largest one: those that reach K(Z, Z) through
+# GPyTorch's Cholesky factor differ from their transpose by 1 to 3 of them.
+_SYMMETRIC = 16
+
 # Backward functions of operations that move numbers, and do not change them.
 _MOVES = {
     f"{name}Backward{version}"
@@ -269,8 +273,11 @@ def _asked_gradients(ctx: Any, weights: Tensor) -> list[Tensor | None]:
     if any(wanted):
         R, of_pairs = config.structure.rows_per_point, weights.reshape(-1, *weights.shape[-2:])
         of_outputs = of_pairs.unflatten(-1, (-1, R)).unflatten(1, (-1, R)).permute(0, 2, 1, 4, 3)
-        pairs = config.set_pairs(*points, matrices, own_sets)
+        is_shared = all(wanted) and own_sets[0] == own_sets[1] and _is_symmetric(points[0], points[1], weights)
+        pairs = config.set_pairs(points[0], points[0 if is_shared else 1], matrices, own_sets)
         found = config.path_kernel.pairs_input_gradients(pairs, of_outputs, wanted, config.options)
+        if is_shared and points[0] is not points[1] and found[0] is not None:
+            found = (found[0] / 2,) * 2
     gradients = list[Tensor | None]()
     for number, (z, gradient) in enumerate(zip(points, found, strict=True)):
         total = torch.full_like(z.rows, torch.nan) if asked[number] and not wanted[number] else None
@@ -280,6 +287,13 @@ def _asked_gradients(ctx: Any, weights: Tensor) -> list[Tensor | None]:
             total[tuple(slice(size) for size in own.shape)] = own.to(total)
         gradients.append(total)
     return gradients
+
+
+def _is_symmetric(x: PointSets, y: PointSets, weights: Tensor) -> bool:
+    """Return whether both sides are the same points with symmetric weights, so that each has half of the gradient."""
+    if x.batch != y.batch or not x.equals(y):
+        return False
+    return bool((weights - weights.mT).abs().max() <= _SYMMETRIC * torch.finfo(weights.dtype).eps * weights.abs().max())
 
 
 def _balanced(x: Tensor, dim: int) -> Tensor:

@@ -88,7 +88,7 @@ def test_a_copy_column_that_was_changed_is_refused_with_its_row(trajectory, valu
 
 
 def test_points_are_checked_and_hashed_once_in_each_evaluation(trajectory, monkeypatch):
-    """A lazy kernel checks its points when it is called and parses them when it is evaluated; a process knows its own."""
+    """A lazy kernel checks points when it is called, and parses them when it is evaluated; a process knows its own."""
     calls = []
 
     def counted(name, *places):
