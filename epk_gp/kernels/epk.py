@@ -62,7 +62,7 @@ class EPKKernel(gpytorch.kernels.Kernel):  # type: ignore[misc]  # gpytorch ship
     edited while it was computed.
 
     Derivatives are computed anew in every backward pass. Measured: a variational step that learns its inducing points
-    takes 2.2 to 3.2 times one with fixed points, whose own block is kept, or 2.6 to 4.5 times for cosines. Points that
+    takes 2.3 to 4.3 times one with fixed points, whose own block is kept, or 3.2 to 9 times for cosines. Points that
     are joined with others, as training with test points in a posterior, are left out where nobody uses their gradient;
     should the joint tensor retain its own, it is NaN there. Inducing points that all classes share are differentiated
     as one set.

@@ -165,13 +165,15 @@ def test_every_set_gets_its_own_gradient(trajectory, outputs, diag):
         assert (found[0][0] - found[0][1]).abs().max() > 1e-3 * found[0].abs().max()  # of equal sets, by their weights
 
 
-def test_equal_sets_on_both_sides_have_a_share_of_their_gradient_each(trajectory):
-    """With weights that are not symmetric; `apart` are other points to the kernel, and the same up to rounding."""
+@pytest.mark.parametrize("is_symmetric", [False, True])
+def test_equal_sets_on_both_sides_have_a_share_of_their_gradient_each(trajectory, is_symmetric):
+    """`apart` are other points to the kernel, and the same up to rounding."""
     kernel, x = kernel_of(trajectory), random_test_copies(C, 2)
     left, right = x.clone().requires_grad_(), x.clone().requires_grad_()
     values = kernel.forward(left, right)
     assert torch.equal(kernel.forward(x, x), values)
     weights, apart = torch.randn_like(values), torch.cat([x[..., :-1] * (1 + 1e-15), x[..., -1:]], -1)
+    weights = weights + weights.mT if is_symmetric else weights
     found = torch.autograd.grad((weights * values).sum(), [left, right])
     (of_left,) = torch.autograd.grad((weights * kernel.forward(left, apart)).sum(), left)
     (of_right,) = torch.autograd.grad((weights * kernel.forward(apart, right)).sum(), right)
