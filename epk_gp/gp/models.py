@@ -1,7 +1,7 @@
 """GP regression on logits with the exact path kernel as prior covariance: section 4.2, Bell et al. (2023)."""
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from math import log, pi
 from typing import Literal, NoReturn, Unpack, final
 
@@ -12,20 +12,28 @@ from jaxtyping import Float, Int, Shaped
 from linear_operator import to_linear_operator
 from torch import Tensor
 
-from epk_gp.core.checks import ComputeSettings, door, parse_options, validate_count, validate_number, validate_positive
+from epk_gp.core.checks import ComputeSettings, door, parse_options, validate_count, validate_positive
 from epk_gp.core.inputs import Inputs
 from epk_gp.core.losses import Head, resolve_head
 from epk_gp.core.plans import posterior_points
 from epk_gp.core.show import tracked
 from epk_gp.core.trajectory import Trajectory, parse_inputs, validate_trajectory
 from epk_gp.gp.data import TargetKind, make_targets, parse_train_indices, validate_known
-from epk_gp.gp.output_coupling import NOISE_FLOOR, Coupling, OutputCoupling, PriorMean, make_mean
+from epk_gp.gp.output_coupling import (
+    Coupling,
+    NetworkMean,
+    OutputCoupling,
+    PriorMean,
+    make_mean,
+    parse_coupling,
+    validate_noise,
+)
 from epk_gp.gp.posterior import LogitPosterior, link_of
 from epk_gp.gram.sketch import nodes_trajectory
-from epk_gp.kernels.blocks import BlockCache, block
+from epk_gp.kernels.blocks import BlockCache
 from epk_gp.kernels.epk import CACHE_BYTES, NORMALIZATION_POINTS, UNSUPPORTED_OPTIONS, EPKKernel, mean_diagonal
-from epk_gp.kernels.tagging import tag_points, test_copy, train_copy, validate_batches
-from epk_gp.kernels.values import normalized_block, point_blocks
+from epk_gp.kernels.tagging import PointSets, as_test_points, parse_points, tag_points, train_copy, validate_batches
+from epk_gp.kernels.values import kernel_values, normalized_block, point_blocks
 from epk_gp.quadrature.rules import QuadratureRule, WeightPath, gauss_legendre, left_endpoint, straight
 from epk_gp.work.run import progress_bar
 
@@ -106,46 +114,25 @@ class LogitGP(gpytorch.models.ExactGP):  # type: ignore[misc]  # gpytorch ships 
         **options: Unpack[ComputeSettings],
     ) -> None:
         validate_trajectory(trajectory)
-        C = trajectory.num_outputs
-        head = resolve_head(head, trajectory.loss, C)
-        if outputs not in ("full", "independent", "trace"):
-            raise ValueError(f"outputs must be 'full', 'independent' or 'trace': got {outputs!r}.")
-        coupling = OutputCoupling(outputs, C)
-        train_indices = parse_train_indices(points, trajectory)
-        N = len(train_indices)
-        if normalize not in ("cosine", "mean_diagonal"):
-            raise ValueError(f"normalize must be 'cosine' or 'mean_diagonal': got {normalize!r}.")
-        validate_number(noise, "noise")
-        if not NOISE_FLOOR < noise < float("inf"):
-            raise ValueError(f"noise must be a finite variance above {NOISE_FLOOR}: got {noise}.")
         parse_options("LogitGP", UNSUPPORTED_OPTIONS, **options)
-        run = trajectory
-        if nodes is not None:
-            if rule != gauss_legendre(4):
-                raise ValueError(f"a node is taken once, which leaves a rule no part: got nodes={nodes} and {rule!r}.")
-            run, rule, path = nodes_trajectory(trajectory, nodes, path=path), left_endpoint(), straight()
+        head = resolve_head(head, trajectory.loss, trajectory.num_outputs)
+        coupling = parse_coupling(outputs, trajectory.num_outputs)
+        validate_noise(noise)
+        train_indices = parse_train_indices(points, trajectory)
+        run, rule, path = _run_of_nodes(trajectory, nodes, rule, path)
+        rows = train_copy(trajectory.inputs[train_indices].reshape(len(train_indices), -1).to(torch.float64))
         y, variances, target_mean = make_targets(trajectory, train_indices, targets, head, prior_is_zero=mean == "zero")
-        likelihood = coupling.likelihood(variances)
-        gram_bytes = 8 * coupling.num_matrices * (coupling.rows_per_point * N) ** 2
-        x = train_copy(trajectory.inputs[train_indices].reshape(len(train_indices), -1).to(torch.float64))
-        by_gram = normalize == "mean_diagonal" and N == trajectory.num_points <= NORMALIZATION_POINTS
-        cache_bytes = gram_bytes + CACHE_BYTES  # the Gram matrix stays for `fit` and every factorisation
-        diagonal = None if by_gram else normalize
-        kernel = EPKKernel(run, outputs, head, rule, diagonal, path=path, cache_bytes=cache_bytes, **options)
-        if by_gram:  # whose diagonal it has
-            kernel.scale = mean_diagonal(block(kernel.config, x, x).diagonal(dim1=-2, dim2=-1))
-        super().__init__(x, coupling.to_gpytorch(y), likelihood)
-        self.trajectory = trajectory
-        self.points = train_indices
-        self.target_mean = target_mean
-        self.coupling = coupling
-        self.mean_module = make_mean(mean, kernel.config, coupling, trajectory)
+        super().__init__(rows, coupling.to_gpytorch(y), coupling.likelihood(variances))
+        self._parsed = parse_points(run, self.train_inputs[0])
+        kernel = _kernel_of_gram(run, coupling, head, rule, path, normalize, self._parsed, **options)
+        self.trajectory, self.points, self.coupling, self.target_mean = trajectory, train_indices, coupling, target_mean
         self.covar_module = gpytorch.kernels.ScaleKernel(kernel, batch_shape=kernel.batch_shape)
+        self.mean_module = make_mean(mean, kernel.config, coupling, trajectory)
         self._noise_is_known = variances is not None
         self._residual_is_zero = mean == "network" and targets == "network"
         self.to(device=trajectory.device, dtype=torch.float64)
         self.covar_module.outputscale = torch.ones_like(self.covar_module.outputscale)
-        if variances is None:
+        if not self._noise_is_known:
             self.likelihood.noise = torch.full_like(self.likelihood.noise, noise)
         self.eval()
 
@@ -169,20 +156,18 @@ class LogitGP(gpytorch.models.ExactGP):  # type: ignore[misc]  # gpytorch ships 
         """
         if len(args) != 1:
             raise ValueError(f"a LogitGP must be called with one tensor of points: got {len(args)} arguments.")
-        x = tag_points(self.kernel.trajectory, args[0])
-        validate_batches(self.coupling.batch_shape, x)
-        (own,) = self.train_inputs
-        x = x.to(own.dtype)
-        if self.training and not torch.equal(x, own):
+        x = parse_points(self.trajectory, args[0], self.train_inputs[0].dtype)
+        validate_batches(self.coupling.batch_shape, x.rows)
+        if self.training and not torch.equal(x.rows, self.train_inputs[0]):
             raise ValueError("in training mode call a LogitGP with gp.train_inputs[0]; to predict, gp.eval() first.")
         if self.training or gpytorch.settings.prior_mode.on():
-            return super().__call__(x)
+            return super().__call__(x.rows)
         # GPyTorch would keep what it found for earlier hyperparameters, and approximate from 800 rows on
-        covariances, mean = self.covar_module.forward, self.mean_module(x)
-        (L, weights), cross = self.factorize(), covariances(own, x)
+        (L, weights), scale = self.factorize(), self._scale().reshape(*self.kernel.batch_shape, 1, 1)
+        mean, cross = self._mean(x), scale * self._values(self._train_points(), x)
         V = torch.linalg.solve_triangular(L.reshape(self.kernel.batch_shape + L.shape[1:]), cross, upper=False)
         update = cross.mT @ weights.reshape(*self.coupling.batch_shape, -1, 1)
-        covariance = to_linear_operator(covariances(x, x) - V.mT @ V)
+        covariance = to_linear_operator(scale * self._values(x, x) - V.mT @ V)
         return self.coupling.distribution(mean + update.reshape(mean.shape), covariance)
 
     def set_train_data(
@@ -223,15 +208,15 @@ class LogitGP(gpytorch.models.ExactGP):  # type: ignore[misc]  # gpytorch ships 
         Raises:
             TypeError, ValueError: As for a call.
         """
-        x = tag_points(self.kernel.trajectory, x)  # GPyTorch's mean comes first, with an error of its own
+        x = tag_points(self.trajectory, x)  # GPyTorch's mean comes first, with an error of its own
         return self.coupling.distribution(self.mean_module(x), self.covar_module(x))
 
     @torch.enable_grad()
     def fit(self, steps: int = 50, lr: float = 0.1, progress: bool = False) -> list[float]:
         """Maximise the exact marginal likelihood over outputscale, noise and constant, with Adam.
 
-        The value is that of GPyTorch's `ExactMarginalLogLikelihood` by Cholesky. The Gram matrix does not depend on
-        what is learned: it is computed and decomposed once, and a step costs little.
+        The value is that of GPyTorch's `ExactMarginalLogLikelihood` by Cholesky. The Gram matrix, and a prior mean
+        without parameters, do not depend on what is learned: both are evaluated once, and a step costs little.
 
         Args:
             steps: Number of Adam steps.
@@ -257,12 +242,14 @@ class LogitGP(gpytorch.models.ExactGP):  # type: ignore[misc]  # gpytorch ships 
         validate_count(steps, "steps")
         validate_positive(lr, "lr")
         self.eval()
-        spectrum = self._spectrum()
+        spectrum, squares = self._spectrum(), None
+        if not any(p.requires_grad for p in self.mean_module.parameters()):  # the residual is a constant
+            squares = spectrum.squares(self._residual())
         optimizer = torch.optim.Adam(self.parameters(), lr=lr)
         losses = []
         for _ in tracked(range(steps), "fit", unit="step", shown=progress):
             optimizer.zero_grad()
-            loss = self._loss(spectrum)
+            loss = self._loss(spectrum, spectrum.squares(self._residual()) if squares is None else squares)
             loss.backward()
             optimizer.step()
             losses.append(loss.item())
@@ -283,42 +270,43 @@ class LogitGP(gpytorch.models.ExactGP):  # type: ignore[misc]  # gpytorch ships 
             ValueError: The points have a shape or values that the network cannot take, or the observations' covariance
                 is not positive definite.
         """
-        X_test = parse_inputs(self.kernel.trajectory, X_test, "X_test")
-        x = test_copy(X_test.reshape(len(X_test), -1).to(self.train_inputs[0]))
-        return self.posterior_at(x, progress=progress)
+        X = parse_inputs(self.trajectory, X_test, "X_test")
+        X = X.to(self.train_inputs[0]) if X.is_floating_point() else X.to(self.train_inputs[0].device)
+        return self._posterior(as_test_points(X, torch.float64), progress)
 
     def posterior_at(self, x: Shaped[Tensor, "n columns"], *, progress: bool = False) -> LogitPosterior:
+        """Evaluate the posterior of the latent outputs at points, (n, D + 1), whose copy column says what they are.
+
+        Raises:
+            TypeError, ValueError: As `logit_posterior`.
+        """
+        return self._posterior(parse_points(self.trajectory, x, self.train_inputs[0].dtype), progress)
+
+    def _posterior(self, x: PointSets, progress: bool) -> LogitPosterior:
         """Evaluate the posterior block by block: factorise once, and never make a matrix over all test points.
 
         Section 4.2, Bell et al. (2023), with equations (2.25) and (2.26) of Rasmussen & Williams (2006):
 
             mean(x) = m(x) + k(x)^T (K + noise)^-1 (y - m),   cov(x) = K(x, x) - k(x)^T (K + noise)^-1 k(x)
-
-        Args:
-            x: (n, D + 1), usually test copies.
-            progress: Show a progress bar.
-
-        Raises:
-            TypeError, ValueError: As `logit_posterior`.
         """
-        coupling = self.coupling
+        coupling, own = self.coupling, self._train_points()
         config = replace(self.kernel.config, cache=BlockCache(0))  # blocks with test points are not asked for again
         means, covariances, variances = [], [], []
-        with torch.no_grad(), progress_bar(len(x), "posterior", unit="point", shown=progress) as bar:
+        with torch.no_grad(), progress_bar(x.count, "posterior", unit="point", shown=progress) as bar:
             factor, weights = self.factorize()
-            own_norms = point_blocks(self.kernel.config, self.train_inputs[0])[1] if config.is_cosine else None
+            own_norms = point_blocks(self.kernel.config, own)[1] if config.is_cosine else None
             per_point, budget = coupling.num_matrices * coupling.rows_per_point, config.options.memory_budget
             size = posterior_points(budget, factor.element_size(), per_point, factor.shape[-1])
-            for number, rows in enumerate(x.split(size)):
-                blocks, norms = point_blocks(config, rows, first=number * size)
+            for number, some in enumerate(x.split(size)):
+                blocks, norms = point_blocks(config, some, first=number * size)
                 prior = coupling.covariances(self._scale()[:, None, None] * blocks)
                 mean_update, covariance_update = self._updates(
-                    normalized_block(config, rows, self.train_inputs[0], (norms, own_norms)), factor, weights
+                    normalized_block(config, some, own, (norms, own_norms)), factor, weights
                 )
-                means.append(self.prior_mean(rows) + mean_update)
+                means.append(coupling.from_rows(self._rows(self._mean(some))) + mean_update)
                 covariances.append(prior - covariance_update)
                 variances.append(prior.diagonal(dim1=-2, dim2=-1).clone())
-                bar.update(len(rows))
+                bar.update(some.count)
         variance, link = torch.cat(variances), link_of(self.trajectory)
         tolerance = factor.shape[-1] * torch.finfo(factor.dtype).eps * max(0.0, float(variance.max()))
         return LogitPosterior(torch.cat(means), torch.cat(covariances), tolerance, link, variance)
@@ -381,19 +369,35 @@ class LogitGP(gpytorch.models.ExactGP):  # type: ignore[misc]  # gpytorch ships 
     def _residual(self) -> Tensor:
         """Subtract the prior mean from the targets, (B, rows)."""
         validate_known(self.coupling.from_rows(self.target_rows()).isfinite(), self.points)
-        return self._rows(self.train_targets - self.mean_module(self.train_inputs[0]))
+        return self._rows(self.train_targets - self._mean(self._train_points()))
+
+    def _train_points(self) -> PointSets:
+        """Return the training copies; they are parsed anew where GPyTorch has moved them."""
+        (rows,) = self.train_inputs
+        if self._parsed.rows is not rows:
+            self._parsed = parse_points(self.trajectory, rows)
+        return self._parsed
+
+    def _mean(self, x: PointSets) -> Tensor:
+        """Evaluate the prior mean, in GPyTorch's layout."""
+        mean: Tensor = self.mean_module.at(x) if isinstance(self.mean_module, NetworkMean) else self.mean_module(x.rows)
+        return mean
+
+    def _values(self, x: PointSets, y: PointSets) -> Tensor:
+        """Evaluate the kernel without any scale, (*b, rows, cols) with the batch b of the kernel."""
+        return kernel_values(self.kernel.config, x, y, self.coupling.matrices.to(x.X.device))
 
     def _gram(self) -> Tensor:
         """Evaluate the kernel matrix over the training copies, without outputscale: (K, rows, rows)."""
-        (x,) = self.train_inputs
-        gram: Tensor = self.kernel.forward(x, x)
+        own = self._train_points()
+        gram = self._values(own, own).div_(self.kernel.scale)
         return gram.reshape(-1, *gram.shape[-2:])
 
-    def _spectrum(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Decompose W G W = Q diag(v) Q^T for K Gram matrices G: v (K, rows), Q, and the diagonal of W.
+    def _spectrum(self) -> "_Spectrum":
+        """Decompose the kernel matrix over the training copies.
 
-        W = D^(-1/2) for known noise D, else the identity. A Cholesky factorisation with its gradient takes seconds at
-        3000 rows, in every step of an optimizer; from the spectrum a step costs one product with the residual.
+        A Cholesky factorisation with its gradient takes seconds at 3000 rows, in every step of an optimizer; from the
+        spectrum a step costs no product of matrices.
         """
         gram = self._gram()
         if self._noise_is_known:
@@ -402,29 +406,82 @@ class LogitGP(gpytorch.models.ExactGP):  # type: ignore[misc]  # gpytorch ships 
         else:
             whitening = gram.new_ones(gram.shape[:-1])
         values, vectors = torch.linalg.eigh(gram)  # negative eigenvalues come from rounding only
-        return values, vectors, whitening
+        return _Spectrum(values, vectors, whitening)
 
-    def _loss(self, spectrum: tuple[Tensor, Tensor, Tensor]) -> Tensor:
+    def _loss(self, spectrum: "_Spectrum", squares: Float[Tensor, "K rows"]) -> Float[Tensor, ""]:
         """Evaluate -log N(residual; 0, outputscale * G + noise) per observation: (2.30) of Rasmussen & Williams."""
-        values, vectors, whitening = spectrum
-        K, rows = values.shape
+        K, rows = spectrum.values.shape
         outputscale: Tensor = self.covar_module.outputscale.reshape(K)
         noise = torch.ones_like(outputscale) if self._noise_is_known else self.likelihood.noise.reshape(K)
-        variances = outputscale[:, None] * values + noise[:, None]
+        variances = outputscale[:, None] * spectrum.values + noise[:, None]
         lowest = variances.detach().min()
         if not lowest > 0:
             raise ValueError(
                 "the observations' covariance must be positive definite: its smallest eigenvalue is "
                 f"{lowest.item():.3g}. Raise the noise, or condition on fewer points."
             )
-        by_matrix = self._residual().reshape(K, -1, rows)  # one residual of a matrix, or T that share it: (K, T, rows)
-        coordinates = (whitening[:, None] * by_matrix) @ vectors
-        squares = (coordinates.square() / variances[:, None]).sum((1, 2))
-        log_determinants = variances.log().sum(-1) - 2 * whitening.log().sum(-1)
-        loss = (0.5 * (squares + by_matrix.shape[1] * (log_determinants + rows * log(2 * pi)))).sum()
+        log_determinants = variances.log().sum(-1) - 2 * spectrum.whitening.log().sum(-1)
+        per_matrix = self.coupling.batch_shape.numel() // K  # residuals that share a matrix
+        loss = 0.5 * ((squares / variances).sum() + per_matrix * (log_determinants + rows * log(2 * pi)).sum())
         for _, module, prior, closure, _ in self.named_priors():  # as GPyTorch's marginal likelihood does
             loss = loss - prior.log_prob(closure(module)).sum()
         return loss / rows
+
+
+@dataclass(frozen=True, eq=False)
+class _Spectrum:
+    """K matrices as W G W = Q diag(v) Q^T, with W = D^(-1/2) for known noise D, else the identity.
+
+    Attributes:
+        values: v, (K, rows).
+        vectors: Q, (K, rows, rows).
+        whitening: The diagonal of W, (K, rows).
+    """
+
+    values: Float[Tensor, "K rows"]
+    vectors: Float[Tensor, "K rows rows"]
+    whitening: Float[Tensor, "K rows"]
+
+    def squares(self, residual: Float[Tensor, "B rows"]) -> Float[Tensor, "K rows"]:
+        """Return the squares of Q^T W r, summed over the B / K residuals r of each matrix."""
+        by_matrix = residual.reshape(len(self.values), -1, residual.shape[-1])
+        return ((self.whitening[:, None] * by_matrix) @ self.vectors).square().sum(1)
+
+
+def _run_of_nodes(
+    trajectory: Trajectory, nodes: int | None, rule: QuadratureRule, path: WeightPath
+) -> tuple[Trajectory, QuadratureRule, WeightPath]:
+    """Return the run whose kernel is taken, with its rule and path: some nodes are a run that has none of its own."""
+    if nodes is None:
+        return trajectory, rule, path
+    if rule != gauss_legendre(4):
+        raise ValueError(f"a node is taken once, which leaves a rule no part: got nodes={nodes} and {rule!r}.")
+    return nodes_trajectory(trajectory, nodes, path=path), left_endpoint(), straight()
+
+
+def _kernel_of_gram(
+    run: Trajectory,
+    coupling: OutputCoupling,
+    head: Head,
+    rule: QuadratureRule,
+    path: WeightPath,
+    normalize: Literal["cosine", "mean_diagonal"],
+    x: PointSets,
+    **options: Unpack[ComputeSettings],
+) -> EPKKernel:
+    """Return a normalised kernel that keeps its matrix over N training copies, for `fit` and every factorisation.
+
+    Where these are all training copies, their mean diagonal is that of the matrix.
+    """
+    if normalize not in ("cosine", "mean_diagonal"):
+        raise ValueError(f"normalize must be 'cosine' or 'mean_diagonal': got {normalize!r}.")
+    cache_bytes = CACHE_BYTES + 8 * coupling.num_matrices * (coupling.rows_per_point * x.count) ** 2
+    has_diagonal = normalize == "mean_diagonal" and x.count == run.num_points <= NORMALIZATION_POINTS
+    of_kernel = None if has_diagonal else normalize
+    kernel = EPKKernel(run, coupling.kind, head, rule, of_kernel, path=path, cache_bytes=cache_bytes, **options)
+    if has_diagonal:
+        kernel.scale = mean_diagonal(kernel.config.block(x, x).diagonal(dim1=-2, dim2=-1))
+    return kernel
 
 
 def _by_matrix(rows: Tensor, num_matrices: int) -> Tensor:

@@ -13,11 +13,11 @@ from jaxtyping import Float, Shaped
 from linear_operator.operators import DiagLinearOperator, LinearOperator
 from torch import Tensor
 
+from epk_gp.core.checks import validate_number
 from epk_gp.core.losses import apply_head
-from epk_gp.core.step import content_key
 from epk_gp.core.trajectory import Trajectory, network_outputs
 from epk_gp.kernels.blocks import KernelConfig, OutputStructure
-from epk_gp.kernels.tagging import as_points, requires_graph, tag_points
+from epk_gp.kernels.tagging import PointSets, parse_points, requires_graph
 
 Coupling = Literal["full", "independent", "trace"]
 PriorMean = Literal["initial", "constant", "zero", "network"]
@@ -123,6 +123,29 @@ class OutputCoupling(OutputStructure):
         return likelihoods.GaussianLikelihood(noise_constraint=constraint, batch_shape=batch_shape)
 
 
+def parse_coupling(outputs: Coupling, num_outputs: int) -> OutputCoupling:
+    """Return the coupling of a name.
+
+    Raises:
+        ValueError: There is none of this name.
+    """
+    if outputs not in ("full", "independent", "trace"):
+        raise ValueError(f"outputs must be 'full', 'independent' or 'trace': got {outputs!r}.")
+    return OutputCoupling(outputs, num_outputs)
+
+
+def validate_noise(noise: float) -> None:
+    """Raise if a number cannot be the noise variance that `OutputCoupling.likelihood` starts with.
+
+    Raises:
+        TypeError: It is not a number.
+        ValueError: It is not finite, or not above the lowest variance that is learned.
+    """
+    validate_number(noise, "noise")
+    if not NOISE_FLOOR < noise < float("inf"):
+        raise ValueError(f"noise must be a finite variance above {NOISE_FLOOR}: got {noise}.")
+
+
 @final
 class MultitaskFixedNoiseGaussianLikelihood(_MultitaskGaussianLikelihoodBase):  # type: ignore[misc]  # without types
     """Gaussian noise of known variance for every point and output.
@@ -186,23 +209,20 @@ class NetworkMean(Mean):  # type: ignore[misc]  # gpytorch ships no types
         Returns:
             (*b, n, C), or for one process per output (*d, n) with d = broadcast(b, [C]).
         """
-        return self.coupling.to_gpytorch(self._outputs(x))
+        return self.at(parse_points(self.trajectory, x))
 
-    def _outputs(self, x: Tensor) -> Tensor:
-        config, trajectory, head = self.config, self.trajectory, self.config.path_kernel.head
-        x = tag_points(trajectory, x)
-        if requires_graph(x):
-            X = x[..., :-1].reshape(-1, *trajectory.input_shape)
+    def at(self, x: PointSets) -> Float[Tensor, "*d n C"] | Float[Tensor, "*d n"]:
+        """Evaluate the network at parsed points; arranged as of `forward`."""
+        trajectory, head, rows = self.trajectory, self.config.path_kernel.head, x.rows
+        if requires_graph(rows):
+            X = rows[..., :-1].reshape(-1, *trajectory.input_shape)
             weights = {name: value.to(X) for name, value in trajectory.weights(self.state).items()}
-            return apply_head(trajectory.model_for(X)(weights, X), head).reshape(*x.shape[:-1], -1)
-        key = ("mean", trajectory.digest, head, self.state, content_key(x))
-
-        def compute() -> Tensor:
-            points = as_points(trajectory, x.reshape(-1, x.shape[-1]))
-            f = network_outputs(trajectory, points.X, state=self.state, head=head)
-            return f.to(x.dtype if x.is_floating_point() else f.dtype).reshape(*x.shape[:-1], -1)
-
-        return config.cache.computed(key, compute)
+            f = apply_head(trajectory.model_for(X)(weights, X), head)
+        else:
+            f = network_outputs(trajectory, x.flat().X, state=self.state, head=head)
+            f = f.reshape(*x.is_train.shape, -1).to(rows.dtype if rows.is_floating_point() else f.dtype)
+            f = f.expand(*rows.shape[:-1], -1)
+        return self.coupling.to_gpytorch(f.reshape(*rows.shape[:-1], -1))
 
 
 def make_mean(mean: PriorMean, config: KernelConfig, coupling: OutputCoupling, trajectory: Trajectory) -> Mean:

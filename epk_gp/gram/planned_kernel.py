@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import groupby, islice
+from operator import itemgetter
 
 import torch
 from jaxtyping import Float, Shaped
@@ -203,7 +204,7 @@ class PlannedKernel(Evaluation):
         self, nodes: list[tuple[int, float]], X: Shaped[Tensor, "n ..."], cost: ContractionCost
     ) -> list[LayerJacobian]:
         """Compute layer Jacobians at nodes: the rows of all of them."""
-        return concat_rows([jacobians for _, jacobians in self.joined_jacobians(nodes, X, cost)])
+        return concat_rows([*map(itemgetter(1), self.joined_jacobians(nodes, X, cost))])
 
     def nodes_together(self, steps: list[int], X: Shaped[Tensor, "n ..."], cost: ContractionCost) -> NodeBatch:
         """Evaluate test copies at all nodes of T steps, as many of each: point t N + n is point n at the t-th."""

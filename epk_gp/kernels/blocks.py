@@ -14,12 +14,11 @@ from jaxtyping import Float, Int, Int64, Shaped
 from torch import Tensor
 
 from epk_gp.core.checks import ComputeOptions, validate_count, validate_integer
-from epk_gp.core.inputs import Points
 from epk_gp.core.step import content_key
 from epk_gp.core.trajectory import Trajectory
-from epk_gp.gram.pairs import PairedSets, SetPairs
+from epk_gp.gram.pairs import PointsOfPairs, SetPairs
 from epk_gp.gram.path_kernel import PathKernel
-from epk_gp.kernels.tagging import as_points, distinct_points, same_points
+from epk_gp.kernels.tagging import PointSets
 
 Kind = Literal["full", "independent", "trace"]
 Outputs = Kind | int
@@ -54,16 +53,10 @@ class OutputStructure:
         """K, the matrices between two sets of points."""
         return self.num_outputs if self.kind == "independent" else 1
 
-    def evaluate(
-        self, kernel: PathKernel, a: Points, b: Points, options: ComputeOptions
-    ) -> Float[Tensor, "K rows cols"]:
-        """Compute the matrices between N and M points, (K, N * R, M * R)."""
-        if self.kind == "independent":
-            return kernel.block_per_class(a, b, options)
-        if self.kind == "trace":
-            return kernel.trace_block(a, b, options)[None]
-        block = kernel.block(a, b, options)
-        return block.reshape(1, block.shape[0] * block.shape[1], -1)
+    @property
+    def matrices(self) -> Int64[Tensor, "*k"]:
+        """The matrices of GPyTorch's batch: one for each output, or one without a batch."""
+        return torch.arange(self.num_outputs) if self.kind == "independent" else torch.tensor(0)
 
     def reduce_blocks(self, blocks: Float[Tensor, "n C C"]) -> Float[Tensor, "n K R R"]:
         """Return what the structure makes of each of n blocks K(x_i, x_i)."""
@@ -90,8 +83,8 @@ def parse_outputs(outputs: Outputs, num_outputs: int) -> tuple[OutputStructure, 
     if isinstance(outputs, str):
         if outputs not in _EQUATIONS:
             raise ValueError(f"outputs must be {words}: got {outputs!r}.")
-        matrices = torch.arange(num_outputs) if outputs == "independent" else torch.tensor(0)
-        return OutputStructure(outputs, num_outputs), matrices
+        structure = OutputStructure(outputs, num_outputs)
+        return structure, structure.matrices
     validate_integer(outputs, "outputs", words)
     if not 0 <= outputs < num_outputs:
         raise ValueError(f"a class index must lie in 0..{num_outputs - 1} (the network's outputs): got {outputs}.")
@@ -202,134 +195,73 @@ class KernelConfig:
         kernel = self.path_kernel
         return kernel.trajectory.digest, self.structure, kernel.head, repr(kernel.rule), kernel.path
 
-    def computed(self, kind: str, points: str, x: Tensor, compute: Callable[[], Tensor]) -> Tensor:
-        """Return a block in the dtype of the points x, without a graph: from the cache, or as it is computed."""
+    def _key(self, kind: str, *points: object) -> Hashable:
+        """Return the key of a block, for a cache that keeps any."""
+        return (
+            (kind, self.cache_key, *(p.key if isinstance(p, PointSets) else p for p in points))
+            if self.cache.max_bytes
+            else kind
+        )
 
-        def block() -> Tensor:
-            with torch.no_grad():
-                return compute().to(self.trajectory.model.spec_for(x).dtype)
+    def _kept(self, key: Hashable, block: Tensor, x: PointSets) -> Tensor:
+        """Keep a block in the dtype of the points, and return it."""
+        block = block.to(self.trajectory.model.spec_for(x.rows).dtype)
+        self.cache.put(key, block)
+        return block
 
-        return self.cache.computed((kind, self.cache_key, points), block)
+    @torch.no_grad()
+    def block(self, x: PointSets, y: PointSets) -> Float[Tensor, "K rows cols"]:
+        """Evaluate the kernel between all points of both sides, (K, N * R, M * R): K matrices with R rows per point."""
+        key = self._key("block", x, y)
+        if (found := self.cache.get(key)) is not None:
+            return found
+        kernel, kind, a = self.path_kernel, self.structure.kind, x.flat()
+        b = a if x.equals(y) else y.flat()
+        if kind == "full":
+            block = kernel.block(a, b, self.options)
+            block = block.reshape(1, block.shape[0] * block.shape[1], -1)
+        elif kind == "trace":
+            block = kernel.trace_block(a, b, self.options)[None]
+        else:
+            block = kernel.block_per_class(a, b, self.options)
+        return self._kept(key, block, x)
 
+    @torch.no_grad()
+    def diagonal_blocks(self, x: PointSets) -> Float[Tensor, "N C C"]:
+        """Evaluate the C x C block of every point with itself, whatever the structure, at the cost of N blocks."""
+        key = self._key("diagonal", x)
+        if (found := self.cache.get(key)) is not None:
+            return found
+        return self._kept(key, self.path_kernel.diagonal_blocks(x.flat(), self.options), x)
 
-def block(
-    config: KernelConfig, x: Shaped[Tensor, "n columns"], y: Shaped[Tensor, "m columns"]
-) -> Float[Tensor, "K rows cols"]:
-    """Evaluate the kernel between two sets of points, (K, n * R, m * R): K matrices with R rows per point.
+    @torch.no_grad()
+    def pairs_block(self, x: PointSets, y: PointSets, matrices: Int64[Tensor, "*d"]) -> Float[Tensor, "*d rows cols"]:
+        """Evaluate one matrix between each pair of sets of a batch; the layer Jacobians of a point are shared."""
+        key = self._key("pairs", x, y, content_key(matrices))
+        found = self.cache.get(key)
+        if found is None:
+            block = self.path_kernel.pairs_block(self.set_pairs(x, y, matrices), self.options)
+            found = self._kept(key, block.permute(0, 2, 1, 4, 3).flatten(1, 2).flatten(2), x)
+        return found.reshape(*matrices.shape, *found.shape[1:])
 
-    Nobody may edit the points meanwhile: whoever takes them from a user copies them first (`distinct_points`).
+    def set_pairs(
+        self, x: PointSets, y: PointSets, matrices: Int64[Tensor, "*d"], own_sets: tuple[bool, bool] = (False, False)
+    ) -> SetPairs:
+        """Return the pairs of sets of a batch.
 
-    Args:
-        config: The kernel.
-        x: (n, D + 1).
-        y: (m, D + 1).
-    """
+        Args:
+            x: Sets whose batch broadcasts to d.
+            y: Likewise; the sides are one where they are one object.
+            matrices: Which of the structure's K matrices each pair has.
+            own_sets: The sides whose equal sets stay apart, to have a gradient each.
+        """
 
-    def compute() -> Tensor:
-        a = as_points(config.trajectory, x)
-        b = a if same_points(x, y) else as_points(config.trajectory, y)
-        return config.structure.evaluate(config.path_kernel, a, b, config.options)
+        def side(z: PointSets, stay_apart: bool) -> PointsOfPairs:
+            batch, inner = z.batch if stay_apart else z.is_train.shape[:-1], z.X.shape[z.is_train.ndim - 1 :]
+            X, mask = z.X.expand(*batch, *inner).reshape(-1, *inner), z.is_train.expand(*batch, z.count)
+            of_pairs = torch.arange(len(X), device=X.device).view(batch).expand(matrices.shape).flatten()
+            return PointsOfPairs(X, mask.reshape(-1, z.count), of_pairs)
 
-    return config.computed("block", content_key(x, y), x, compute)
-
-
-def diagonal_blocks(config: KernelConfig, x: Shaped[Tensor, "n columns"]) -> Float[Tensor, "n C C"]:
-    """Evaluate the C x C block of every point with itself, whatever the structure, at the cost of n blocks, not n^2.
-
-    Args:
-        config: The kernel.
-        x: (n, D + 1).
-    """
-
-    def compute() -> Tensor:
-        return config.path_kernel.diagonal_blocks(as_points(config.trajectory, x), config.options)
-
-    return config.computed("diagonal", content_key(x), x, compute)
-
-
-def set_pairs(
-    config: KernelConfig,
-    x: Shaped[Tensor, "*b n columns"],
-    y: Shaped[Tensor, "*c m columns"],
-    matrices: Int64[Tensor, "*d"],
-) -> SetPairs:
-    """Return the pairs of sets of a batch, and what each asks of the outputs.
-
-    Args:
-        config: The kernel.
-        x: (*b, n, D + 1).
-        y: (*c, m, D + 1); b and c broadcast to d.
-        matrices: Which of the structure's K matrices each pair has.
-    """
-
-    def side(z: Tensor) -> PairedSets:
-        batch, points = z.shape[:-2], as_points(config.trajectory, z.reshape(-1, z.shape[-1]))
-        shape = (batch.numel(), z.shape[-2])
-        of_pairs = torch.arange(batch.numel(), device=z.device).view(batch).expand(matrices.shape).flatten()
-        return PairedSets(torch.unflatten(points.X, 0, shape), points.mask.view(shape), of_pairs)
-
-    kind, left = config.structure.kind, side(x)
-    right = left if same_points(x, y) else side(y)
-    return SetPairs(left, right, kind, matrices.flatten() if kind == "independent" else None)
-
-
-def _pairs_of_sets(config: KernelConfig, x: Tensor, y: Tensor, matrices: Tensor) -> Tensor:
-    """Evaluate each pair of sets of a batch by itself, (*d, n R, m R): the layer Jacobians of a point are shared."""
-    batch = torch.broadcast_shapes(x.shape[:-2], y.shape[:-2], matrices.shape)
-
-    def compute() -> Tensor:
-        values = config.path_kernel.pairs_block(set_pairs(config, x, y, matrices.expand(batch)), config.options)
-        return values.permute(0, 2, 1, 4, 3).flatten(1, 2).flatten(2)
-
-    values = config.computed("pairs", content_key(x, y, matrices), x, compute)
-    return values.reshape(*batch, *values.shape[1:])
-
-
-def batch_of_blocks(
-    config: KernelConfig,
-    x: Shaped[Tensor, "*b n columns"],
-    y: Shaped[Tensor, "*c m columns"],
-    matrices: Int64[Tensor, "*k"],
-) -> Float[Tensor, "*d rows cols"]:
-    """Evaluate one matrix of one block per element of a batch.
-
-    Args:
-        config: The kernel.
-        x: (*b, n, D + 1).
-        y: (*c, m, D + 1).
-        matrices: Which of the structure's K matrices, (*k); b, c and k broadcast.
-
-    Returns:
-        (*d, n * R, m * R). A batch dimension along which x, y and the matrices only repeat themselves has size 1 or is
-        missing.
-    """
-    x, y = distinct_points(x, y)
-    P, Q = (z.shape[:-2].numel() for z in (x, y))
-    if x.shape[-2] == 1 and same_points(x, y):
-        blocks = config.structure.reduce_blocks(diagonal_blocks(config, x.reshape(P, -1)))
-        return _select(blocks.reshape(*x.shape[:-2], *blocks.shape[1:]), matrices)
-    if min(P, Q) > 1 or _every_set_has_its_matrix(config, x, y, matrices):
-        return _pairs_of_sets(config, x, y, matrices)
-    # one set against many sets is one block against one long set
-    joint = block(config, x.reshape(P * x.shape[-2], -1), y.reshape(Q * y.shape[-2], -1))
-    by_sets = joint.unflatten(1, (P, -1)).unflatten(3, (Q, -1)).permute(1, 3, 0, 2, 4)  # (P, Q, K, n R, m R)
-    batch = torch.broadcast_shapes(x.shape[:-2], y.shape[:-2])
-    return _select(by_sets.reshape(*batch, *by_sets.shape[2:]), matrices)
-
-
-def _select(values: Tensor, matrices: Tensor) -> Tensor:
-    """Select a matrix for each element of a batch: (*d, K, rows, cols) becomes (*d, rows, cols)."""
-    batch = values.shape[:-3]
-    if values.shape[-3] == 1:  # no choice, and no copy
-        return values.squeeze(-3)
-    position = torch.arange(batch.numel(), device=values.device).view(batch)
-    return values.reshape(-1, *values.shape[-3:])[position, matrices]
-
-
-def _every_set_has_its_matrix(config: KernelConfig, x: Tensor, y: Tensor, matrices: Tensor) -> bool:
-    """Return whether the sets differ, as inducing points of each class do, and each is asked about one output only."""
-    sides = [z.shape[:-2] for z in (x, y) if z.shape[:-2].numel() > 1]
-    if not (sides and matrices.numel() > 1 and config.structure.kind == "independent"):
-        return False
-    batch = torch.broadcast_shapes(*sides, matrices.shape)
-    return all(batch == torch.broadcast_shapes(side, [1] * len(batch)) for side in sides)
+        left, kind = side(x, own_sets[0]), self.structure.kind
+        right = left if x is y else side(y, own_sets[1])
+        return SetPairs(left, right, kind, matrices.flatten() if kind == "independent" else None)

@@ -13,7 +13,7 @@ from epk_gp.core.losses import Head
 from epk_gp.core.trajectory import Trajectory, validate_trajectory
 from epk_gp.gram.path_kernel import PathKernel
 from epk_gp.kernels.blocks import BlockCache, KernelConfig, Outputs, parse_outputs
-from epk_gp.kernels.tagging import tag_points, train_copy, validate_batches
+from epk_gp.kernels.tagging import parse_points, tag_points, train_copy, validate_batches
 from epk_gp.kernels.values import kernel_values
 from epk_gp.quadrature import rules
 
@@ -62,7 +62,7 @@ class EPKKernel(gpytorch.kernels.Kernel):  # type: ignore[misc]  # gpytorch ship
     edited while it was computed.
 
     Derivatives are computed anew in every backward pass. Measured: a variational step that learns its inducing points
-    takes 2.2 to 3.2 times one with fixed points, whose own block is kept, or 2.6 to 4.5 times for cosines. Points that
+    takes 2.3 to 4.3 times one with fixed points, whose own block is kept, or 3.2 to 9 times for cosines. Points that
     are joined with others, as training with test points in a posterior, are left out where nobody uses their gradient;
     should the joint tensor retain its own, it is NaN there. Inducing points that all classes share are differentiated
     as one set.
@@ -138,7 +138,7 @@ class EPKKernel(gpytorch.kernels.Kernel):  # type: ignore[misc]  # gpytorch ship
             inputs = trajectory.inputs
             count = min(len(inputs), NORMALIZATION_POINTS)
             spread = inputs[torch.arange(count, device=inputs.device) * len(inputs) // count]
-            x = train_copy(spread.reshape(count, -1).to(torch.float64))
+            x = parse_points(trajectory, train_copy(spread.reshape(count, -1).to(torch.float64)))
             self.scale = mean_diagonal(kernel_values(self.config, x, x, self._matrices, diag=True))
 
     @property
@@ -183,13 +183,15 @@ class EPKKernel(gpytorch.kernels.Kernel):  # type: ignore[misc]  # gpytorch ship
         **params: Any,
     ) -> Any:
         """Evaluate lazily, as every GPyTorch kernel. Points are checked here: in `forward` an error would come late."""
-        points = [x1] if x2 is None or x2 is x1 else [x1, x2]
-        if self.active_dims is not None:
-            points = [x.index_select(-1, self.active_dims) for x in points]
-        tagged = [tag_points(self.trajectory, x) for x in points]
-        validate_batches(self._matrices.shape, *points)
-        if x2 is not None and x1.shape[-1] != x2.shape[-1]:  # GPyTorch compares them
-            x1, x2 = tagged
+        widths = {x.shape[-1:] if isinstance(x, Tensor) else None for x in (x1, x2) if x is not None}
+        has_widths = len(widths) > 1 or None in widths  # GPyTorch compares them
+        if has_widths or gpytorch.settings.lazily_evaluate_kernels.on():
+            points = [x1] if x2 is None or x2 is x1 else [x1, x2]
+            if self.active_dims is not None:
+                points = [x.index_select(-1, self.active_dims) for x in points]
+            tagged = [tag_points(self.trajectory, x) for x in points]
+            validate_batches(self._matrices.shape, *points)
+            x1, x2 = tagged if has_widths else (x1, x2)
         if diag:  # GPyTorch takes (C, n) for a matrix where n = C and the points have no batch of their own
             x1 = x1[(None,) * (self._matrices.ndim + 2 - x1.ndim)]
             x2 = x2 if x2 is None else x2[(None,) * (self._matrices.ndim + 2 - x2.ndim)]
@@ -222,12 +224,12 @@ class EPKKernel(gpytorch.kernels.Kernel):  # type: ignore[misc]  # gpytorch ship
         """
         if last_dim_is_batch:
             raise ValueError("last_dim_is_batch must be False: got True, but a single column of a point is no point.")
-        is_one_set, x1 = x2 is x1, tag_points(self.trajectory, x1)
-        x2 = x1 if is_one_set else tag_points(self.trajectory, x2)
-        validate_batches(self._matrices.shape, *([x1] if is_one_set else [x1, x2]))
-        if diag and x1.shape[-2] != x2.shape[-2]:
-            raise ValueError(f"diag=True needs as many rows as columns: got {x1.shape[-2]} and {x2.shape[-2]} points.")
-        values = kernel_values(self.config, x1, x2, self._matrices.to(x1.device), diag=diag)
+        x = parse_points(self.trajectory, x1)
+        y = x if x2 is x1 else parse_points(self.trajectory, x2)
+        validate_batches(self._matrices.shape, x.rows, y.rows)
+        if diag and x.count != y.count:
+            raise ValueError(f"diag=True needs as many rows as columns: got {x.count} and {y.count} points.")
+        values = kernel_values(self.config, x, y, self._matrices.to(x1.device), diag=diag)
         return values if self.scale == 1 else values / self.scale
 
     def get_extra_state(self) -> UInt8[Tensor, " bytes"]:

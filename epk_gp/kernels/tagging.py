@@ -1,6 +1,7 @@
-"""The two copies of an input as rows of a matrix (Definition 3.4, Bell et al. 2023), checked against a run."""
+"""The two copies of an input as rows of a matrix (Definition 3.4, Bell et al. 2023), which are checked and parsed."""
 
-from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 import torch.autograd.forward_ad as fwAD
@@ -9,6 +10,7 @@ from torch import Tensor
 
 from epk_gp.core.checks import validate_tensor
 from epk_gp.core.inputs import Inputs, Points, pack_inputs
+from epk_gp.core.step import content_key
 from epk_gp.core.trajectory import Trajectory
 
 # The copy column's entries: of floating-point rows, and of integers. No column of a table holds such numbers by chance,
@@ -144,12 +146,12 @@ def tag_points(trajectory: Trajectory, x: Shaped[Tensor, "*n columns"]) -> Shape
     return x
 
 
-def validate_batches(batch_shape: torch.Size, *points: Shaped[Tensor, "..."]) -> None:
+def validate_batches(batch_shape: torch.Size, *points: Shaped[Tensor, "*b n columns"]) -> None:
     """Raise if batches of points do not go together with each other and with a kernel's batch.
 
     Args:
         batch_shape: The kernel's batch shape: [C] if it has one matrix per class.
-        points: Sets of points, (*b, n, D + 1).
+        points: Sets of points.
 
     Raises:
         ValueError: The batch shapes do not broadcast.
@@ -157,31 +159,12 @@ def validate_batches(batch_shape: torch.Size, *points: Shaped[Tensor, "..."]) ->
     try:
         torch.broadcast_shapes(*(x.shape[:-2] for x in points), batch_shape)
     except RuntimeError as error:
-        shapes = " and ".join(str(tuple(x.shape)) for x in points)
+        shapes = " and ".join(dict.fromkeys(str(tuple(x.shape)) for x in points))
         others = f"the kernel's batch {tuple(batch_shape)}, one matrix per class" if len(batch_shape) else "each other"
         raise ValueError(
             f"batches of points must broadcast with {others}: got points of shape {shapes}. Put a dimension of size 1 "
             "before the points, as x.unsqueeze(-3) does."
         ) from error
-
-
-def as_points(trajectory: Trajectory, x: Shaped[Tensor, "n columns"]) -> Points:
-    """Translate rows of tagged points to `Points`.
-
-    Args:
-        trajectory: The run, which knows the shape and the kind of its inputs.
-        x: (n, D + 1).
-
-    Raises:
-        ValueError: An entry is no integer of the kind that the network takes.
-    """
-    X, kind = x[..., :-1].reshape(-1, *trajectory.input_shape), trajectory.inputs.dtype
-    if not kind.is_floating_point and X.dtype != kind:
-        integers = X.to(kind)
-        if not torch.equal(integers.to(X.dtype), X):
-            raise ValueError(f"inputs must be whole numbers of {kind}, as those of the run: got others. Round them.")
-        X = integers
-    return Points(X, has_mark(x))
 
 
 def requires_graph(x: Shaped[Tensor, "*n"]) -> bool:
@@ -195,40 +178,100 @@ def is_transformed(x: Shaped[Tensor, "*n"]) -> bool:
     return of_torch.is_functorch_wrapped_tensor(x) or of_torch.is_legacy_batchedtensor(x)
 
 
-def same_points(x: Shaped[Tensor, "*n"], y: Shaped[Tensor, "*m"]) -> bool:
-    """Return whether two sets of points have the same dtype, shape and values."""
-    return x is y or (x.dtype == y.dtype and torch.equal(x, y))
+@dataclass(frozen=True, eq=False)
+class PointSets:
+    """Sets of n points each, parsed and copied: should another thread edit them meanwhile, these stay as they are.
+
+    Attributes:
+        rows: The points as they were given, with the copy column, (*b, n, D + 1). Gradients flow back to them.
+        X: Inputs, (*c, n, ...). A batch dimension along which one set repeats, as SVGP and BoTorch repeat points, has
+            size 1.
+        is_train: Whether they are training copies, (*c, n).
+    """
+
+    rows: Shaped[Tensor, "*b n columns"]
+    X: Shaped[Tensor, "..."]
+    is_train: Bool[Tensor, "*c n"]
+
+    @property
+    def batch(self) -> torch.Size:
+        """The shape b of the batch."""
+        return self.rows.shape[:-2]
+
+    @property
+    def count(self) -> int:
+        """Number of points in each set."""
+        return self.rows.shape[-2]
+
+    @property
+    def repeated_dims(self) -> list[int]:
+        """The batch dimensions along which one set repeats."""
+        return [dim for dim, size in enumerate(self.batch) if size != self.is_train.shape[dim]]
+
+    @cached_property
+    def key(self) -> str:
+        """A hash of the points, and of the dtype of their kernel's values."""
+        return content_key(self.rows.new_empty(0), self.X, self.is_train)
+
+    def flat(self) -> Points:
+        """Return the points of all sets, one set after the other."""
+        return Points(self.X.flatten(0, self.is_train.ndim - 1), self.is_train.flatten())
+
+    def singles(self) -> "PointSets":
+        """Return the sets of one point each that these consist of."""
+        inner = self.is_train.ndim
+        return PointSets(self.rows.unsqueeze(-2), self.X.unsqueeze(inner), self.is_train.unsqueeze(inner))
+
+    def split(self, size: int) -> "list[PointSets]":
+        """Split one set into sets of at most so many points."""
+        return [
+            PointSets(*own) for own in zip(*(z.split(size) for z in (self.rows, self.X, self.is_train)), strict=True)
+        ]
+
+    def equals(self, other: "PointSets") -> bool:
+        """Return whether both are the same points, their batches broadcast, with values of one dtype."""
+        if self is other:
+            return True
+        if self.count != other.count or self.rows.dtype != other.rows.dtype:
+            return False
+        pairs = ((self.is_train, other.is_train), (self.X, other.X))
+        return all(torch.equal(*torch.broadcast_tensors(*pair)) for pair in pairs)
 
 
-def distinct_points(
-    x: Shaped[Tensor, "*b n columns"], y: Shaped[Tensor, "*c m columns"]
-) -> tuple[Shaped[Tensor, "*d n columns"], Shaped[Tensor, "*e m columns"]]:
-    """Copy points: should another thread edit them meanwhile, a block and its key still are of the same points.
+def parse_points(
+    trajectory: Trajectory, x: Shaped[Tensor, "*n columns"], dtype: torch.dtype | None = None
+) -> PointSets:
+    """Check points as a kernel takes them, and parse them.
 
     Args:
-        x: (*b, n, D + 1).
-        y: (*c, m, D + 1); the copies are one object if x and y are.
+        trajectory: The run, which knows the shape and the kind of its inputs.
+        x: As of `tag_points`.
+        dtype: Of the parsed rows; by default their own.
 
-    Returns:
-        The copies; a batch dimension along which one slice repeats, as SVGP and BoTorch repeat points, has size 1.
+    Raises:
+        TypeError, ValueError: As of `tag_points`; or an entry is no integer of the kind that the network takes.
     """
-    own = first_of(x.detach(), repeated_dims(x)).clone()
-    return own, own if x is y else first_of(y.detach(), repeated_dims(y)).clone()
+    rows, kind = tag_points(trajectory, x).to(dtype), trajectory.inputs.dtype
+    distinct = _without_repeated_sets(rows.detach())
+    X = distinct[..., :-1].clone().unflatten(-1, trajectory.input_shape or (1,))
+    if not kind.is_floating_point and X.dtype != kind:
+        integers = X.to(kind)
+        if not torch.equal(integers.to(X.dtype), X):
+            raise ValueError(f"inputs must be whole numbers of {kind}, as those of the run: got others. Round them.")
+        X = integers
+    return PointSets(rows, X if trajectory.input_shape else X.squeeze(-1), has_mark(distinct))
 
 
-def first_of(x: Shaped[Tensor, "*b n columns"], dims: Sequence[int]) -> Shaped[Tensor, "*c n columns"]:
-    """Reduce some dimensions to their first slice."""
-    for dim in dims:
-        x = x.narrow(dim, 0, 1)
-    return x
+def as_test_points(X: Shaped[Tensor, "n ..."], dtype: torch.dtype) -> PointSets:
+    """Return parsed inputs as test copies, with kernel values of a dtype."""
+    rows = _append(X.flatten(1) if X.ndim > 1 else X[:, None], _TEST_MARKS).to(dtype)
+    return PointSets(rows, X, torch.zeros(len(X), dtype=torch.bool, device=X.device))
 
 
-def repeated_dims(x: Shaped[Tensor, "*b n columns"]) -> list[int]:
-    """List the batch dimensions whose slices are all equal, and more than one."""
-    dims = list[int]()
+def _without_repeated_sets(x: Shaped[Tensor, "*b n columns"]) -> Shaped[Tensor, "*c n columns"]:
+    """Reduce batch dimensions whose slices are all equal to their first slice."""
     for dim in range(x.ndim - 2):
         first = x.narrow(dim, 0, 1)
         if x.shape[dim] > 1 and (x.stride(dim) == 0 or torch.equal(x, first.expand_as(x))):
-            dims.append(dim)
             x = first
-    return dims
+    return x

@@ -2,25 +2,25 @@
 
 GPyTorch joins fixed points with those that are optimised, training with test points or data with inducing points, and
 hands over slices of the joint tensor. All of them require gradients then, although those of the fixed points are thrown
-away: with BoTorch they would be most of the work, as every restart has its own copy of the training points. So a
-backward pass asks what of a gradient will be used: all of it, its sums, or nothing.
-
-Inducing points that all classes share are expanded to a set for each class, and only the sum of these sets' gradients
-is used. They are computed as one set then. Slices of a joint tensor that are both sides of a kernel have one gradient,
-too; equal points of two tensors have two.
+away: with BoTorch they would be most of the work, as every restart has its own copy of the training points. Measured,
+50 training points and 10 restarts: 4 to 17 times the whole. So a backward pass asks what of a gradient is used.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
-from jaxtyping import Float, Int64, Shaped
+from jaxtyping import Float, Int64
 from torch import Tensor
 
-from epk_gp.kernels import blocks
-from epk_gp.kernels.tagging import first_of, is_transformed, repeated_dims, requires_graph, same_points
+from epk_gp.kernels.blocks import KernelConfig
+from epk_gp.kernels.tagging import PointSets, is_transformed, requires_graph
 
 _ROWS = 1024  # of a matrix that are multiplied at a time, so that no second matrix is made
+
+# Rounding errors up to which weights count as symmetric, relative to the largest one: those that reach K(Z, Z) through
+# GPyTorch's Cholesky factor differ from their transpose by 1 to 3 of them.
+_SYMMETRIC = 16
 
 # Backward functions of operations that move numbers, and do not change them.
 _MOVES = {
@@ -34,12 +34,7 @@ _MOVES = {
 
 
 def kernel_values(
-    config: blocks.KernelConfig,
-    x: Shaped[Tensor, "*b n columns"],
-    y: Shaped[Tensor, "*c m columns"],
-    matrices: Int64[Tensor, "*k"],
-    *,
-    diag: bool = False,
+    config: KernelConfig, x: PointSets, y: PointSets, matrices: Int64[Tensor, "*k"], *, diag: bool = False
 ) -> Float[Tensor, "*d rows"] | Float[Tensor, "*d rows cols"]:
     """Evaluate a kernel, or its diagonal, with derivatives where a side asks for them.
 
@@ -48,9 +43,9 @@ def kernel_values(
 
     Args:
         config: The kernel.
-        x: (*b, n, D + 1).
-        y: (*c, m, D + 1).
-        matrices: Which of the structure's K matrices, (*k); b, c and k broadcast to d.
+        x: Sets of n points, whose batch b broadcasts to d.
+        y: Sets of m points, likewise.
+        matrices: Which of the structure's K matrices, (*k); it broadcasts to d.
         diag: Only the diagonal, for n = m.
 
     Raises:
@@ -59,22 +54,19 @@ def kernel_values(
     evaluate = _diagonal if diag else _raw_values
     if not config.is_cosine:
         return evaluate(config, x, y, matrices)
-    same = _are_same(x, y)
-    if diag and same:
-        ones = torch.ones_like(_inverse_norms(config, x.detach(), matrices))
-        rows = (x * y)[..., 0] if requires_graph(x) or requires_graph(y) else None
-        return ones if rows is None else ones + rows.repeat_interleave(config.structure.rows_per_point, -1) * 0
-    has_graph = requires_graph(x) or requires_graph(y)
-    if same and has_graph and is_gradient_joint(x, y):  # the matrix has the diagonal, and one gradient is enough
+    R, same, has_graph = config.structure.rows_per_point, x.equals(y), requires_graph(x.rows) or requires_graph(y.rows)
+    if x is y and has_graph and not diag:  # the matrix has the diagonal, and one gradient is enough
         values = _raw_values(config, x, y, matrices)
-        norms = inverse_norms_of(values.diagonal(dim1=-2, dim2=-1), config.structure.rows_per_point)
-        return cosine_of(values, norms, norms, same_points=True)
-    left = _inverse_norms(config, x, matrices)
-    right = left if same and not has_graph else _inverse_norms(config, y, matrices)
+        left = right = inverse_norms_of(values.diagonal(dim1=-2, dim2=-1), R)
+        return cosine_of(values, left, right, same_points=True)
+    with torch.set_grad_enabled(has_graph and not (diag and same)):
+        left = inverse_norms_of(_diagonal(config, x, x, matrices), R)
+        right = left if same and not torch.is_grad_enabled() else inverse_norms_of(_diagonal(config, y, y, matrices), R)
+    if diag and same:
+        ones = torch.ones_like(left)
+        return ones + 0 * (x.rows + y.rows)[..., 0].repeat_interleave(R, -1) if has_graph else ones
     values = evaluate(config, x, y, matrices)
-    if diag:
-        return values * left * right
-    return cosine_of(values, left, right, same_points=same)
+    return values * left * right if diag else cosine_of(values, left, right, same_points=same)
 
 
 def cosine_of(
@@ -107,13 +99,13 @@ def cosine_of(
 
 
 def point_blocks(
-    config: blocks.KernelConfig, x: Shaped[Tensor, "n columns"], *, first: int = 0
+    config: KernelConfig, x: PointSets, *, first: int = 0
 ) -> tuple[Float[Tensor, "n K R R"], Float[Tensor, "K rows"] | None]:
     """Evaluate the R x R blocks of every point with itself in the K matrices, without a graph.
 
     Args:
         config: The kernel.
-        x: (n, D + 1).
+        x: One set of n points.
         first: Number of the first point in an error.
 
     Returns:
@@ -122,7 +114,7 @@ def point_blocks(
     Raises:
         ValueError: A cosine is asked for at a point whose kernel with itself is zero.
     """
-    values = config.structure.reduce_blocks(blocks.diagonal_blocks(config, x))
+    values = config.structure.reduce_blocks(config.diagonal_blocks(x))
     if not config.is_cosine:
         return values, None
     n, K, R, _ = values.shape
@@ -132,24 +124,24 @@ def point_blocks(
 
 
 def normalized_block(
-    config: blocks.KernelConfig,
-    x: Shaped[Tensor, "n columns"],
-    y: Shaped[Tensor, "m columns"],
+    config: KernelConfig,
+    x: PointSets,
+    y: PointSets,
     norms: tuple[Float[Tensor, "K rows"] | None, Float[Tensor, "K cols"] | None],
 ) -> Float[Tensor, "K rows cols"]:
     """Evaluate the K matrices between two sets of points without a graph.
 
     Args:
         config: The kernel.
-        x: (n, D + 1).
-        y: (m, D + 1).
+        x: One set of n points.
+        y: One set of m points.
         norms: Inverse norms of both (`point_blocks`).
 
     Returns:
         (K, n * R, m * R), owned by the caller.
     """
-    values, (left, right) = blocks.block(config, x, y), norms
-    return values if left is None or right is None else cosine_of(values, left, right, same_points=_are_same(x, y))
+    values, (left, right) = config.block(x, y), norms
+    return values if left is None or right is None else cosine_of(values, left, right, same_points=x.equals(y))
 
 
 def inverse_norms_of(diagonal: Float[Tensor, "*d rows"], per_point: int, *, first: int = 0) -> Float[Tensor, "*d rows"]:
@@ -176,33 +168,45 @@ def inverse_norms_of(diagonal: Float[Tensor, "*d rows"], per_point: int, *, firs
     return diagonal.rsqrt()
 
 
-def _inverse_norms(config: blocks.KernelConfig, x: Tensor, matrices: Tensor) -> Tensor:
-    return inverse_norms_of(_diagonal(config, x, x, matrices), config.structure.rows_per_point)
-
-
-def _diagonal(config: blocks.KernelConfig, x: Tensor, y: Tensor, matrices: Tensor) -> Tensor:
+def _diagonal(config: KernelConfig, x: PointSets, y: PointSets, matrices: Tensor) -> Tensor:
     """Evaluate the diagonals of `_raw_values` only, (*d, n * R): every point is a set of its own."""
-    sets = x.unsqueeze(-2)
-    values = _raw_values(config, sets, sets if y is x else y.unsqueeze(-2), matrices[..., None])
+    single = x.singles()
+    values = _raw_values(config, single, single if y is x else y.singles(), matrices[..., None])
     return values.diagonal(dim1=-2, dim2=-1).flatten(-2)
 
 
-def _raw_values(config: blocks.KernelConfig, x: Tensor, y: Tensor, matrices: Tensor) -> Tensor:
-    """Evaluate the kernel without normalisation, with derivatives."""
-    left = x.detach()
-    values = blocks.batch_of_blocks(config, left, left if y is x else y.detach(), matrices)
-    batch = torch.broadcast_shapes(x.shape[:-2], y.shape[:-2], matrices.shape)
-    values = values.expand(*batch, *values.shape[-2:])
-    if requires_graph(x) or requires_graph(y):
-        return cast(Tensor, _Values.apply(x, y, values, config, matrices.expand(batch)))  # type: ignore[no-untyped-call]
+def _raw_values(config: KernelConfig, x: PointSets, y: PointSets, matrices: Tensor) -> Tensor:
+    """Evaluate the kernel without normalisation, with derivatives: one matrix for each element of a batch.
+
+    Sets that only repeat themselves are computed once. One set against many sets is one block against one long set.
+    """
+    left, right = (z.is_train.shape[:-1] for z in (x, y))
+    batch, (P, Q) = torch.broadcast_shapes(left, right), (left.numel(), right.numel())
+    every = torch.broadcast_shapes(batch, matrices.shape)
+    has_own_matrix = max(P, Q) > 1 and matrices.numel() > 1 and config.structure.kind == "independent"
+    if x.count == 1 and x.equals(y):
+        blocks = config.structure.reduce_blocks(config.diagonal_blocks(x))
+        values = _select(blocks.reshape(*left, *blocks.shape[1:]), matrices)
+    elif min(P, Q) > 1 or (has_own_matrix and batch.numel() == every.numel()):
+        values = config.pairs_block(x, y, matrices.expand(every))
+    else:
+        by_sets = config.block(x, y).unflatten(1, (P, -1)).unflatten(3, (Q, -1)).permute(1, 3, 0, 2, 4)
+        values = _select(by_sets.reshape(*batch, *by_sets.shape[2:]), matrices)
+    of_all = torch.broadcast_shapes(x.batch, y.batch, matrices.shape)
+    values = values.expand(*of_all, *values.shape[-2:])
+    if requires_graph(x.rows) or requires_graph(y.rows):
+        of = (config, x, y, matrices.expand(of_all))
+        return cast(Tensor, _Values.apply(x.rows, y.rows, values, of))  # type: ignore[no-untyped-call]
     return values
 
 
-def _are_same(x: Tensor, y: Tensor) -> bool:
-    """Return whether both sides have the same points, batches broadcast."""
-    if x is y:
-        return True
-    return x.shape[-2:] == y.shape[-2:] and x.dtype == y.dtype and torch.equal(*torch.broadcast_tensors(x, y))
+def _select(values: Tensor, matrices: Tensor) -> Tensor:
+    """Select a matrix for each element of a batch: (*d, K, rows, cols) becomes (*d, rows, cols)."""
+    batch = values.shape[:-3]
+    if values.shape[-3] == 1:  # no choice, and no copy
+        return values.squeeze(-3)
+    position = torch.arange(batch.numel(), device=values.device).view(batch)
+    return values.reshape(-1, *values.shape[-3:])[position, matrices]
 
 
 class _Values(torch.autograd.Function):
@@ -214,7 +218,9 @@ class _Values(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, y: Tensor, values: Tensor, *of: Any) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, y: Tensor, values: Tensor, of: tuple[KernelConfig, PointSets, PointSets, Tensor]
+    ) -> Tensor:
         ctx.of = of
         ctx.save_for_backward(x, y)
         return values
@@ -226,12 +232,14 @@ class _Values(torch.autograd.Function):
                 "a backward pass of an EPKKernel must have plain tensors as weights: got one inside a transformation, "
                 "as vmap, is_grads_batched=True and vectorize=True make it. Call torch.autograd.grad for one at a time."
             )
-        x, y = ctx.saved_tensors
         with torch.no_grad():
-            gradients = _asked_gradients(ctx, (x.detach(), y.detach()), weights.detach())
+            gradients: Sequence[Tensor | None] = _asked_gradients(ctx, weights.detach())
         if torch.is_grad_enabled():  # create_graph=True
-            gradients = cast(Any, _DifferentiatedOnce.apply(x, y, weights, *gradients))  # type: ignore[no-untyped-call]
-        return *gradients, None, None, None
+            gradients = cast(
+                Any,
+                _DifferentiatedOnce.apply(*ctx.saved_tensors, weights, *gradients),  # type: ignore[no-untyped-call]
+            )
+        return *gradients, None, None
 
 
 class _DifferentiatedOnce(torch.autograd.Function):
@@ -249,118 +257,65 @@ class _DifferentiatedOnce(torch.autograd.Function):
         )
 
 
-def _asked_gradients(ctx: Any, points: tuple[Tensor, Tensor], weights: Tensor) -> list[Tensor | None]:
-    """Compute the gradients that a backward pass asks for; those that it throws away are NaN."""
-    asked, nodes = ctx.needs_input_grad[:2], [node for node, _ in ctx.next_functions[:2]]
-    sides = list(zip(asked, nodes, points, strict=True))
-    # a gradient is thrown away if nothing arrives of NaN, which every sum and product keeps
-    wanted = [is_asked and not _vanishes(node, torch.full_like(z, torch.nan)) for is_asked, node, z in sides]
+def _asked_gradients(ctx: Any, weights: Tensor) -> list[Tensor | None]:
+    """Compute the gradients that a backward pass asks for; those that it throws away are NaN.
+
+    Equal sets of which only the sum of their gradients is used, such as inducing points that all classes share, are
+    computed as one set.
+    """
+    (config, *points, matrices), sides = ctx.of, list[tuple[bool, bool, bool]]()
+    for z, is_asked, (node, _) in zip(points, ctx.needs_input_grad, ctx.next_functions, strict=False):
+        is_wanted = is_asked and is_used(node, torch.ones_like(z.rows))
+        has_own = is_wanted and any(is_used(node, _balanced(z.rows, dim)) for dim in z.repeated_dims)
+        sides.append((is_asked, is_wanted, has_own))
+    asked, wanted, own_sets = zip(*sides, strict=True)
     found: Sequence[Tensor | None] = (None, None)
     if any(wanted):
-        # Batch dimensions whose sets are computed once: equal sets without gradients of their own. A set that nobody
-        # wants a gradient of has none, nor has one of which only the sum with others is used.
-        dims = [
-            [dim for dim in repeated_dims(z) if not is_wanted or is_gradient_summed(node, z, dim)]
-            for is_wanted, (_, node, z) in zip(wanted, sides, strict=True)
-        ]
-        if same_points(*points):  # they stay the same
-            dims = [[dim for dim in dims[0] if dim in dims[1]]] * 2
-        once = [first_of(z, own) for z, own in zip(points, dims, strict=True)]
-        config, matrices = ctx.of
-        found = _gradients(config, matrices, once, weights, (wanted[0], wanted[1]))
+        R, of_pairs = config.structure.rows_per_point, weights.reshape(-1, *weights.shape[-2:])
+        of_outputs = of_pairs.unflatten(-1, (-1, R)).unflatten(1, (-1, R)).permute(0, 2, 1, 4, 3)
+        is_shared = all(wanted) and own_sets[0] == own_sets[1] and _is_symmetric(points[0], points[1], weights)
+        pairs = config.set_pairs(points[0], points[0 if is_shared else 1], matrices, own_sets)
+        found = config.path_kernel.pairs_input_gradients(pairs, of_outputs, wanted, config.options)
+        if is_shared and points[0] is not points[1] and found[0] is not None:
+            found = (found[0] / 2,) * 2
     gradients = list[Tensor | None]()
-    for (is_asked, _, z), gradient in zip(sides, found, strict=True):
-        total = torch.full_like(z, torch.nan) if is_asked else None
-        if gradient is not None:  # that of the first of equal sets, as only their sum is used
-            total = torch.zeros_like(z)
-            total[tuple(slice(size) for size in gradient.shape)] = gradient
+    for number, (z, gradient) in enumerate(zip(points, found, strict=True)):
+        total = torch.full_like(z.rows, torch.nan) if asked[number] and not wanted[number] else None
+        if gradient is not None:  # that of the first of equal sets, where only their sum is used; of the inputs
+            own = gradient.reshape(*(z.batch if own_sets[number] else z.is_train.shape[:-1]), z.count, -1)
+            total = torch.zeros_like(z.rows)
+            total[tuple(slice(size) for size in own.shape)] = own.to(total)
         gradients.append(total)
     return gradients
 
 
-def _gradients(
-    config: blocks.KernelConfig, matrices: Tensor, points: Sequence[Tensor], weights: Tensor, wanted: tuple[bool, bool]
-) -> list[Tensor | None]:
-    """Differentiate sum(weights * values) with respect to the wanted sides."""
-    R, of_pairs = config.structure.rows_per_point, weights.reshape(-1, *weights.shape[-2:])
-    of_outputs = of_pairs.unflatten(-1, (-1, R)).unflatten(1, (-1, R)).permute(0, 2, 1, 4, 3)
-    pairs = blocks.set_pairs(config, points[0], points[1], matrices)
-    found = config.path_kernel.pairs_input_gradients(pairs, of_outputs, wanted, config.options)
-    return [
-        None if gradient is None else torch.nn.functional.pad(gradient.flatten(2), (0, 1)).reshape(z.shape).to(z.dtype)
-        for gradient, z in zip(found, points, strict=True)  # the copy column is discrete, and its gradient is 0
-    ]
-
-
-def is_gradient_summed(node: Any, x: Shaped[Tensor, "..."], dim: int) -> bool:
-    """Return whether only the sum of a gradient over one dimension is used, as where the same points were expanded.
-
-    Random whole numbers whose sum over the dimension is 0 are sent through the backward functions of the operations
-    that made x. If nothing but 0 arrives anywhere, nothing depends on more than the sum.
-
-    Args:
-        node: The backward function that takes the gradient of x.
-        x: Points that require a gradient.
-        dim: The dimension.
-    """
-    probe = _random_numbers(x)
-    probe.select(dim, 0).sub_(probe.sum(dim))
-    return _vanishes(node, probe)
-
-
-def is_gradient_joint(x: Shaped[Tensor, "..."], y: Shaped[Tensor, "..."]) -> bool:
-    """Return whether only the sum of the gradients of two tensors is used: the same numbers of the same tensors.
-
-    Random whole numbers are sent from both through the backward functions of the operations that made them. If they
-    arrive at the same places, whatever depends on one of the gradients depends on their sum.
-
-    Args:
-        x: Points.
-        y: Points of the same shape.
-    """
-    if x is y or not (x.requires_grad and y.requires_grad):
-        return x is y
-    edges = [torch.autograd.graph.get_gradient_edge(z) for z in (x, y)]
-    left, right = (_arrivals(edge.node, edge.output_nr, _random_numbers(x)) for edge in edges)
-    return left.keys() == right.keys() and all(torch.equal(left[place], right[place]) for place in left)
-
-
-def _random_numbers(x: Tensor) -> Tensor:
-    draws = torch.Generator(x.device).manual_seed(0)
-    return torch.randint(1, 1024, x.shape, generator=draws, device=x.device).to(x)
-
-
-def _vanishes(node: Any, gradient: Tensor) -> bool:
-    """Return whether nothing of a gradient arrives anywhere but 0, behind operations that only move or add numbers."""
-    if torch.is_anomaly_enabled():
+def _is_symmetric(x: PointSets, y: PointSets, weights: Tensor) -> bool:
+    """Return whether both sides are the same points with symmetric weights, so that each has half of the gradient."""
+    if x.batch != y.batch or not x.equals(y):
         return False
-    arrived = _arrivals(node, 0, gradient, moves=_passes_on)
-    return not any(bool((part != 0).any()) for part in arrived.values())  # NaN is not 0
+    return bool((weights - weights.mT).abs().max() <= _SYMMETRIC * torch.finfo(weights.dtype).eps * weights.abs().max())
 
 
-def _arrivals(
-    node: Any, number: int, gradient: Tensor, moves: Callable[[Any], bool] = lambda node: True
-) -> dict[tuple[Any, int], Tensor]:
-    """Send a gradient through the operations that only moved numbers, and return what arrives where others begin."""
-    moving, arrived = [(node, number, gradient)], dict[tuple[Any, int], Tensor]()
-    while moving:
-        node, number, gradient = moving.pop()
-        if type(node).__name__ not in _MOVES or not moves(node):
-            place = (node, number)
-            arrived[place] = arrived[place] + gradient if place in arrived else gradient
-            continue
-        with torch.no_grad():
-            found = node(gradient)  # as the engine calls it
-        parts = found if isinstance(found, tuple) else (found,)
-        for (source, own), part in zip(node.next_functions, parts, strict=False):
-            if source is not None and part is not None:
-                moving.append((source, own, part))
-    return arrived
+def _balanced(x: Tensor, dim: int) -> Tensor:
+    """Return random whole numbers in the shape of points whose sum over a dimension is 0."""
+    numbers = torch.randint(1, 1024, x.shape, generator=torch.Generator(x.device).manual_seed(0), device=x.device).to(x)
+    numbers.select(dim, 0).sub_(numbers.sum(dim))
+    return numbers
 
 
-def _passes_on(node: Any) -> bool:
-    """Return whether this backward pass goes on behind a node; if not, it was asked for the gradient there."""
-    return _is_running(node) and any(source is not None and _is_running(source) for source, _ in node.next_functions)
+def is_used(node: Any, gradient: Float[Tensor, "..."]) -> bool:
+    """Return whether the running backward pass uses anything of a gradient, behind what only moves or adds numbers.
+
+    Args:
+        node: The backward function that takes the gradient.
+        gradient: Ones, to ask for any use; or numbers that add up to 0, to ask for more than the use of their sum.
+    """
+    goes_on = _is_running(node) and any(source is not None and _is_running(source) for source, _ in node.next_functions)
+    if torch.is_anomaly_enabled() or type(node).__name__ not in _MOVES or not goes_on:
+        return bool((gradient != 0).any())
+    parts = node(gradient)  # as the engine calls it
+    sources = zip(node.next_functions, parts if isinstance(parts, tuple) else (parts,), strict=False)
+    return any(is_used(source, part) for (source, _), part in sources if source is not None and part is not None)
 
 
 def _is_running(node: Any) -> bool:

@@ -59,3 +59,13 @@ def test_a_prediction_after_fit_uses_the_new_hyperparameters(trajectory, X_test)
     after = gp(test_copy(X_test)).mean.detach()
     assert (after - before).abs().max() > 1e-6
     torch.testing.assert_close(after, gp.logit_posterior(X_test).mean, rtol=0, atol=1e-9)
+
+
+@pytest.mark.parametrize(("mean", "count"), [("initial", 1), ("zero", 1), ("constant", 7)])
+def test_fit_evaluates_a_prior_mean_once_unless_it_is_learned(trajectory, mean, count, monkeypatch):
+    gp, calls = LogitGP(trajectory, mean=mean, targets="dirichlet"), []
+    kind, name = type(gp.mean_module), "at" if mean == "initial" else "forward"
+    original = getattr(kind, name)
+    monkeypatch.setattr(kind, name, lambda mean, x: (calls.append(x), original(mean, x))[1])
+    gp.fit(steps=7)
+    assert len(calls) == count

@@ -14,7 +14,6 @@ from epk_gp.core.model import FunctionalModel
 from epk_gp.core.plans import MemoryPlan
 from epk_gp.kernels.epk import EPKKernel
 from epk_gp.kernels.tagging import test_copy, train_copy
-from epk_gp.kernels.values import is_gradient_joint
 from kernel_cases import MODES, C, D, assert_close, mixed
 
 RULE = epk.gauss_legendre(2)
@@ -166,13 +165,15 @@ def test_every_set_gets_its_own_gradient(trajectory, outputs, diag):
         assert (found[0][0] - found[0][1]).abs().max() > 1e-3 * found[0].abs().max()  # of equal sets, by their weights
 
 
-def test_equal_sets_on_both_sides_have_a_share_of_their_gradient_each(trajectory):
-    """With weights that are not symmetric; `apart` are other points to the kernel, and the same up to rounding."""
+@pytest.mark.parametrize("is_symmetric", [False, True])
+def test_equal_sets_on_both_sides_have_a_share_of_their_gradient_each(trajectory, is_symmetric):
+    """`apart` are other points to the kernel, and the same up to rounding."""
     kernel, x = kernel_of(trajectory), random_test_copies(C, 2)
     left, right = x.clone().requires_grad_(), x.clone().requires_grad_()
     values = kernel.forward(left, right)
     assert torch.equal(kernel.forward(x, x), values)
     weights, apart = torch.randn_like(values), torch.cat([x[..., :-1] * (1 + 1e-15), x[..., -1:]], -1)
+    weights = weights + weights.mT if is_symmetric else weights
     found = torch.autograd.grad((weights * values).sum(), [left, right])
     (of_left,) = torch.autograd.grad((weights * kernel.forward(left, apart)).sum(), left)
     (of_right,) = torch.autograd.grad((weights * kernel.forward(apart, right)).sum(), right)
@@ -226,18 +227,3 @@ def test_points_that_were_computed_get_their_gradient(trajectory):
         kernel_of(trajectory, "trace").forward(tagged, mixed(2)).sum().backward()
         assert x.grad.isfinite().all()
         assert x.grad.abs().max() > 0
-
-
-def test_slices_have_one_gradient_if_they_are_the_same_part_of_a_joint_tensor():
-    x = torch.ones(3, 2, requires_grad=True)
-    joint, zeros = torch.cat([x, torch.ones(3, 2, requires_grad=True)]), torch.zeros(3, 1)
-    first = joint[:3]
-    for one, other in (
-        (first, joint[:3]),
-        (torch.cat([first, zeros], 1), torch.cat([joint[:3], zeros], 1)),
-        (first.expand(2, 3, 2), joint[:3].expand(2, 3, 2)),
-    ):
-        assert is_gradient_joint(one, other)
-    for other in (joint[3:], joint.detach()[:3], joint[:3] + 0, joint[:3].flip(0), x.detach().clone().requires_grad_()):
-        assert torch.equal(first, other)
-        assert not is_gradient_joint(first, other)

@@ -3,8 +3,10 @@
 import pytest
 import torch
 
+from epk_gp.gp.models import LogitGP
+from epk_gp.kernels import tagging
 from epk_gp.kernels.epk import EPKKernel
-from epk_gp.kernels.tagging import as_points, has_mark, tag_points, test_copy, train_copy
+from epk_gp.kernels.tagging import has_mark, parse_points, tag_points, test_copy, train_copy
 from kernel_cases import assert_close
 
 COPIES = ((train_copy, True), (test_copy, False))
@@ -33,14 +35,17 @@ def test_points_know_their_copies_in_every_dtype_that_holds_them(trajectory, mad
     for kind in (torch.float64, torch.float32):
         x = joint.to(kind)
         assert tag_points(trajectory, x) is x
-        assert as_points(trajectory, x).is_train.tolist() == expected
+        assert parse_points(trajectory, x).is_train.tolist() == expected
         assert has_mark(torch.stack([x, x])).tolist() == [expected] * 2
-        assert as_points(trajectory, x.flip(0).index_select(0, torch.tensor([5, 0]))).is_train.tolist() == [True, False]
+        assert parse_points(trajectory, x.flip(0).index_select(0, torch.tensor([5, 0]))).is_train.tolist() == [
+            True,
+            False,
+        ]
     for kind in (torch.float16, torch.bfloat16):
         if made_in.is_floating_point and (made_in == kind or made_in.itemsize > 2):
-            assert as_points(trajectory, joint.to(kind).double()).is_train.tolist() == expected
+            assert parse_points(trajectory, joint.to(kind).double()).is_train.tolist() == expected
     plain = tag_points(trajectory, X.double())
-    assert as_points(trajectory, plain).is_train.tolist() == [False] * 3
+    assert parse_points(trajectory, plain).is_train.tolist() == [False] * 3
     with pytest.raises(ValueError, match="marks no copy"):  # a table whose first column is its label
         tag_points(trajectory, torch.cat([torch.ones(3, 1), X.double()], 1))
 
@@ -80,3 +85,28 @@ def test_a_copy_column_that_was_changed_is_refused_with_its_row(trajectory, valu
         tag_points(trajectory, x)
     with pytest.raises(ValueError, match=r"row \(1, 2\) ends in"):
         tag_points(trajectory, torch.stack([train_copy(torch.zeros(4, 2, dtype=torch.float64)), x]))
+
+
+def test_points_are_checked_and_hashed_once_in_each_evaluation(trajectory, monkeypatch):
+    """A lazy kernel checks points when it is called, and parses them when it is evaluated; a process knows its own."""
+    calls = []
+
+    def counted(name, *places):
+        original = getattr(tagging, name)
+        for place in places:
+            monkeypatch.setattr(place, lambda *args: (calls.append(name), original(*args))[1])
+
+    kernel, gp = EPKKernel(trajectory, "trace"), LogitGP(trajectory)
+    x, X = test_copy(trajectory.inputs + 1), trajectory.inputs + 2
+    counted("tag_points", "epk_gp.kernels.tagging.tag_points", "epk_gp.kernels.epk.tag_points")
+    counted("content_key", "epk_gp.kernels.tagging.content_key")
+    for call, expected in (
+        (lambda: kernel(x), ["tag_points"]),
+        (lambda: kernel.forward(x, x), ["tag_points", "content_key"]),
+        (lambda: kernel(x).to_dense(), ["tag_points", "tag_points", "content_key"]),
+        (lambda: gp.fit(3), []),
+        (lambda: gp.logit_posterior(X), []),
+    ):
+        calls.clear()
+        call()
+        assert calls == expected
