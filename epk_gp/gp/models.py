@@ -124,6 +124,7 @@ class LogitGP(gpytorch.models.ExactGP):  # type: ignore[misc]  # gpytorch ships 
         y, variances, target_mean = make_targets(trajectory, train_indices, targets, head, prior_is_zero=mean == "zero")
         super().__init__(rows, coupling.to_gpytorch(y), coupling.likelihood(variances))
         self._parsed = parse_points(run, self.train_inputs[0])
+        self._parsed_version = self.train_inputs[0]._version
         kernel = _kernel_of_gram(run, coupling, head, rule, path, normalize, self._parsed, **options)
         self.trajectory, self.points, self.coupling, self.target_mean = trajectory, train_indices, coupling, target_mean
         self.covar_module = gpytorch.kernels.ScaleKernel(kernel, batch_shape=kernel.batch_shape)
@@ -372,10 +373,10 @@ class LogitGP(gpytorch.models.ExactGP):  # type: ignore[misc]  # gpytorch ships 
         return self._rows(self.train_targets - self._mean(self._train_points()))
 
     def _train_points(self) -> PointSets:
-        """Return the training copies; they are parsed anew where GPyTorch has moved them."""
+        """Return the training copies; they are parsed anew where they were moved or edited."""
         (rows,) = self.train_inputs
-        if self._parsed.rows is not rows:
-            self._parsed = parse_points(self.trajectory, rows)
+        if self._parsed.rows is not rows or self._parsed_version != rows._version:
+            self._parsed, self._parsed_version = parse_points(self.trajectory, rows), rows._version
         return self._parsed
 
     def _mean(self, x: PointSets) -> Tensor:

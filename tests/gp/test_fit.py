@@ -69,3 +69,15 @@ def test_fit_evaluates_a_prior_mean_once_unless_it_is_learned(trajectory, mean, 
     monkeypatch.setattr(kind, name, lambda mean, x: (calls.append(x), original(mean, x))[1])
     gp.fit(steps=7)
     assert len(calls) == count
+
+
+def test_training_copies_that_are_edited_in_place_are_those_that_are_conditioned_on(trajectory, X_test):
+    gp = LogitGP(trajectory)
+    before = gp.logit_posterior(X_test).mean
+    edited = gp.train_inputs[0]
+    edited[0, :-1] += 1.0
+    other = LogitGP(trajectory)
+    other.train_inputs = (edited.clone(),)
+    after = gp.logit_posterior(X_test).mean
+    torch.testing.assert_close(after, other.logit_posterior(X_test).mean, rtol=1e-12, atol=1e-12)
+    assert (after - before).abs().max() > 1e-6

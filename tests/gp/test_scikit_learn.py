@@ -134,7 +134,8 @@ def test_a_recorded_classifier_leads_to_the_scores(kind):
     classifier = EPKClassifier(steps=15, random_state=0).fit(X, kind[y])
     model = classifier.uncertain_classifier(X_val, kind[y_val], nodes=3)
     assert model.trajectory is classifier.trajectory_
-    numbered = epk.UncertainClassifier(classifier.trajectory_, nodes=3).fit(X_val, y_val)
+    settings = {"nodes": 3, "out_of_fold": classifier.out_of_fold_}
+    numbered = epk.UncertainClassifier(classifier.trajectory_, **settings).fit(X_val, y_val)
     np.testing.assert_array_equal(model.predict(X_test), kind[numbered.predict(X_test)])
     np.testing.assert_array_equal(model.uncertainty(X_test).error, numbered.uncertainty(X_test).error)
     assert model.score(X_test, kind[y_test]) > 0.8
