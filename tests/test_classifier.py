@@ -114,3 +114,16 @@ def test_options_are_checked_before_the_training(data, unchecked):
             EPKClassifier(**{"steps": 1} | options).fit(X, y)
     with pytest.raises(ValueError, match="at least 2 classes: got 1 class"):
         EPKClassifier().fit(X, np.zeros(len(X)))
+
+
+def test_logits_of_its_folds_weigh_its_uncertain_classifier(data, fitted):
+    X, y = data
+    held_out = X[20:] + 0.1, y[20:]
+    plain = fitted.uncertain_classifier(*held_out, nodes=3)
+    try:
+        fitted.out_of_fold_ = epk.network_outputs(fitted.trajectory_, fitted.trajectory_.inputs) / 2
+        judged = fitted.uncertain_classifier(*held_out, nodes=3)
+    finally:
+        del fitted.out_of_fold_
+    assert (plain.stacking_.num_labels, judged.stacking_.num_labels) == (40, 85)
+    assert (len(plain.conformity_scores_), len(judged.conformity_scores_)) == (20, 40)

@@ -27,9 +27,10 @@ from epk_gp.core.show import (
 _LOG_RANGE = 10.0  # weights from 4.5e-5 to 2.2e4
 
 # Prior of the logarithms of both weights: normal around 3/4 for the network and half of what the process has alone. Its
-# standard deviation is 0.3 for few labels, and n / 200 for many, so that 500 labels choose by themselves. Chosen on six
-# tables with 37 to 100 held-out labels (benchmarks/small_tables.py).
-_NETWORK_CENTRE, _PROCESS_CENTRE, _SPREAD, _SPREAD_PER_LABEL = 0.75, 0.5, 0.3, 1 / 200
+# standard deviation is 0.3 for few labels, and n / 200 for many, so that 500 labels choose by themselves; labels of
+# out-of-fold logits, which are those of other networks, count a quarter. Chosen on six tables with 37 to 100 held-out
+# labels (benchmarks/small_tables.py).
+_NETWORK_CENTRE, _PROCESS_CENTRE, _SPREAD, _SPREAD_PER_LABEL, _OTHER_NETWORKS = 0.75, 0.5, 0.3, 1 / 200, 1 / 4
 
 
 class Judgement(NamedTuple):
@@ -115,7 +116,7 @@ def stack_logits(
     labels: Int[Tensor, " n"],
     alone: float | None = None,
     num_training: int = 0,
-    num_held_out: int = 0,
+    num_held_out: int | None = None,
 ) -> Stacking:
     """Choose both weights, positive, by the likelihood of labels that neither network nor process has seen.
 
@@ -130,11 +131,13 @@ def stack_logits(
         alone: The weight b that the process has alone. With it a prior holds the weights near 3/4 and b/2, the less
             the more labels there are: few labels would as often as not give one of the two a weight of nearly 0.
         num_training: As in `Stacking`.
-        num_held_out: As in `Stacking`.
+        num_held_out: How many of the labels are held-out ones; None for all. The others are of out-of-fold logits.
     """
     n = len(labels)
     centre = np.log([_NETWORK_CENTRE, _PROCESS_CENTRE * (alone or 1.0)])
-    precision = 0.0 if alone is None else math.hypot(_SPREAD, _SPREAD_PER_LABEL * n) ** -2
+    held_out = n if num_held_out is None else num_held_out
+    spread = math.hypot(_SPREAD, _SPREAD_PER_LABEL * (held_out + _OTHER_NETWORKS * (n - held_out)))
+    precision = 0.0 if alone is None else spread**-2
 
     def losses(logits: Tensor) -> tuple[Tensor, Tensor]:
         log_p = logits.log_softmax(1)
@@ -155,7 +158,7 @@ def stack_logits(
     a_1, a_2 = np.exp(found.x).tolist()
     (of_both, loss), (of_network, network_loss) = losses(a_1 * network + a_2 * process), losses(network)
     error = float((of_network - of_both).std()) / math.sqrt(n)
-    return Stacking(a_1, a_2, float(loss), float(network_loss), error, alone or 0.0, n, num_training, num_held_out)
+    return Stacking(a_1, a_2, float(loss), float(network_loss), error, alone or 0.0, n, num_training, held_out)
 
 
 class Calibrated(NamedTuple):
