@@ -285,7 +285,7 @@ class ClassUncertainty(Tabular):
             is that of p under the process, with the weight that the process has where it predicts training labels from
             each other, or its weight beside the network if that is larger. The other one is p (1 - p) / (n / 2 + 2),
             which half of the n validation labels leave in any probability. On made tables two of them cover the true
-            probability at 89 to 98 % of the points (docs/deciding.md).
+            probability at 86 to 99 % of the points (docs/deciding.md).
     """
 
     error: Float[Tensor, " n"] | Float[np.ndarray, " n"]
