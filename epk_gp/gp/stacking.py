@@ -199,7 +199,7 @@ def calibrate(
     order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(seed)).to(labels.device)
     halves = order.tensor_split(2) if out_of_fold is None else (order[:0], order)
     count = 0 if out_of_fold is None else N
-    f = logits[:0] if out_of_fold is None else out_of_fold
+    f = logits[:0] if out_of_fold is None else out_of_fold.to(logits)
 
     def weights(rows: Tensor) -> Stacking:
         network, process = torch.cat([f, logits[rows]]), torch.cat([left_out[:count], mean[rows]])

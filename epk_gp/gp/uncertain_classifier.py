@@ -235,7 +235,6 @@ class UncertainClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         gp_data.count_seen(held_out, trajectory, points)
         options = ComputeOptions(self.memory_budget, self.progress, executor=self.executor)
         folds = gp_data.out_of_fold_logits(self.out_of_fold, trajectory, points)
-        folds = None if folds is None else folds.to(classes.device)
         process = fit_labels(trajectory, settings, points.to(held_out.device), options)
         left_out, own = process.leave_one_out()[0].to(classes.device), own.to(classes.device)
         judged = _judge(trajectory, process, held_out)
