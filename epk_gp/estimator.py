@@ -341,7 +341,7 @@ class RecordedEstimator(BaseEstimator):  # type: ignore[misc]  # scikit-learn sh
     def _held_out(
         self, network: Network, table: TrainingTable, fold: Fold, seed: int, numbers: Sequence[int]
     ) -> Iterator[Tensor]:
-        """Train on some rows as `fit` does on all, in float32, and yield outputs at others after each number of steps."""
+        """Train on some rows as `fit` does on all, in float32; yield outputs at others after each number of steps."""
         trained, held_out = fold
         own = table.of(trained)
         net, optimizer = self._started(network, own, seed, torch.float32)
