@@ -12,7 +12,7 @@ from torch import nn
 
 import epk_gp as epk
 from epk_gp.classifier import EPKClassifier
-from epk_gp.estimator import LinearAndHidden
+from epk_gp.estimator import LinearAndHidden, line
 
 
 @pytest.fixture(scope="module")
@@ -116,14 +116,11 @@ def test_options_are_checked_before_the_training(data, unchecked):
         EPKClassifier().fit(X, np.zeros(len(X)))
 
 
-def test_logits_of_its_folds_weigh_its_uncertain_classifier(data, fitted):
+def test_logits_of_its_folds_weigh_its_uncertain_classifier(data):
     X, y = data
     held_out = X[20:] + 0.1, y[20:]
-    plain = fitted.uncertain_classifier(*held_out, nodes=3)
-    try:
-        fitted.out_of_fold_ = epk.network_outputs(fitted.trajectory_, fitted.trajectory_.inputs) / 2
-        judged = fitted.uncertain_classifier(*held_out, nodes=3)
-    finally:
-        del fitted.out_of_fold_
+    settings = {"steps": 30, "random_state": 0}
+    one, several = EPKClassifier(line, **settings), EPKClassifier([line, LinearAndHidden], **settings)
+    plain, judged = (own.fit(X[:45], y[:45]).uncertain_classifier(*held_out, nodes=3) for own in (one, several))
     assert (plain.stacking_.num_labels, judged.stacking_.num_labels) == (40, 85)
     assert (len(plain.conformity_scores_), len(judged.conformity_scores_)) == (20, 40)
