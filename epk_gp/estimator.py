@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from math import inf, isfinite
+from math import inf, isfinite, pi
 from numbers import Integral
 from pathlib import Path
 from typing import Any, final
@@ -127,32 +127,41 @@ class _Draws(TorchDispatchMode):
 
 
 class LinearAndHidden(nn.Module):
-    """The default network: a linear model, and one hidden layer beside it.
+    """A linear model, and one hidden layer beside it.
 
-        f(x) = A x / sqrt(D) + b + V silu(W x + c)
+        f(x) = A x / sqrt(D) + b + V h(W x + c)
 
-    A, b and V start at 0.
+    h is silu, or with `waves` 2 sqrt(2 / width) cos: random Fourier features of an RBF kernel with the lengthscale
+    sqrt(D) (Rahimi & Recht 2007), whose frequencies W and phases c are trained too. A, b and V start at 0.
 
     Args:
         num_features: D.
         num_outputs: C.
         width: Hidden units; 0 for a linear model.
+        waves: Whether h is a cosine.
     """
 
-    def __init__(self, num_features: int, num_outputs: int, width: int = 64) -> None:
+    def __init__(self, num_features: int, num_outputs: int, width: int = 64, *, waves: bool = False) -> None:
         super().__init__()
+        self.waves = waves
         self.linear = nn.Linear(num_features, num_outputs)
         self.hidden = nn.Linear(num_features, width) if width else None
         self.last = nn.Linear(width, num_outputs, bias=False) if width else None
         for layer in filter(None, (self.linear, self.last)):
             for parameter in layer.parameters():
                 nn.init.zeros_(parameter)
+        if waves and self.hidden is not None:
+            nn.init.normal_(self.hidden.weight, std=num_features**-0.5)
+            nn.init.uniform_(self.hidden.bias, 0, 2 * pi)
 
     def forward(self, x: Float[Tensor, "n D"]) -> Float[Tensor, "n C"]:
         """Evaluate the network."""
         z: Tensor = self.linear(x / x.shape[1] ** 0.5)
-        if self.hidden is not None and self.last is not None:
-            z = z + self.last(nn.functional.silu(self.hidden(x)))
+        if self.hidden is None or self.last is None:
+            return z
+        u = self.hidden(x)
+        h = torch.cos(u) * (8 / u.shape[1]) ** 0.5 if self.waves else nn.functional.silu(u)
+        z = z + self.last(h)
         return z
 
 
@@ -161,12 +170,20 @@ def line(num_features: int, num_outputs: int) -> nn.Module:
     return LinearAndHidden(num_features, num_outputs, width=0)
 
 
+def waves(num_features: int, num_outputs: int) -> nn.Module:
+    """Build a linear model and a hidden layer of cosines."""
+    return LinearAndHidden(num_features, num_outputs, waves=True)
+
+
+DEFAULT_NETWORKS = (line, LinearAndHidden, waves)  # from which folds choose
+
+
 class RecordedEstimator(BaseEstimator):  # type: ignore[misc]  # scikit-learn ships no types
     """A network that `fit` trains on the rows of a table and records."""
 
     def __init__(
         self,
-        network: Network | Sequence[Network] = (line, LinearAndHidden),
+        network: Network | Sequence[Network] = DEFAULT_NETWORKS,
         *,
         steps: int | None = None,
         lr: float = 0.03,

@@ -20,7 +20,7 @@ from torch import Tensor
 from epk_gp.core.checks import as_tensor, door
 from epk_gp.core.show import SHOWN_POINTS, Entry, Summary, Table, Tabular, columns_note, count, number, warn_caller
 from epk_gp.core.trajectory import network_outputs
-from epk_gp.estimator import LinearAndHidden, Network, RecordedEstimator, TrainingTable, line
+from epk_gp.estimator import DEFAULT_NETWORKS, Network, RecordedEstimator, TrainingTable
 from epk_gp.gp.data import in_network_units, plain_frame, row_labels
 from epk_gp.gp.models import LogitGP
 from epk_gp.gp.regression import central_quantile, predict_targets
@@ -71,7 +71,7 @@ class EPKRegressor(MultiOutputMixin, RegressorMixin, RecordedEstimator):  # type
 
     def __init__(
         self,
-        network: Network | Sequence[Network] = (line, LinearAndHidden),
+        network: Network | Sequence[Network] = DEFAULT_NETWORKS,
         *,
         steps: int | None = None,
         lr: float = 0.05,
