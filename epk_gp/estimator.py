@@ -161,8 +161,8 @@ class LinearAndHidden(nn.Module):
             return z
         u = self.hidden(x)
         h = torch.cos(u) * (8 / u.shape[1]) ** 0.5 if self.waves else nn.functional.silu(u)
-        z = z + self.last(h)
-        return z
+        bent: Tensor = self.last(h)
+        return z + bent
 
 
 def line(num_features: int, num_outputs: int) -> nn.Module:
