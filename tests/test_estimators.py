@@ -200,7 +200,7 @@ def test_training_that_makes_it_worse_than_a_constant_is_an_error_and_one_that_i
 def test_bars_grow_outside_the_training_rows_and_a_warning_tells_of_rows_that_are_far():
     x = np.random.default_rng(0).uniform(-1, 1, 60)
     X, y = pd.DataFrame({"depth": x, "other": 0.0}), np.sin(3 * x) + 0.1 * np.random.default_rng(1).normal(size=60)
-    model = epk.EPKRegressor(random_state=0).fit(X, y)
+    model = epk.EPKRegressor(LinearAndHidden, random_state=0).fit(X, y)
     inside = model.uncertainty(X)
     assert (inside.distance <= 1e-6).all()  # rows that it has seen
     assert not inside.columns_outside.any()
@@ -214,7 +214,7 @@ def test_bars_grow_outside_the_training_rows_and_a_warning_tells_of_rows_that_ar
     assert (frame["columns_outside"] == (wide["depth"].abs() > np.abs(x).max())).mean() > 0.95  # both ends differ
     with pytest.warns(UserWarning, match=r"\d+ of 60 rows are more than 3 times as far .* row \d+ for one"):
         model.predict(X.assign(depth=30 * x), return_std=True)
-    path = epk.EPKRegressor(random_state=0, process="path").fit(X, y)  # the control
+    path = epk.EPKRegressor(LinearAndHidden, random_state=0, process="path").fit(X, y)  # the control
     np.testing.assert_array_equal(path.predict(wide), mean)
     assert path.predict(wide, return_std=True)[1][is_far].mean() < 0.7 * std[is_far].mean()
     weighted = epk.EPKRegressor(steps=20, random_state=0).fit(X, y, sample_weight=x < 0)
