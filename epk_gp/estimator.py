@@ -38,7 +38,7 @@ _ENTERED = threading.RLock()
 
 NO_UNITS = np.array([[0.0], [1.0]])  # of columns, or of outputs: nothing is subtracted, and all are divided by 1
 Network = nn.Module | Callable[[int, int], nn.Module]
-Fold = tuple[Int64[np.ndarray, " m"], Int64[np.ndarray, " h"]]  # rows to train on, and rows that are held out
+Fold = tuple[Int64[np.ndarray, "..."], Int64[np.ndarray, "..."]]  # rows to train on, and rows that are held out
 
 MOMENTUM = 0.9
 STEPS = tuple(round(5 * 192 ** (k / 14)) for k in range(15))  # 5, 7, 11, ..., 660, 960: what folds choose from

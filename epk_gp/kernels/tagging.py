@@ -146,7 +146,7 @@ def tag_points(trajectory: Trajectory, x: Shaped[Tensor, "*n columns"]) -> Shape
     return x
 
 
-def validate_batches(batch_shape: torch.Size, *points: Shaped[Tensor, "*b n columns"]) -> None:
+def validate_batches(batch_shape: torch.Size, *points: Shaped[Tensor, "..."]) -> None:
     """Raise if batches of points do not go together with each other and with a kernel's batch.
 
     Args:
