@@ -150,7 +150,7 @@ class _Side:
         at = ((WeightLocation(w if len(w) > 1 else w[0]), rows) for w, rows in every)
         return concat_rows([_layer_jacobians(kernel, own, rows, cotangents) for own, rows in at])
 
-    def grouped(self, grads: Float[Tensor, "K rows d"], num_steps: int) -> Float[Tensor, "S Q U outputs_points d"]:
+    def grouped(self, grads: Float[Tensor, "K rows d"], num_steps: int) -> Float[Tensor, "S Q U rows_of_a_set columns"]:
         """Arrange a layer's output gradients so that each set, or each pair, has one matrix."""
         of_outputs = torch.unflatten(grads, 1, (num_steps, -1, *self.X.shape[:2]))  # (K, S, Q, U, n, d)
         if self.is_traced:
