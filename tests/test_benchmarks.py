@@ -31,6 +31,8 @@ def test_the_committed_tables_are_those_of_the_committed_numbers(load):
     assert load("recording_overhead").table(rows) == (FOLDER / "recording_overhead.md").read_text()
     parts = json.loads((FOLDER / "small_networks.json").read_text())
     assert load("small_networks").markdown(parts) == (FOLDER / "small_networks.md").read_text()
+    judged = json.loads((FOLDER / "tables.json").read_text())
+    assert load("tables").markdown(judged) == (FOLDER / "tables.md").read_text()
 
 
 @pytest.mark.slow
