@@ -30,7 +30,8 @@ class EPKClassifier(ClassifierMixin, RecordedEstimator):  # type: ignore[misc]  
         network: A torch module, which is copied and not changed, or a function of the numbers of features and classes
             that returns one. It maps (n, features) to (n, classes). A list of these is compared by folds. By default a
             linear model, one with a hidden layer beside it, and one with a layer of cosines (`LinearAndHidden`).
-        steps: Training steps; None for the number of least loss on held-out rows, of 15 from 5 to 960.
+        steps: Training steps; None for the number of least loss on held-out rows, of 15 from 5 to 960. A number still
+            leaves the networks to be compared by folds: with one network as well, nothing is chosen.
         lr: Learning rate of gradient descent with a momentum of 0.9.
         batch_size: Points per step; all by default.
         optimizer: Maps parameters to a `torch.optim.Optimizer`, in place of SGD with `lr`.
