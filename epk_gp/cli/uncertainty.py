@@ -28,7 +28,7 @@ from epk_gp.plots.style import save_figure
 from epk_gp.provenance import Stopwatch, write_arrays, write_json, write_npz, write_table
 from epk_gp.quadrature.rules import QuadratureRule
 
-_OF_SCORES = ("alpha", "features", "save_model", "memory")  # options of scores only
+_OF_SCORES = ("alpha", "by_class", "features", "save_model", "memory")  # options of scores only
 _OF_PROCESS = ("num_condition", "outputs", "targets", "rule", "fit_steps")  # of the map without --validation only
 _OF_COLUMNS = ("others", "feature_names")
 _OF_MAPS = ("grid", "margin", *_OF_COLUMNS)
@@ -42,6 +42,7 @@ _PRINCIPAL = ("first principal direction", "second principal direction")
 Outputs = Literal["full", "independent"]
 Targets = Literal["network", "dirichlet"]
 _ALPHA = "Scores: share of sets of classes without the true one."
+_BY_CLASS = "Scores: this share within each class, by a threshold for each."
 _FEATURES = "Sketched features, or exact for none; by default exact up to 5000 points if that is cheap, else 4096."
 Features = Annotated[str | None, typer.Option(help=_FEATURES)]
 _NODES = (
@@ -66,6 +67,7 @@ def uncertainty(
     validation: opt.Source = None,
     points: opt.PointsFile = None,
     alpha: Annotated[float, opt.number(_ALPHA, below=1.0, or_equal=False)] = 0.1,
+    by_class: Annotated[bool, typer.Option("--by-class", help=_BY_CLASS)] = False,
     features: Features = None,
     nodes: Nodes = None,
     path: opt.PathOption = "straight",
@@ -122,7 +124,7 @@ def uncertainty(
             if save_model is not None:
                 model.save(save_model)
             numbers = _describe_model(model)
-            numbers |= _write_scores(folder, model, scored, fitted, num_samples, alpha, opt.DTYPES[dtype])
+            numbers |= _write_scores(folder, model, scored, fitted, num_samples, alpha, by_class, opt.DTYPES[dtype])
             if surface is not None:
                 m = uncertainty_on_plane(model, surface, size=grid, margin=margin, num_samples=num_samples)
                 _write_map(folder, "map", m, opt.DTYPES[dtype], trajectory.digest, validation=fitted.X)
@@ -285,6 +287,7 @@ def _write_scores(
     validation: ChosenPoints,
     num_samples: int,
     alpha: float,
+    by_class: bool,
     dtype: torch.dtype,
 ) -> dict[str, object]:
     """Write and draw the scores of points. Return what they say on average, and where labels are known, how well."""
@@ -292,7 +295,7 @@ def _write_scores(
     u = model.uncertainty(X, num_samples)
     z = network_outputs(model.trajectory, X).to(torch.float64).softmax(1)
     predicted, softmax = z.argmax(1), 1 - z.amax(1)
-    p, sets = torch.as_tensor(model.predict_proba(X)), torch.as_tensor(model.predict_set(X, alpha))
+    p, sets = torch.as_tensor(model.predict_proba(X)), torch.as_tensor(model.predict_set(X, alpha, by_class=by_class))
     error, far = torch.as_tensor(u.error), torch.as_tensor(u.out_of_distribution)
     ordinary = torch.as_tensor(model.uncertainty(validation.X, 2).out_of_distribution)
     names = ("error", "out_of_distribution", "entropy", "mutual_information", "std")
@@ -337,6 +340,7 @@ def _describe_model(model: UncertainClassifier) -> dict[str, object]:
         "noise": process.noise,
         "outputscale": process.outputscale,
         "stacking": {"network": model.stacking_.network, "process": model.stacking_.process},
+        "gain_of_process": model.stacking_.gain_words,
         "num_conformity_scores": len(model.conformity_scores_),
     }
 
@@ -346,7 +350,8 @@ def _score_lines(results: dict[str, object], alpha: float) -> list[str]:
     a = r["stacking"]
     lines = [
         f"process on {r['num_condition']} labels ({r['process']}): noise {r['noise']:.2g}; "
-        f"weights {a['network']:.2g} of the network, {a['process']:.2g} of the process"
+        f"weights {a['network']:.2g} of the network, {a['process']:.2g} of the process",
+        f"the process gains {r['gain_of_process']}",
     ]
     sets = f"sets at {100 * (1 - alpha):g} %: {r['mean_set_size']:.2f} classes on average"
     if "accuracy" in r:

@@ -72,14 +72,18 @@ class Stacking(Displayed):
     num_training: int = 0
     num_held_out: int = 0
 
-    def _summary(self) -> Summary:
+    @property
+    def gain_words(self) -> str:
+        """What the process gains, and whether the labels show it."""
         gain, error = self.network_loss - self.loss, self.gain_error
-        is_shown = gain > 2 * error
-        words = "" if is_shown else f"nothing that {count(self.num_labels, 'label')} would show: "
+        words = "" if gain > 2 * error else f"nothing that {count(self.num_labels, 'label')} would show: "
+        return f"{words}{number(gain)} ± {number(error)} nats per label"
+
+    def _summary(self) -> Summary:
         entries = (
             Entry("weights", f"network {number(self.network)}, process {number(self.process)}"),
             Entry("loss", f"{number(self.loss)} nats per label", f"network alone: {number(self.network_loss)}"),
-            Entry("the process gains", f"{words}{number(gain)} ± {number(error)} nats per label"),
+            Entry("the process gains", self.gain_words),
         )
         return Summary(f"Network and process, weighed by {count(self.num_labels, 'label')}", entries)
 
