@@ -302,10 +302,13 @@ def _write_scores(
     arrays = {name: torch.as_tensor(getattr(u, name)).to(dtype) for name in names}
     arrays |= {"probability": p.to(dtype), "predicted": p.argmax(1), "network_predicted": predicted}
     arrays |= {"sets": sets, "row": points.rows}
+    known = model.conformity_labels_.bincount(minlength=sets.shape[1])
+    few = alpha * ((known if by_class else known.sum().expand_as(known)) + 1) < 1
     results: dict[str, object] = {
         "num_points": len(X),
         "mean_error_score": float(error.mean()),
         "mean_set_size": float(sets.sum(1).double().mean()),
+        "classes_in_every_set": int(few.sum()),
         "share_beyond_95_percent_of_validation": float((far > ordinary.quantile(0.95)).double().mean()),
     }
     risks: dict[str, Tensor] = {}
@@ -359,8 +362,8 @@ def _score_lines(results: dict[str, object], alpha: float) -> list[str]:
         lines += [f"accuracy: network {r['network_accuracy']:.3f}, network and process {r['accuracy']:.3f}"]
         lines += [f"finds the network's errors, area under the ROC curve: {', '.join(pairs)}"]
         sets += f", {100 * r['sets_with_the_true_class']:.1f} % hold the true one"
-    if alpha * (r["num_conformity_scores"] + 1) < 1:
-        sets += f" (all classes: {r['num_conformity_scores']} points are too few for --alpha {alpha:g})"
+    if few := r["classes_in_every_set"]:
+        sets += f" ({few} classes are in each: {r['num_conformity_scores']} points are too few for --alpha {alpha:g})"
     beyond = 100 * r["share_beyond_95_percent_of_validation"]
     return [*lines, sets, f"less like the training data than 95 % of the validation points: {beyond:.1f} %"]
 
