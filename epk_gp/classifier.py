@@ -38,11 +38,14 @@ class EPKClassifier(ClassifierMixin, RecordedEstimator):  # type: ignore[misc]  
         random_state: Seed of initial weights and batches. A function `network` draws its weights from a generator of
             the classifier's own, although it is written as if it drew from torch's global one, which is neither used
             nor changed: fits in several threads at once, as with joblib's threading backend, are reproducible. A
-            `numpy.random.RandomState` that they share is not: the fits take its numbers in any order.
+            `numpy.random.RandomState` that they share is not: the fits take its numbers in any order. A network that
+            draws in training, as dropout does, draws from torch's global generator, which is seeded for that time: in
+            several threads its fits are not reproducible.
         standardize: Whether columns are standardised; False for a network that takes them as they are, such as codes
             of categories that it embeds.
         cv: Folds, where there is something to choose: their number, a splitter of scikit-learn, or pairs of indices. A
-            network that is trained on all folds but one, for each fold, predicts the one; rows of weight 0 are in none.
+            network that is trained on all folds but one, for each fold, predicts the one; rows of weight 0 are in none,
+            and no splitter gets them.
             Rows that belong together, as of one patient, must be in one fold:
             `cv=list(GroupKFold().split(X, y, groups))`.
 

@@ -4,7 +4,7 @@ import copy
 import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from math import inf, isfinite, pi
@@ -31,6 +31,7 @@ from epk_gp.core.show import warn_caller
 from epk_gp.core.trajectory import Trajectory, network_outputs
 from epk_gp.gp.data import InUnits, class_labels, plain_frame, row_labels
 from epk_gp.kernel_machine.attribute import Attribution, attribute
+from epk_gp.quadrature.rules import AdaptiveRule, adaptive
 from epk_gp.recording.train import EpochSampler, train, validate_row_weights
 
 # torch notes in a global variable that a mode is entered, and puts it back as it was: one thread at a time.
@@ -41,6 +42,7 @@ Network = nn.Module | Callable[[int, int], nn.Module]
 Fold = tuple[Int64[np.ndarray, "..."], Int64[np.ndarray, "..."]]  # rows to train on, and rows that are held out
 
 MOMENTUM = 0.9
+_TOLERANCE = 1e-12  # of the integrals of contributions, in standard deviations of the targets
 STEPS = tuple(round(5 * 192 ** (k / 14)) for k in range(15))  # 5, 7, 11, ..., 660, 960: what folds choose from
 
 
@@ -205,7 +207,9 @@ class RecordedEstimator(BaseEstimator):  # type: ignore[misc]  # scikit-learn sh
     def attribute(self, X: ArrayLike, *, classes: ArrayLike | None = None, **settings: Any) -> Attribution:
         """Split predictions into exact contributions of the training rows: `epk_gp.attribute`.
 
-        The table of the result, `to_frame()`, has the row labels of both data frames and the names of the outputs.
+        Logarithms of the classes' probabilities are split, or the logits with `head="logits"`; of a regressor the
+        predictions. The table of the result, `to_frame()`, has the row labels of both data frames and the names of the
+        outputs.
 
         Args:
             X: n rows.
@@ -221,7 +225,7 @@ class RecordedEstimator(BaseEstimator):  # type: ignore[misc]  # scikit-learn sh
             by_number = np.asarray(classes).dtype.kind in "iu" and np.asarray(names).dtype.kind not in "biuf"
             own = class_labels(self.trajectory_, classes, len(points), "classes", classes=None if by_number else names)
             settings["classes"], chosen = own, own.tolist() if names is None else [names[c] for c in own.tolist()]
-        result = attribute(self.trajectory_, points, by=None, **settings)
+        result = attribute(self.trajectory_, points, by=None, **{"rule": self._rule(), **settings})
         return result.labelled(point=row_labels(X), output=names, chosen=chosen, sample=self.index_)
 
     def report(self, file: str | Path, X: ArrayLike, y: ArrayLike | None = None, **settings: Any) -> Path:
@@ -241,8 +245,12 @@ class RecordedEstimator(BaseEstimator):  # type: ignore[misc]  # scikit-learn sh
             targets = class_labels(self.trajectory_, y, len(points), classes=self._output_names)
         elif y is not None:
             targets = as_tensor(np.atleast_1d(np.asarray(y, dtype=np.float64)))
-        names = {"names": getattr(self, "feature_names_in_", None), "class_names": self._output_names}
-        return epk_gp.write_report(file, self.trajectory_, points, targets, **{**names, **settings})
+        own = {"names": getattr(self, "feature_names_in_", None), "class_names": self._output_names}
+        return epk_gp.write_report(file, self.trajectory_, points, targets, **{**own, "rule": self._rule(), **settings})
+
+    def _rule(self) -> AdaptiveRule:
+        """Return the adaptive rule with its usual tolerance, in units of the targets."""
+        return adaptive(max(_TOLERANCE * float(self.network_.outputs[1].max()), np.finfo(np.float64).tiny))
 
     def _record(self, X: ArrayLike, table: TrainingTable, names: Any, constant: Float[np.ndarray, " C"]) -> None:
         """Choose the number of steps by folds where it is not given, train a network on all rows and record the run.
@@ -266,22 +274,21 @@ class RecordedEstimator(BaseEstimator):  # type: ignore[misc]  # scikit-learn sh
         validate_row_weights(as_tensor(table.weights), len(table.weights))
         seed = int(check_random_state(self.random_state).randint(2**31 - 1))
         networks = [*self.network] if isinstance(self.network, Sequence) else [self.network]
-        for network in networks:
-            net, _ = self._started(network, table, seed)
-            _validate_num_outputs(net.net, net.standardized(as_tensor(table.features[:1])), table.num_outputs)
-        choice = self._choose(networks, table, seed)
-        net, optimizer = self._started(choice.network, table, seed)
-        trajectory = train(
-            net,
-            as_tensor(table.features),
-            table.targets,
-            optimizer=optimizer,
-            steps=choice.steps,
-            loss=table.loss,
-            batch_size=self.batch_size,
-            generator=torch.Generator().manual_seed(seed),
-            sample_weight=as_tensor(table.weights),
-        )
+        if not networks:
+            raise ValueError("network must be one network, or a list of at least one: got an empty list.")
+        trials = [_tried(self._started(network, table, seed)[0], table) for network in networks]
+        with torch.random.fork_rng(devices=[]) if any(trials) else nullcontext():
+            if any(trials):
+                torch.default_generator.manual_seed(seed)
+            try:
+                choice = self._choose(networks, table, seed)
+            except (RuntimeError, TypeError, IndexError):
+                for network in networks:  # a recorded step says clearly what cannot be trained
+                    self._trained(network, table, seed, steps=1)
+                raise
+            if any(trials):
+                torch.default_generator.manual_seed(seed)
+            net, trajectory = self._trained(choice.network, table, seed, choice.steps)
         _validate_trained(trajectory, as_tensor(table.weights / table.weights.sum()), as_tensor(constant))
         self.trajectory_, self.network_ = trajectory, copy.deepcopy(net).eval()
         self.steps_ = trajectory.num_steps
@@ -289,17 +296,33 @@ class RecordedEstimator(BaseEstimator):  # type: ignore[misc]  # scikit-learn sh
         self.index_, self._output_names = row_labels(X), names
         self._weighted = None if table.weights.all() else torch.from_numpy(np.flatnonzero(table.weights))  # None: all
 
+    def _trained(self, network: Network, table: TrainingTable, seed: int, steps: int) -> tuple[InUnits, Trajectory]:
+        """Train a network on all rows, recorded."""
+        net, optimizer = self._started(network, table, seed)
+        trajectory = train(
+            net,
+            as_tensor(table.features),
+            table.targets,
+            optimizer=optimizer,
+            steps=steps,
+            loss=table.loss,
+            batch_size=self.batch_size,
+            generator=torch.Generator().manual_seed(seed),
+            sample_weight=as_tensor(table.weights),
+        )
+        return net, trajectory
+
     def _started(
         self, network: Network, table: TrainingTable, seed: int, dtype: torch.dtype = torch.float64
     ) -> tuple[InUnits, torch.optim.Optimizer]:
         """Build a network of a table, in units of its rows, and its optimizer."""
-        if isinstance(network, nn.Module):
-            net = copy.deepcopy(network)
-        else:
+        net = network
+        if callable(network) and not isinstance(network, nn.Module):
             with draw_from(torch.Generator().manual_seed(seed)):
-                net = network(table.features.shape[1], table.num_outputs) if callable(network) else network
+                net = network(table.features.shape[1], table.num_outputs)
         if not isinstance(net, nn.Module):
             raise TypeError(f"network must be a torch.nn.Module or a function that returns one: got {net!r}.")
+        net = copy.deepcopy(net)  # which a function may return again and again
         columns = fit_units(table.features, table.weights) if self.standardize else NO_UNITS
         parameters = [p for p in net.to(dtype).parameters() if p.requires_grad]
         make = partial(torch.optim.SGD, lr=self.lr, momentum=MOMENTUM) if self.optimizer is None else self.optimizer
@@ -316,6 +339,11 @@ class RecordedEstimator(BaseEstimator):  # type: ignore[misc]  # scikit-learn sh
         folds = self._folds(table, seed)
         choices = [self._choose_steps(network, folds, table, seed) for network in networks]
         best = min(choices, key=lambda choice: choice.losses[choice.steps])
+        if not isfinite(best.losses[best.steps]):
+            raise ValueError(
+                "training diverged: after no number of steps the loss of held-out rows is finite. Lower lr, or pass "
+                "another optimizer."
+            )
         return replace(best, losses=[choice.losses for choice in choices])
 
     def _choose_steps(self, network: Network, folds: Sequence[Fold], table: TrainingTable, seed: int) -> Choice:
@@ -342,13 +370,26 @@ class RecordedEstimator(BaseEstimator):  # type: ignore[misc]  # scikit-learn sh
         rows, is_class = np.flatnonzero(table.weights), is_classifier(self)
         y = table.targets.numpy()
         if not isinstance(self.cv, Integral):
-            return [(np.asarray(a), np.asarray(b)) for a, b in check_cv(self.cv, y, classifier=is_class).split(rows, y)]
+            is_list = self.cv is not None and not hasattr(self.cv, "split")
+            places = np.arange(len(y)) if is_list else rows  # what positions of a fold are of
+            splits = check_cv(self.cv, y[places], classifier=is_class).split(table.features[places], y[places])
+            try:
+                folds = [tuple(own[table.weights[own] != 0] for own in (places[a], places[b])) for a, b in splits]
+            except IndexError as error:
+                raise ValueError(f"cv must give positions of the {len(places)} rows: {error}.") from error
+            if not all(len(trained) for trained, _ in folds) or not any(len(held_out) for _, held_out in folds):
+                raise ValueError(f"cv must give folds with rows to train on, and rows to hold out: got {self.cv!r}.")
+            return [(trained, held_out) for trained, held_out in folds if len(held_out)]
         # equal rows are in one fold, so that a weight of two is the row twice, and none is predicted from its copy
         content = np.column_stack([table.features, y])[rows]
         _, first, group = np.unique(content, axis=0, return_index=True, return_inverse=True)
         distinct = y[rows][first]
+        if len(distinct) < 2:
+            raise ValueError(
+                "folds need samples that differ, of weight above 0: got one sample. Pass steps= and one network."
+            )
         most = np.bincount(distinct).max() if is_class else 0  # no fold can have a member of each class if it is 1
-        kind, most = (StratifiedKFold, most) if most > 1 else (KFold, max(len(first), 2))
+        kind, most = (StratifiedKFold, most) if most > 1 else (KFold, len(first))
         splitter = kind(min(int(self.cv), most), shuffle=True, random_state=seed)
         with warnings.catch_warnings():  # of a class with fewer members than folds, which some folds then lack
             warnings.filterwarnings("ignore", "The least populated class", UserWarning)
@@ -420,15 +461,24 @@ def _validate_trained(trajectory: Trajectory, shares: Float[Tensor, " M"], const
         warn_caller(advice, ConvergenceWarning)
 
 
-def _validate_num_outputs(net: nn.Module, point: Tensor, num_outputs: int) -> None:
-    """Raise if a network has not one output per class or target; what else may be wrong with it, `train` says."""
+def _tried(net: InUnits, table: TrainingTable) -> bool:
+    """Return whether a network draws random numbers in training, as dropout does; what is wrong with it, `train` says.
+
+    Raises:
+        ValueError: It has not one output per class or target.
+    """
+    before = torch.get_rng_state()
     try:
         with torch.no_grad():
-            outputs = net(point)
+            outputs = net.net(net.standardized(as_tensor(table.features[:2])))
     except (RuntimeError, ValueError, TypeError, IndexError):
-        return
-    if isinstance(outputs, Tensor) and outputs.ndim == 2 and outputs.shape[1] != num_outputs:
+        return False
+    if is_random := not torch.equal(before, torch.get_rng_state()):
+        torch.set_rng_state(before)
+    shape, C = tuple(getattr(outputs, "shape", ())), table.num_outputs
+    if len(shape) != 2 or shape[1] != C:
         raise ValueError(
-            f"network must have one output per class or target of y, {num_outputs}: it has {outputs.shape[1]}. Change "
-            "its last layer, or pass a function of the numbers of features and outputs."
+            f"network must have one output per class or target of y, {C}: it maps {len(table.features[:2])} rows to "
+            f"shape {shape}. Change its last layer, or pass a function of the numbers of features and outputs."
         )
+    return is_random

@@ -90,7 +90,7 @@ def test_a_support_vector_machine_takes_the_matrix(data, fitted):
     assert svc.score(kernel(epk.test_copy(X[45:]), train).to_dense().numpy(), y[45:]) > 0.8
 
 
-OUTPUTS = "network must have one output per class or target of y, 3: it has {}. Change its last layer"
+OUTPUTS = r"network must have one output per class or target of y, 3: it maps 2 rows to shape \(2, {}\). Change"
 OPTIONS = [
     ({"steps": 0}, ValueError, "steps must be at least 1"),
     ({"steps": "many"}, TypeError, "steps must be"),

@@ -9,7 +9,7 @@ import torch
 from sklearn.base import clone
 from sklearn.compose import ColumnTransformer, make_column_selector
 from sklearn.exceptions import ConvergenceWarning, NotFittedError
-from sklearn.model_selection import GridSearchCV, cross_val_score
+from sklearn.model_selection import GridSearchCV, KFold, ShuffleSplit, TimeSeriesSplit, cross_val_score
 from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import OneHotEncoder, StandardScaler
 from torch import nn
@@ -301,6 +301,79 @@ def test_copies_of_a_row_are_in_one_fold_and_rows_of_weight_zero_in_none():
     assert (weighted.out_of_fold_.isnan().all(1).numpy() == (WEIGHTS == 0)).all()
 
 
+@pytest.mark.parametrize("cv", [KFold(4, shuffle=True, random_state=1), TimeSeriesSplit(3), None, "pairs", "masks"])
+def test_rows_of_weight_zero_are_as_left_out_whatever_divides_the_rows(cv):
+    X, _, targets = table(45, 0)
+    kept, rest = np.flatnonzero(WEIGHTS), np.arange(45) % 3
+    without = [(np.flatnonzero(rest[kept] != k), np.flatnonzero(rest[kept] == k)) for k in range(2)]
+    given, alone = cv, cv
+    if isinstance(cv, str):
+        given, alone = [(rest != k, rest == k) for k in range(2)], without
+        given = given if cv == "masks" else [(np.flatnonzero(a), np.flatnonzero(b)) for a, b in given]
+    model = epk.EPKRegressor(line, cv=given, random_state=0).fit(X, targets["mass"], sample_weight=WEIGHTS)
+    other = epk.EPKRegressor(line, cv=alone, random_state=0)
+    other.fit(X.iloc[kept], targets["mass"].iloc[kept], sample_weight=WEIGHTS[kept])
+    assert model.steps_ == other.steps_
+    torch.testing.assert_close(model.out_of_fold_[kept], other.out_of_fold_, rtol=1e-5, atol=1e-3, equal_nan=True)
+    assert model.out_of_fold_[WEIGHTS == 0].isnan().all()
+
+
+def test_a_function_that_returns_one_module_again_and_again_is_as_the_module():
+    X, _, targets = table(45, 0)
+    net = nn.Sequential(nn.Linear(3, 32), nn.Tanh(), nn.Linear(32, 1))
+    before = [p.clone() for p in net.parameters()]
+    own, made = (
+        epk.EPKRegressor(network, steps=40, cv=3, random_state=0).fit(X, targets["mass"])
+        for network in ([net, net], [lambda d, t: net, lambda d, t: net])
+    )
+    assert own.fold_losses_ == made.fold_losses_
+    assert all(torch.equal(p, q) and p.dtype == torch.float32 for p, q in zip(net.parameters(), before, strict=True))
+
+
+def test_a_seed_fixes_what_a_network_draws_in_training():
+    X, kind, _ = table(45, 0)
+    state = torch.get_rng_state()
+
+    def fitted(seed):
+        network = lambda d, c: nn.Sequential(nn.Linear(d, 8), nn.Dropout(0.3), nn.Linear(8, c))  # noqa: E731
+        return epk.EPKClassifier([network, line], steps=20, random_state=seed).fit(X, kind)
+
+    models = [fitted(0), fitted(0), fitted(1)]
+    np.testing.assert_array_equal(models[0].predict_proba(X), models[1].predict_proba(X))
+    assert models[0].fold_losses_ == models[1].fold_losses_ != models[2].fold_losses_
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+@pytest.mark.parametrize(("mean", "scale"), [(2e5, 8e4), (0, 1e5), (0, 1e-6), (0, 1e-12)])
+def test_contributions_are_certified_and_exact_in_any_unit_of_the_targets(mean, scale):
+    """In units of the targets: a small one must not make every error small, nor a large one a rounding error large."""
+    X, _, targets = table(45, 0)
+    y = (targets["mass"] - targets["mass"].mean()) / targets["mass"].std()
+    network = lambda d, t: nn.Sequential(nn.Linear(d, 16), nn.ReLU(), nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, t))  # noqa: E731
+    model = epk.EPKRegressor(network, steps=100, random_state=0).fit(X, mean + scale * y)
+    new = table(12, 1)[0]
+    result = model.attribute(new)  # a warning is an error
+    assert result.certified
+    np.testing.assert_allclose(result.to_frame().sum(axis=1), model.predict(new), rtol=0, atol=1e-10 * scale)
+    assert result.error_tolerance < 1e-6 * (mean + scale)
+
+
+def test_rows_in_no_fold_leave_the_classifier_its_others():
+    X, kind, _ = table(60, 0)
+    new, known, _ = table(45, 1)
+    model = epk.EPKClassifier(line, cv=ShuffleSplit(2, test_size=0.3, random_state=0), random_state=0).fit(X, kind)
+    judged = model.uncertain_classifier(new, known)
+    assert judged.stacking_.num_labels == 45 + int((~model.out_of_fold_.isnan().any(1)).sum()) < 105
+
+
+def test_names_of_targets_may_be_tuples():
+    X, _, targets = table(45, 0)
+    targets.columns = pd.MultiIndex.from_tuples([("size", "mass"), ("size", "age")])
+    model = epk.EPKRegressor(line, steps=5).fit(X, targets)
+    frame = model.attribute(X[:2]).to_frame()
+    assert list(frame.index.get_level_values("output")) == [*targets.columns] * 2
+
+
 def test_the_trained_network_takes_rows_in_their_units_and_can_be_exported(regressor, tmp_path):
     X = torch.tensor(table(4, 1)[0].to_numpy())
     program = torch.export.export(regressor.network_, (X,), dynamic_shapes=({0: torch.export.Dim("rows")},))
@@ -530,7 +603,19 @@ def test_wrong_weights_and_calls_are_refused(classifier, regressor, unchecked):
         (lambda: regressor.report("r.html", new, targets[:3]), ValueError, "2 target values for each of 4 points"),
         (lambda: regressor.report("r.html", new, targets.to_numpy()[:4].ravel()), ValueError, "2 target values"),
         (lambda: epk.EPKRegressor().fit(X, kind), ValueError, "could not convert string"),
-        (lambda: epk.EPKRegressor(nn.Linear(3, 3)).fit(X, targets), ValueError, "class or target of y, 2: it has 3"),
+        (lambda: epk.EPKRegressor(nn.Linear(9, 2)).fit(X, targets), ValueError, "the network must accept X"),
+        (lambda: epk.EPKRegressor(optimizer=torch.optim.LBFGS).fit(X, targets), ValueError, "one gradient a step"),
+        (lambda: epk.EPKRegressor([]).fit(X, targets), ValueError, "a list of at least one: got an empty list"),
+        (lambda: epk.EPKRegressor(cv=[]).fit(X, targets), ValueError, r"rows to hold out: got \[\]"),
+        (lambda: epk.EPKRegressor(cv=[([0, 1], [])]).fit(X, targets), ValueError, "rows to train on, and rows to hold"),
+        (lambda: epk.EPKRegressor(cv=[([0], [45])]).fit(X, targets), ValueError, "positions of the 45 rows: index 45"),
+        (lambda: epk.EPKRegressor(lr=1e9).fit(X, targets), ValueError, "training diverged: after no number of steps"),
+        (lambda: epk.EPKRegressor().fit(X * 0, targets * 0), ValueError, "samples that differ"),
+        (
+            lambda: epk.EPKRegressor(nn.Linear(3, 3)).fit(X, targets),
+            ValueError,
+            r"class or target of y, 2: it maps 2 rows to shape \(2, 3\)",
+        ),
         (lambda: epk.EPKRegressor().attribute(X), NotFittedError, "not fitted"),
         (lambda: epk.EPKRegressor().process_, NotFittedError, "not fitted"),
         (lambda: epk.EPKClassifier().label_errors(), NotFittedError, "not fitted"),

@@ -210,8 +210,15 @@ def principal_plane(X: Shaped[Tensor, "n ..."]) -> Plane:
 
 
 def project(plane: Plane, X: Shaped[Tensor, "n ..."]) -> Float[Tensor, "n 2"]:
-    """Return the coordinates (u, v) of the projections of points onto the plane."""
-    return (X.reshape(len(X), -1) - plane.origin.to(X)) @ plane.axes.T.to(X)
+    """Return the coordinates (u, v) of the projections of points onto the plane.
+
+    Raises:
+        ValueError: The points have not as many entries as the inputs of the plane.
+    """
+    rows = X.reshape(len(X), -1)
+    if rows.shape[1] != len(plane.origin):
+        raise ValueError(f"points must have the {len(plane.origin)} entries of an input: got {rows.shape[1]}.")
+    return (rows - plane.origin.to(X)) @ plane.axes.T.to(X)
 
 
 def lift(plane: Plane, uv: Float[Tensor, "n 2"]) -> Float[Tensor, "n ..."]:

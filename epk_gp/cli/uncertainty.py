@@ -233,7 +233,8 @@ def parse_columns(columns: str, others: str | None, feature_names: str | None, X
         pairs = [pair.split("=") for pair in (others or "").split(",") if pair]
         held = {column(word): float(value) for word, value in pairs}
     except ValueError as error:
-        raise ValueError(f"--columns must be X,Y, and --others NAME=VALUE,...: got {columns!r} ({error}).") from error
+        given = f"{columns!r}" if others is None else f"{columns!r} and {others!r}"
+        raise ValueError(f"--columns must be X,Y, and --others NAME=VALUE,...: got {given} ({error}).") from error
     return column_plane(X, x, y, names=names, others=held, categories=kinds, extent=ends)
 
 

@@ -102,6 +102,11 @@ class FunctionalModel:
         self.__init__(**state)
 
     @cached_property
+    def output_size(self) -> float:
+        """How large outputs are that are not small, as the network's `output_size` says; 1 where it says nothing."""
+        return float(getattr(self.module, "output_size", 1.0))
+
+    @cached_property
     def num_weights(self) -> int:
         """Number P of trained weights."""
         return sum(self.sizes)

@@ -215,7 +215,7 @@ class Tabular(Displayed):
             is_chosen = name == "output" and name not in labels and not named.keys().isdisjoint(chosen)
             source, at = ("chosen", np.arange(places.size)) if is_chosen else (name, places.ravel())
             numbers = along if isinstance(along, list) else range(at.max(initial=-1) + 1)
-            own = pandas.Index(named.get(source, numbers))
+            own = pandas.Index(named.get(source, numbers), tupleize_cols=False)
             require_labels(source, own, int(at.max(initial=-1)) + 1, is_exact=isinstance(along, range | list))
             levels.append(own.take(at).rename(name))
         index = levels[0] if len(levels) == 1 else pandas.MultiIndex.from_arrays(levels)

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from epk_gp.core.checks import as_tensor, parse_indices, validate_labels, validate_texts
 from epk_gp.core.losses import CrossEntropy, Head, NegativeLogLikelihood, ignored_class
 from epk_gp.core.model import FunctionalModel
+from epk_gp.core.show import warn_caller
 from epk_gp.core.step import Step, fingerprint_data
 from epk_gp.core.trajectory import Trajectory, network_outputs, parse_inputs
 from epk_gp.optimizers.update_rules import LinearStep, stack_coefficients
@@ -42,6 +43,12 @@ class InUnits(nn.Module):
         self.net = net
         self.register_buffer("columns", columns)
         self.register_buffer("outputs", outputs)
+
+    @property
+    def output_size(self) -> float:
+        """How large outputs are in the units of the targets: their rounding is of this size, also where they are 0."""
+        mean, scale = self.outputs
+        return float((mean.abs() + scale).max())
 
     def standardized(self, x: Float[Tensor, "n D"]) -> Float[Tensor, "n D"]:
         """Return rows in the units of the network, in their own dtype."""
@@ -330,7 +337,7 @@ def out_of_fold_logits(
     """Return logits of training points by networks that have not seen them, float64, or None where there are none.
 
     Args:
-        logits: Those of all M training points.
+        logits: Those of all M training points; a row of NaN where there are none.
         trajectory: The run.
         points: Which of them are used.
 
@@ -341,14 +348,20 @@ def out_of_fold_logits(
     if logits is None:
         return None
     needed, advice = (trajectory.num_points, trajectory.num_outputs), "Pass a row for each training point, in order."
-    z = as_tensor(logits if isinstance(logits, Tensor) else np.asarray(logits, dtype=np.float64), torch.float64)
+    try:
+        z = as_tensor(logits if isinstance(logits, Tensor) else np.asarray(logits, dtype=np.float64), torch.float64)
+    except ValueError as error:
+        raise TypeError(f"out_of_fold must be an array of logits: got {logits!r}.") from error
     if z.shape != needed:
         raise ValueError(f"out_of_fold must be logits of shape {needed}: got shape {tuple(z.shape)}. {advice}")
     z = z.detach().to(points.device)[points]
-    if not (is_finite := z.isfinite().all(1)).all():
-        row = int(points[~is_finite][0])
-        raise ValueError(f"out_of_fold must be finite where points are used: row {row} is not. {advice}")
-    if torch.allclose(z, network_outputs(trajectory, trajectory.inputs[points]).to(z)):
+    known = z.isfinite().all(1)
+    if (is_wrong := ~(known | z.isnan().all(1))).any():
+        row = int(points[is_wrong][0])
+        raise ValueError(f"out_of_fold must be finite, or NaN for all outputs of a point: row {row} is not. {advice}")
+    if not known.any():
+        return None
+    if torch.allclose(z[known], network_outputs(trajectory, trajectory.inputs[points[known]]).to(z)):
         raise ValueError(
             "out_of_fold must be logits of networks that have not seen the point: these are the run's own."
         )
@@ -538,6 +551,8 @@ def float_inputs(X: Shaped[Tensor, "n ..."], dtype: torch.dtype) -> Shaped[Tenso
 def count_seen(X: Shaped[Tensor, "n ..."], trajectory: Trajectory, points: Tensor | slice = slice(None)) -> int:
     """Return how many validation points are training points, up to the rounding of a narrower dtype.
 
+    Warns of more than a twentieth.
+
     Args:
         X: The validation points.
         trajectory: The run.
@@ -557,4 +572,9 @@ def count_seen(X: Shaped[Tensor, "n ..."], trajectory: Trajectory, points: Tenso
     seen = sum(row.tobytes() in rows for row in unseen)
     if 2 * seen > len(X):
         raise ValueError(f"validation points must be unseen: {seen} of {len(X)} are training points. Hold others out.")
+    if 20 * seen > len(X):
+        warn_caller(
+            f"{seen} of {len(X)} validation points are equal to training points: if they are the same observations, "
+            "scores are too sure of themselves, and sets too small. Hold others out."
+        )
     return seen

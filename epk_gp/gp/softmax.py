@@ -35,6 +35,7 @@ class SoftmaxUncertainty(Tabular):
         max_clipped_eigenvalue: Largest absolute value of a negative eigenvalue of a covariance that was set to zero; 0
             if there was none.
         quantiles: Of the probability, (n, C) for every level.
+        levels: Of the quantiles, in [0, 1].
     """
 
     mean: Float[Tensor, "n C"]
@@ -45,6 +46,7 @@ class SoftmaxUncertainty(Tabular):
     standard_error: Float[Tensor, "n C"]
     max_clipped_eigenvalue: float
     quantiles: Float[Tensor, "levels n C"]
+    levels: tuple[float, ...] = ()
 
     def __len__(self) -> int:
         return self.mean.shape[0]
@@ -52,7 +54,7 @@ class SoftmaxUncertainty(Tabular):
     def _frame(self) -> tuple[Any, ...]:
         names = ("mean", "std", "standard_error", "entropy", "expected_entropy", "mutual_information")
         terms = {name: getattr(self, name).reshape(len(self), -1) for name in names}
-        terms |= {f"quantile {k}": values for k, values in enumerate(self.quantiles)}
+        terms |= {f"quantile {level:g}": values for level, values in zip(self.levels, self.quantiles, strict=True)}
         return {"point": range(len(self))}, terms, [("output", range(self.mean.shape[1]))]
 
     def _summary(self) -> Summary:
@@ -149,7 +151,8 @@ def _uncertainty(mean: Tensor, root: Tensor, eps: Tensor, levels: Tensor, max_cl
     chunks = [_moments(mu, A, eps, levels.to(mean)) for mu, A in zip(mean.split(size), root.split(size), strict=True)]
     p, std, entropy, aleatoric, error, quantiles = (torch.cat(parts) for parts in zip(*chunks, strict=True))
     epistemic = entropy - aleatoric
-    return SoftmaxUncertainty(p, std, entropy, aleatoric, epistemic, error, max_clipped, quantiles.movedim(1, 0))
+    scores = (p, std, entropy, aleatoric, epistemic, error)
+    return SoftmaxUncertainty(*scores, max_clipped, quantiles.movedim(1, 0), tuple(levels.tolist()))
 
 
 def _validate_sampling(num_samples: int, generator: torch.Generator | None) -> None:

@@ -9,6 +9,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from scipy.optimize import minimize, minimize_scalar
 from torch import Tensor
+from torch.nn.functional import nll_loss
 
 from epk_gp.core.checks import validate_number
 from epk_gp.core.show import (
@@ -45,15 +46,14 @@ class Judgement(NamedTuple):
 class Stacking(Displayed):
     """Class probabilities softmax(network * a_1 + process * a_2).
 
-    Printed, it says whether the process gains anything: by how much the loss of the network alone is larger, against
-    twice the standard error of this difference.
+    Printed, it says whether the process gains anything: by how much the loss of the network alone, with a temperature
+    of its own, is larger, against twice the standard error of this difference.
 
     Attributes:
         network: a_1, of the network's logits.
         process: a_2, of the process's mean.
-        loss: Mean negative log probability of the labels that chose both and of the one beside them (`stack_logits`),
-            in nats.
-        network_loss: The same of the network alone, as it is (a_1 = 1, a_2 = 0).
+        loss: Mean negative log probability of the labels that chose both, in nats.
+        network_loss: The same of the network alone (a_2 = 0), with the a_1 that these labels choose then.
         gain_error: Standard error of the mean difference of the two over these labels.
         alone: b, the weight that the process has alone, in predictions of training labels from each other. Error bars
             are those of b m, or of a_2 m where that is larger: they do not vanish with a_2.
@@ -82,7 +82,11 @@ class Stacking(Displayed):
     def _summary(self) -> Summary:
         entries = (
             Entry("weights", f"network {number(self.network)}, process {number(self.process)}"),
-            Entry("loss", f"{number(self.loss)} nats per label", f"network alone: {number(self.network_loss)}"),
+            Entry(
+                "loss",
+                f"{number(self.loss)} nats per label",
+                f"network with a temperature: {number(self.network_loss)}",
+            ),
             Entry("the process gains", self.gain_words),
         )
         return Summary(f"Network and process, weighed by {count(self.num_labels, 'label')}", entries)
@@ -143,26 +147,31 @@ def stack_logits(
     spread = math.hypot(_SPREAD, _SPREAD_PER_LABEL * (held_out + _OTHER_NETWORKS * (n - held_out)))
     precision = 0.0 if alone is None else spread**-2
 
-    def losses(logits: Tensor) -> tuple[Tensor, Tensor]:
-        log_p = logits.log_softmax(1)
-        own = torch.nn.functional.nll_loss(log_p, labels, reduction="none")
-        return own, (own.sum() - log_p.mean()) / (n + 1)
+    def weighed(*terms: Tensor) -> list[float]:
+        """Return the most likely weights of the network, or of network and process."""
+        middle = centre[: len(terms)]
 
-    def loss_and_gradient(log_weights: np.ndarray) -> tuple[float, np.ndarray]:
-        a = torch.tensor(log_weights, dtype=network.dtype, device=network.device, requires_grad=True)
-        _, loss = losses(a[0].exp() * network + a[1].exp() * process)
-        (gradient,) = torch.autograd.grad(loss, a)
-        pull = precision * (log_weights - centre) / (n + 1)
-        penalty = 0.5 * float(pull @ (log_weights - centre))
-        return loss.item() + penalty, gradient.cpu().numpy().astype(np.float64) + pull
+        def loss_and_gradient(log_weights: np.ndarray) -> tuple[float, np.ndarray]:
+            a = torch.tensor(log_weights, dtype=network.dtype, device=network.device, requires_grad=True)
+            log_p = sum(w * term for w, term in zip(a.exp(), terms, strict=True)).log_softmax(1)
+            loss = (nll_loss(log_p, labels, reduction="sum") - log_p.mean()) / (n + 1)
+            (gradient,) = torch.autograd.grad(loss, a)
+            pull = precision * (log_weights - middle) / (n + 1)
+            penalty = 0.5 * float(pull @ (log_weights - middle))
+            return loss.item() + penalty, gradient.cpu().numpy().astype(np.float64) + pull
 
-    bounds = [(-_LOG_RANGE, _LOG_RANGE)] * 2
-    with torch.enable_grad():
-        found = minimize(loss_and_gradient, np.zeros(2), jac=True, method="L-BFGS-B", bounds=bounds)
-    a_1, a_2 = np.exp(found.x).tolist()
-    (of_both, loss), (of_network, network_loss) = losses(a_1 * network + a_2 * process), losses(network)
+        bounds = [(-_LOG_RANGE, _LOG_RANGE)] * len(terms)
+        with torch.enable_grad():
+            found = minimize(loss_and_gradient, np.zeros(len(terms)), jac=True, method="L-BFGS-B", bounds=bounds)
+        weights: list[float] = np.exp(found.x).tolist()
+        return weights
+
+    (a_1, a_2), (a_alone,) = weighed(network, process), weighed(network)
+    candidates = a_1 * network + a_2 * process, a_alone * network
+    of_both, of_network = (nll_loss(logits.log_softmax(1), labels, reduction="none") for logits in candidates)
     error = float((of_network - of_both).std()) / math.sqrt(n)
-    return Stacking(a_1, a_2, float(loss), float(network_loss), error, alone or 0.0, n, num_training, held_out)
+    means = float(of_both.mean()), float(of_network.mean())
+    return Stacking(a_1, a_2, *means, error, alone or 0.0, n, num_training, held_out)
 
 
 class Calibrated(NamedTuple):
@@ -195,19 +204,19 @@ def calibrate(
         labels: Their classes.
         left_out: Mean of the process at the N training points, each predicted from the others.
         training_labels: Their classes.
-        out_of_fold: Logits of the N training points by networks that have not seen them.
+        out_of_fold: Logits of the N training points by networks that have not seen them; NaN where there are none.
         seed: Of the division into halves.
     """
     N, (logits, mean, _) = len(training_labels), judged
     alone = most_likely_temperature(left_out, training_labels, unknown=1)
     order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(seed)).to(labels.device)
     halves = order.tensor_split(2) if out_of_fold is None else (order[:0], order)
-    count = 0 if out_of_fold is None else N
-    f = logits[:0] if out_of_fold is None else out_of_fold.to(logits)
+    f = logits.new_full((N, 1), math.nan) if out_of_fold is None else out_of_fold.to(logits)
+    known = f.isfinite().all(1)
 
     def weights(rows: Tensor) -> Stacking:
-        network, process = torch.cat([f, logits[rows]]), torch.cat([left_out[:count], mean[rows]])
-        own = torch.cat([training_labels[:count], labels[rows]])
+        network = torch.cat([f[known].expand(-1, logits.shape[1]), logits[rows]])
+        process, own = torch.cat([left_out[known], mean[rows]]), torch.cat([training_labels[known], labels[rows]])
         return stack_logits(network, process, own, alone, N, len(rows))
 
     weighing, calibrating = halves
@@ -228,7 +237,7 @@ def most_likely_temperature(logits: Float[Tensor, "n C"], labels: Int[Tensor, " 
 
     def loss(log_factor: float) -> float:
         log_p = (logits * math.exp(log_factor)).log_softmax(1)
-        known = float(torch.nn.functional.nll_loss(log_p, labels))
+        known = float(nll_loss(log_p, labels))
         return known - unknown * float(log_p.mean()) / len(labels)
 
     return math.exp(float(minimize_scalar(loss, bounds=(-_LOG_RANGE, _LOG_RANGE), method="bounded").x))
@@ -263,7 +272,7 @@ def conformal_sets(
     if labels is not None:
         columns = probability.split(1, dim=1)
         return torch.cat([conformal_sets(p, scores[labels == c], alpha) for c, p in enumerate(columns)], dim=1)
-    rank = math.ceil((len(scores) + 1) * (1 - alpha))
+    rank = len(scores) + 1 - math.floor(round(alpha * (len(scores) + 1), 9))  # 0.18 of 150 are 27, not rounding below
     if rank > len(scores):
         return torch.ones_like(probability, dtype=torch.bool)
     return 1 - probability <= scores[rank - 1]
@@ -283,8 +292,8 @@ class ClassUncertainty(Tabular):
             errors between classes.
         entropy: Of `predict_proba`, in nats: all uncertainty about the class, whatever its cause.
         mutual_information: The part of it that more training data would remove, in nats: to tell ignorance from
-            classes that overlap. It is small wherever the class is sure, also far from the data if network and process
-            agree.
+            classes that overlap. Its share is that of Monte Carlo draws through the softmax. It is small wherever the
+            class is sure, also far from the data if network and process agree.
         std: Error bar of the predicted class's probability p, not of the class: the root of a sum of two variances. One
             is that of p under the process, with the weight that the process has where it predicts training labels from
             each other, or its weight beside the network if that is larger. The other one is p (1 - p) / (n / 2 + 2),

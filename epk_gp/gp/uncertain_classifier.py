@@ -105,7 +105,7 @@ class UncertainClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
             features, whose noise grows with the power.
         path: Which the nodes lie on: `straight()` steps, or `chords(every=k)`.
         out_of_fold: Logits of the M training points in their order, each by a network that was trained without that
-            point, as in cross-validation; only rows of `points` are used.
+            point, as in cross-validation, or NaN; only rows of `points` are used.
         memory_budget: Bytes for everything but the points and the result (`ComputeOptions`).
         progress: Show a progress bar.
         executor: Whose workers compute (`ComputeOptions`).
@@ -278,16 +278,16 @@ class UncertainClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         judged = self._judged(X)
         p = self.stacking_.probability(judged)
         of_network = p.gather(1, judged.logits.argmax(1)[:, None])[:, 0]
-        variance = self._variance(judged)
         generator = torch.Generator(p.device).manual_seed(self._fitted.settings.seed)
-        u = isotropic_softmax_uncertainty(self.stacking_.mean(judged), variance, num_samples, generator)
-        largest = p.amax(1)
+        u = isotropic_softmax_uncertainty(self.stacking_.mean(judged), self._variance(judged), num_samples, generator)
+        entropy, largest = torch.special.entr(p).sum(1), p.amax(1)
+        share = (u.mutual_information / u.entropy.clamp_min(torch.finfo(p.dtype).tiny)).clamp(0, 1)
         by_process = u.std.gather(1, p.argmax(1)[:, None])[:, 0]
         scores = (
             1 - of_network,
             judged.variance,
-            torch.special.entr(p).sum(1),
-            u.mutual_information,
+            entropy,
+            share * entropy,
             (by_process.square() + largest * (1 - largest) / (self.stacking_.num_held_out / 2 + 2)).sqrt(),
         )
         as_given = ClassUncertainty(*(gp_data.like_inputs(values, X) for values in scores))

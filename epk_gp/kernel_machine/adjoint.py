@@ -258,7 +258,8 @@ def layerwise_average(block: Predictions, steps: range, max_nodes: int, take: Ta
         parts[0] if len(parts) == 1 else torch.cat(parts, dim=1) for parts in zip(*found, strict=True)
     )
     size += (of_statistics.abs() @ d[P:].abs()).T
-    rounding, of_outputs = _SUM_ROUNDING * num_layers * eps * size.amax(dim=1), rounding_of(start, end, w.dtype)
+    rounding = _SUM_ROUNDING * num_layers * eps * size.amax(dim=1)
+    of_outputs = rounding_of(start, end, w.dtype, net.model.output_size)
     whole = change + (of_statistics @ d[P:]).T
     error = (block.select_outputs(end - start) - whole).abs().amax(dim=1)
     total = whole if block.classes is None else (end - start).scatter(1, block.classes[:, None], whole)

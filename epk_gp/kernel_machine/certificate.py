@@ -361,7 +361,7 @@ def sum_tolerance(rule: Rule, trajectory: Trajectory, dtype: torch.dtype, terms:
         dtype: Of the computation.
         terms: Sum of the terms' absolute values.
     """
-    size, dtype = max(1.0, float(terms.max())), coarsest_dtype(trajectory, dtype)
+    size, dtype = max(trajectory.model.output_size, float(terms.max())), coarsest_dtype(trajectory, dtype)
     rounding = _SUM_ROUNDING[dtype] * torch.finfo(dtype).eps * size * math.sqrt(max(1, trajectory.num_steps))
     return _TOLERANCES * _tolerance(rule) + rounding
 

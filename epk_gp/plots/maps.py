@@ -29,7 +29,7 @@ from epk_gp.gp.data import as_numbers
 from epk_gp.plots import style
 
 _MAX_POINTS = 600  # training points drawn on the maps of a figure
-_MOST_COLUMNS = 6  # of a legend of one row
+_MOST_COLUMNS, _LEGEND, _HANDLE = 6, 88, 6  # of a legend, its width in characters, and that of a marker
 _COORDINATES = ("$x_1$", "$x_2$")
 _FINE = 241  # nodes per side between which a map is drawn: a node is a pixel or two
 _LEVELS = 12  # shades, about
@@ -41,7 +41,8 @@ _NEIGHBOURS = np.array([[0, 1, 0], [1, 0, 1], [0, 1, 0]]) / 4
 _PALE = 0.22  # share of a class's colour in that of its region
 _EVEN = 0.7548777, 0.5698403  # whose multiples, taken together, are spread evenly over a square (Roberts 2018)
 _SPREAD = 0.7  # of a cell: where the points of a category are drawn
-_LONGEST = 20  # characters of a category's name
+_LONGEST = 20  # characters of the name of a class, a category or another column
+_AXIS = 32  # characters of the name of an axis
 _ROOM = 40  # characters of all categories' names that stand beside each other below a map
 _MOST_NAMES = 24  # of categories along an axis
 _LINE = 80  # characters of other columns and their values above a map
@@ -198,14 +199,16 @@ def map_figure(
     if m.out_of_distribution is not None:
         panels = [(m.error, "error score", "probability of an error", m.network_class)]
         panels += [(m.out_of_distribution, "out-of-distribution score", "0 near, 1 far", None)]
-    plane, words = held_columns(m.plane) if plane is None else plane, axis_names or m.plane.names
+    plane = held_columns(m.plane) if plane is None else plane
+    words = [shortened(name, _AXIS) for name in axis_names or m.plane.names]
+    names = None if m.class_names is None else [shortened(name, _LONGEST) for name in m.class_names]
     drawn = m.points[:: math.ceil(len(m.points) / _MAX_POINTS)]
     classes = style.class_labels(m.labels)
     training: dict[str, Any] = {"points": m.training[drawn], "labels": None if classes is None else classes[drawn]}
     figure = style.new_figure(0.5 + 3.15 * len(panels) / 2 + 0.3 * bool(plane))
     axes = figure.subplots(len(panels) // 2, 2, sharex=True, sharey=True)
     for ax, (values, title, unit, regions) in zip(axes.flat, panels, strict=True):
-        draw_panel(ax, m, values, title=title, colorbar_label=unit, regions=regions, names=m.class_names, **training)
+        draw_panel(ax, m, values, title=title, colorbar_label=unit, regions=regions, names=names, **training)
         if validation is not None:
             validate_columns(m.plane, getattr(validation, "columns", None), "validation")
             x, y = _in_cells(m, project(m.plane, as_numbers(validation, "validation").double())).T.tolist()
@@ -215,12 +218,19 @@ def map_figure(
     if plane:
         figure.suptitle(style.plain(plane), x=0.01, ha="left", fontsize=style.SMALL)
     if classes is not None:
-        handles = map_handles(classes[drawn], names=m.class_names)
+        handles = map_handles(classes[drawn], names=names)
         if validation is not None:
             handles.insert(-1, Line2D([], [], color=style.INK, marker="x", linestyle="", label="validation points"))
-        columns = len(handles) if len(handles) <= _MOST_COLUMNS else math.ceil(len(handles) / 2)
+        columns = legend_columns(handles)
         figure.legend(handles=handles, loc="outside lower center", ncols=columns, title="training points, projected")
     return figure
+
+
+def legend_columns(handles: Sequence[Artist]) -> int:
+    """Return in how many columns a legend below a figure has room."""
+    lengths = [_HANDLE + len(str(handle.get_label())) for handle in handles]
+    widths = {n: sum(map(max, np.array_split(lengths, n))) for n in range(1, min(len(lengths), _MOST_COLUMNS) + 1)}
+    return max(n for n, width in widths.items() if n == 1 or width <= _LEGEND)
 
 
 def draw_panel(

@@ -301,7 +301,7 @@ def integrate(
         refinement = _Refinement(segment, X, rule, num_steps, table)
         intervals, evaluations = refinement.cut_at_kinks(intervals, switches), refinement.evaluations
     parents = iv.Parents(torch.zeros_like(start), iv.Lineage(every * 0, no, every * 0, zeros), no, no)
-    rounding = iv.rounding_of(start, end, segment.net.coarsest_dtype)
+    rounding = iv.rounding_of(start, end, segment.net.coarsest_dtype, segment.net.model.output_size)
     level = 0
     while len(intervals):
         owner, number, t, weight = iv.nodes_of(intervals, table)

@@ -289,9 +289,11 @@ class Parents:
     is_raised: Bool[Tensor, " F"]
 
 
-def rounding_of(start: Float[Tensor, "n C"], end: Float[Tensor, "n C"], dtype: torch.dtype) -> Float[Tensor, " n"]:
-    """Return the residual that is taken for rounding of each point's outputs, in a dtype."""
-    size = torch.maximum(start.abs(), end.abs()).amax(dim=1).clamp(min=1.0)
+def rounding_of(
+    start: Float[Tensor, "n C"], end: Float[Tensor, "n C"], dtype: torch.dtype, least: float
+) -> Float[Tensor, " n"]:
+    """Return the residual that is taken for rounding of each point's outputs, in a dtype; `least` is their size."""
+    size = torch.maximum(start.abs(), end.abs()).amax(dim=1).clamp(min=least)
     return _ROUNDING * torch.finfo(dtype).eps * size
 
 

@@ -120,7 +120,8 @@ def test_halves_share_no_point_and_training_points_are_recognised(judged):
     assert torch.equal(source.X[second.rows], second.X)
     assert not torch.equal(source.halves(1)[0].rows, first.rows)
     X = trajectory.inputs[5:9]
-    assert count_seen(torch.cat([X, X + 1e-9]), trajectory) == 4
+    with pytest.warns(UserWarning, match="4 of 8 validation points are equal to training points"):
+        assert count_seen(torch.cat([X, X + 1e-9]), trajectory) == 4
     with pytest.raises(ValueError, match="must be unseen: 4 of 7 are training points"):
         count_seen(torch.cat([X, X[:3] + 1e-9]), trajectory)
 

@@ -48,6 +48,7 @@ def test_quantiles_are_those_of_the_logistic_normal(generator):
     levels = [0.05, 0.5, 0.9]
     u = softmax_uncertainty(posterior, 2**17, generator, quantiles=levels)
     assert u.quantiles.shape == (3, 5, 2)
+    assert {f"quantile {level:g}" for level in levels} < {name for name, _ in u.to_frame().columns}
     assert softmax_uncertainty(posterior, 10).quantiles.shape == (0, 5, 2)
     mu = posterior.mean[:, 0] - posterior.mean[:, 1]
     K = posterior.covariance

@@ -47,7 +47,9 @@ def test_scores_are_what_they_are_documented_to_be(model, run, points):
     assert_close(u.entropy, torch.special.entr(p).sum(1))
     assert_close(u.out_of_distribution, model.process_.predict(X)[1])
     assert (u.std > 0).all()
-    assert (u.mutual_information > -1e-9).all()
+    of_draws = epk.softmax_uncertainty(model.logit_posterior(X), 1024)
+    assert_close(u.mutual_information / u.entropy, of_draws.mutual_information / of_draws.entropy, rtol=0, atol=0.05)
+    assert ((u.mutual_information >= 0) & (u.mutual_information <= u.entropy)).all()
 
 
 def test_the_posterior_of_the_logits_is_that_of_probabilities_and_scores(model, points):
@@ -147,6 +149,8 @@ def test_sets_hold_the_true_class_as_often_as_promised(generator, alpha):
     deviation = (2 * alpha * (1 - alpha) / 20_000) ** 0.5
     assert abs(coverage - (1 - alpha)) < 4 * deviation + 1e-4
     assert conformal_sets(p[:1], torch.linspace(0, 0.1, 8).double(), 0.1).all()  # too few scores
+    scores = torch.arange(149).double() / 200
+    assert conformal_sets(1 - scores[None], scores, 0.18).sum() == 123  # 0.82 of 150, which rounding makes more
 
 
 def test_a_threshold_for_each_class_holds_the_promise_within_each(generator):
@@ -234,13 +238,31 @@ def test_out_of_fold_logits_weigh_and_leave_all_validation_labels_to_sets(run, f
     assert without.set_stacking_ != model.set_stacking_
 
 
+def test_points_in_no_fold_weigh_nothing(run, folds):
+    X, y = gaussians(20, 1)
+    some, none = folds.clone(), torch.full_like(folds, torch.nan)
+    some[10:] = torch.nan
+    fitted = [epk.UncertainClassifier(run, nodes=4, out_of_fold=given).fit(X, y) for given in (some, none, None)]
+    assert [model.stacking_.num_labels for model in fitted] == [70, 60, 60]
+    assert [len(model.conformity_scores_) for model in fitted] == [60, 30, 30]
+    assert fitted[1].stacking_ == fitted[2].stacking_
+
+
+def test_validation_points_that_the_run_was_trained_on_are_warned_of(run):
+    X, y = gaussians(20, 1)
+    own = run.inputs[:4], run.targets[:4]
+    with pytest.warns(UserWarning, match="4 of 64 validation points are equal to training points"):
+        epk.UncertainClassifier(run, nodes=4).fit(torch.cat([X, own[0]]), torch.cat([y, own[1]]))
+
+
 def test_out_of_fold_logits_that_cannot_be_are_refused(run, folds, unchecked):
-    hole = folds.clone()
-    hole[7, 1] = torch.inf
+    hole, gap = folds.clone(), folds.clone()
+    hole[7, 1], gap[7, 1] = torch.inf, torch.nan
     for given, message in (
         (folds[:-1], r"logits of shape \(45, 3\): got shape \(44, 3\)"),
         (folds[:, 0], r"got shape \(45,\)"),
         (hole, "row 7 is not"),
+        (gap, "row 7 is not"),
         (epk.network_outputs(run, run.inputs), "these are the run's own"),
     ):
         with pytest.raises(ValueError, match=message):
@@ -257,6 +279,15 @@ def test_weights_of_a_process_that_gains_nothing_say_so(generator):
     assert "nothing" not in str(something)
     assert something.network_loss == pytest.approx(nothing.network_loss)
     assert something.network_loss - something.loss > 2 * something.gain_error
+
+
+def test_a_temperature_that_the_network_needs_is_no_gain_of_the_process(generator):
+    """An overconfident network beside a process that says nothing, and one that is always right beside a poor one."""
+    logits = 2 * torch.randn(300, C, dtype=torch.float64, generator=generator)
+    labels = torch.multinomial(logits.softmax(1), 1, generator=generator)[:, 0]
+    sure = 40 * nn.functional.one_hot(labels, C).double()
+    for network, process in ((5 * logits, torch.zeros_like(logits)), (sure, 0.1 * torch.randn_like(logits))):
+        assert "gains  nothing that 300 labels would show" in str(stack_logits(network, process, labels, 1.0))
 
 
 def test_a_score_may_be_weighted(model, points):

@@ -159,6 +159,24 @@ def test_the_line_of_other_columns_stays_in_the_figure(length):
     assert f" {np.median(X[:, 2]):.5g}, " in said
 
 
+@pytest.mark.parametrize(("num_classes", "length"), [(3, 16), (3, 28), (6, 20), (10, 12)])
+def test_long_names_of_classes_and_columns_stay_in_the_figure(num_classes, length):
+    m, validation = score_map(3)
+    names = [f"{c}".rjust(length, "m") for c in range(num_classes)]
+    m = replace(m, labels=torch.arange(40) % num_classes, class_names=names)
+    m = replace(m, plane=replace(m.plane, columns=("a" * 70, "b" * 70, "c")))
+    figure = map_figure(m, validation=validation)
+    figure.canvas.draw()
+    boxes = [figure.legends[0], *(axis.label for ax in figure.axes[:2] for axis in (ax.xaxis, ax.yaxis))]
+    for box in (artist.get_window_extent() for artist in boxes):
+        assert figure.bbox.x0 <= box.x0
+        assert box.x1 <= figure.bbox.x1
+        assert figure.bbox.y0 <= box.y0
+        assert box.y1 <= figure.bbox.y1
+    left, right = (ax.xaxis.label.get_window_extent() for ax in figure.axes[:2])
+    assert left.x1 < right.x0
+
+
 def test_validation_points_of_other_columns_or_categories_are_refused():
     m, validation = score_map(3)
     frame = pd.DataFrame(validation, columns=["age", "kind", "c"])
@@ -167,6 +185,8 @@ def test_validation_points_of_other_columns_or_categories_are_refused():
         map_figure(m, validation=frame[["kind", "age", "c"]])
     with pytest.raises(ValueError, match="points must have values of 'kind' that have a name"):
         map_figure(m, validation=validation + 1)
+    with pytest.raises(ValueError, match="points must have the 3 entries of an input: got 2"):
+        map_figure(m, validation=validation[:, :2])
 
 
 @pytest.mark.parametrize(("num_kinds", "axes"), [(3, (1, 0)), (3, (0, 1)), (20, (1, 0)), (20, (0, 1)), (40, (1, 0))])
