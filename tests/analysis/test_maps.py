@@ -221,7 +221,8 @@ def test_a_map_has_inputs_of_the_run_s_dtype(dtype):
         net = torch.nn.Sequential(torch.nn.Embedding(4, 2), torch.nn.Flatten(), torch.nn.Linear(6, 2))
     X = X.to(getattr(torch, dtype))
     run = epk.train(net, X[:40], y[:40], optimizer=torch.optim.SGD(net.parameters(), lr=0.1), steps=4)
-    model = epk.UncertainClassifier(run, nodes=2).fit(X[40:], y[40:])
+    with pytest.warns(UserWarning, match="19 of 40 validation points are equal to training points"):
+        model = epk.UncertainClassifier(run, nodes=2).fit(X[40:], y[40:])
     kinds = {k: dict(enumerate("abcd")) for k in range(3)}
     m = uncertainty_on_plane(model, column_plane(model, 0, 2, categories=kinds), num_samples=4)
     rows = torch.tensor([[u, m.plane.others["column 1"], v] for v in range(4) for u in range(4)]).to(X.dtype)
