@@ -6,7 +6,6 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-from animals import KINDS, WEIGHTS, table
 from sklearn.base import clone
 from sklearn.compose import ColumnTransformer, make_column_selector
 from sklearn.exceptions import ConvergenceWarning, NotFittedError
@@ -16,6 +15,7 @@ from sklearn.preprocessing import OneHotEncoder, StandardScaler
 from torch import nn
 
 import epk_gp as epk
+from animals import KINDS, WEIGHTS, table
 from epk_gp.estimator import LinearAndHidden, line
 
 

@@ -4,11 +4,11 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-from animals import WEIGHTS, table
 from sklearn.model_selection import KFold, ShuffleSplit, TimeSeriesSplit
 from torch import nn
 
 import epk_gp as epk
+from animals import WEIGHTS, table
 from epk_gp.estimator import STEPS, LinearAndHidden, line
 
 
