@@ -388,7 +388,10 @@ def test_pipelines_grids_and_column_transformers_take_data_frames():
             ("word", OneHotEncoder(), ["habitat"]),
         ]
     ).set_output(transform="default")
-    for model, y in ((epk.EPKClassifier(steps=20, random_state=0), kind), (epk.EPKRegressor(random_state=0), targets)):
+    for model, y in (
+        (epk.EPKClassifier(steps=20), kind),
+        (epk.EPKRegressor([line, LinearAndHidden], steps=60), targets),
+    ):
         pipeline = make_pipeline(columns, model)
         assert cross_val_score(pipeline, X, y, cv=3).mean() > 0.25
         name = type(model).__name__.lower()

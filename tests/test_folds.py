@@ -68,10 +68,14 @@ def test_rows_of_weight_zero_are_as_left_out_whatever_divides_the_rows(cv):
     if isinstance(cv, str):
         given, alone = [(rest != k, rest == k) for k in range(2)], without
         given = given if cv == "masks" else [(np.flatnonzero(a), np.flatnonzero(b)) for a, b in given]
-    model = epk.EPKRegressor(line, cv=given, random_state=0).fit(X, targets["mass"], sample_weight=WEIGHTS)
-    other = epk.EPKRegressor(line, cv=alone, random_state=0)
+    networks = [line, LinearAndHidden]
+    model = epk.EPKRegressor(networks, steps=30, cv=given, random_state=0).fit(
+        X, targets["mass"], sample_weight=WEIGHTS
+    )
+    other = epk.EPKRegressor(networks, steps=30, cv=alone, random_state=0)
     other.fit(X.iloc[kept], targets["mass"].iloc[kept], sample_weight=WEIGHTS[kept])
-    assert model.steps_ == other.steps_
+    for found, expected in zip(model.fold_losses_, other.fold_losses_, strict=True):
+        assert found == pytest.approx(expected, rel=1e-5)
     torch.testing.assert_close(model.out_of_fold_[kept], other.out_of_fold_, rtol=1e-5, atol=1e-3, equal_nan=True)
     assert model.out_of_fold_[WEIGHTS == 0].isnan().all()
 
