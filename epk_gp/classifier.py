@@ -24,14 +24,14 @@ class EPKClassifier(ClassifierMixin, RecordedEstimator):  # type: ignore[misc]  
 
     Inputs are rows of features in any units: the recorded network subtracts the training rows' mean of each column and
     divides by their standard deviation (by 1 where a column is constant). Of a data frame, the labels of its rows and
-    columns name samples and features in tables and reports.
+    columns name samples and features in tables; a report has those of columns.
 
     Args:
         network: A torch module, which is copied and not changed, or a function of the numbers of features and classes
             that returns one. It maps (n, features) to (n, classes). A list of these is compared by folds. By default a
             linear model, one with a hidden layer beside it, and one with a layer of cosines (`LinearAndHidden`).
-        steps: Training steps; None for the number of least loss on held-out rows, of 15 from 5 to 960. A number still
-            leaves the networks to be compared by folds: with one network as well, nothing is chosen.
+        steps: Training steps; None for the number of least loss on held-out rows, of 15 from 5 to 960. With a
+            number, folds compare the networks only; with a number and one network there are no folds.
         lr: Learning rate of gradient descent with a momentum of 0.9.
         batch_size: Points per step; all by default.
         optimizer: Maps parameters to a `torch.optim.Optimizer`, in place of SGD with `lr`.
@@ -39,13 +39,12 @@ class EPKClassifier(ClassifierMixin, RecordedEstimator):  # type: ignore[misc]  
             the classifier's own, although it is written as if it drew from torch's global one, which is neither used
             nor changed: fits in several threads at once, as with joblib's threading backend, are reproducible. A
             `numpy.random.RandomState` that they share is not: the fits take its numbers in any order. A network that
-            draws in training, as dropout does, draws from torch's global generator, which is seeded for that time: in
-            several threads its fits are not reproducible.
+            draws in training, as dropout does, draws from torch's global generator, which is seeded for that time: fit
+            such networks one after the other, not in several threads.
         standardize: Whether columns are standardised; False for a network that takes them as they are, such as codes
             of categories that it embeds.
         cv: Folds, where there is something to choose: their number, a splitter of scikit-learn, or pairs of indices. A
-            network that is trained on all folds but one, for each fold, predicts the one; rows of weight 0 are in none,
-            and no splitter gets them.
+            network that is trained on all folds but one, for each fold, predicts the one; rows of weight 0 are in none.
             Rows that belong together, as of one patient, must be in one fold:
             `cv=list(GroupKFold().split(X, y, groups))`.
 

@@ -10,7 +10,7 @@ from functools import cached_property, partial
 from math import inf, isfinite, pi
 from numbers import Integral
 from pathlib import Path
-from typing import Any, final
+from typing import Any, TypeVar, final
 
 import numpy as np
 import torch
@@ -28,6 +28,7 @@ import epk_gp  # whose report needs matplotlib, which is imported when a report 
 from epk_gp.core.checks import as_tensor, validate_count, validate_positive
 from epk_gp.core.losses import CrossEntropy, Loss, MeanSquaredError, PerSampleLoss, per_sample_losses
 from epk_gp.core.show import warn_caller
+from epk_gp.core.torch_overrides import CopyingResults
 from epk_gp.core.trajectory import Trajectory, network_outputs
 from epk_gp.gp.data import InUnits, class_labels, plain_frame, row_labels
 from epk_gp.kernel_machine.attribute import Attribution, attribute
@@ -39,6 +40,7 @@ _ENTERED = threading.RLock()
 
 NO_UNITS = np.array([[0.0], [1.0]])  # of columns, or of outputs: nothing is subtracted, and all are divided by 1
 Network = nn.Module | Callable[[int, int], nn.Module]
+N = TypeVar("N", bound=nn.Module)
 Fold = tuple[Int64[np.ndarray, "..."], Int64[np.ndarray, "..."]]  # rows to train on, and rows that are held out
 
 MOMENTUM = 0.9
@@ -225,7 +227,9 @@ class RecordedEstimator(BaseEstimator):  # type: ignore[misc]  # scikit-learn sh
             by_number = np.asarray(classes).dtype.kind in "iu" and np.asarray(names).dtype.kind not in "biuf"
             own = class_labels(self.trajectory_, classes, len(points), "classes", classes=None if by_number else names)
             settings["classes"], chosen = own, own.tolist() if names is None else [names[c] for c in own.tolist()]
-        result = attribute(self.trajectory_, points, by=None, **{"rule": self._rule(), **settings})
+        if settings.get("function") is None:  # else what is split has units of its own
+            settings = {"rule": self._rule(), **settings}
+        result = attribute(self.trajectory_, points, by=None, **settings)
         return result.labelled(point=row_labels(X), output=names, chosen=chosen, sample=self.index_)
 
     def report(self, file: str | Path, X: ArrayLike, y: ArrayLike | None = None, **settings: Any) -> Path:
@@ -290,7 +294,7 @@ class RecordedEstimator(BaseEstimator):  # type: ignore[misc]  # scikit-learn sh
                 torch.default_generator.manual_seed(seed)
             net, trajectory = self._trained(choice.network, table, seed, choice.steps)
         _validate_trained(trajectory, as_tensor(table.weights / table.weights.sum()), as_tensor(constant))
-        self.trajectory_, self.network_ = trajectory, copy.deepcopy(net).eval()
+        self.trajectory_, self.network_ = trajectory, _copied(net).eval()
         self.steps_ = trajectory.num_steps
         self.fold_losses_, self.out_of_fold_ = choice.losses, choice.outputs
         self.index_, self._output_names = row_labels(X), names
@@ -322,7 +326,7 @@ class RecordedEstimator(BaseEstimator):  # type: ignore[misc]  # scikit-learn sh
                 net = network(table.features.shape[1], table.num_outputs)
         if not isinstance(net, nn.Module):
             raise TypeError(f"network must be a torch.nn.Module or a function that returns one: got {net!r}.")
-        net = copy.deepcopy(net)  # which a function may return again and again
+        net = _copied(net)  # which a function may return again and again
         columns = fit_units(table.features, table.weights) if self.standardize else NO_UNITS
         parameters = [p for p in net.to(dtype).parameters() if p.requires_grad]
         make = partial(torch.optim.SGD, lr=self.lr, momentum=MOMENTUM) if self.optimizer is None else self.optimizer
@@ -370,16 +374,16 @@ class RecordedEstimator(BaseEstimator):  # type: ignore[misc]  # scikit-learn sh
         rows, is_class = np.flatnonzero(table.weights), is_classifier(self)
         y = table.targets.numpy()
         if not isinstance(self.cv, Integral):
-            is_list = self.cv is not None and not hasattr(self.cv, "split")
-            places = np.arange(len(y)) if is_list else rows  # what positions of a fold are of
-            splits = check_cv(self.cv, y[places], classifier=is_class).split(table.features[places], y[places])
+            places, splits = np.arange(len(y)), check_cv(self.cv, y, classifier=is_class).split(table.features, y)
             try:
                 folds = [tuple(own[table.weights[own] != 0] for own in (places[a], places[b])) for a, b in splits]
             except IndexError as error:
                 raise ValueError(f"cv must give positions of the {len(places)} rows: {error}.") from error
-            if not all(len(trained) for trained, _ in folds) or not any(len(held_out) for _, held_out in folds):
-                raise ValueError(f"cv must give folds with rows to train on, and rows to hold out: got {self.cv!r}.")
-            return [(trained, held_out) for trained, held_out in folds if len(held_out)]
+            if not (folds := [(trained, held_out) for trained, held_out in folds if len(trained) and len(held_out)]):
+                raise ValueError(
+                    f"cv must give rows to train on, and others to hold out, of weight above 0: got {self.cv!r}."
+                )
+            return folds
         # equal rows are in one fold, so that a weight of two is the row twice, and none is predicted from its copy
         content = np.column_stack([table.features, y])[rows]
         _, first, group = np.unique(content, axis=0, return_index=True, return_inverse=True)
@@ -418,7 +422,7 @@ class RecordedEstimator(BaseEstimator):  # type: ignore[misc]  # scikit-learn sh
             optimizer.step()
             if step in numbers:
                 with torch.no_grad():
-                    outputs = copy.deepcopy(net.net).eval()(new)  # the network stays in its own mode
+                    outputs = _copied(net.net).eval()(new)  # the network stays in its own mode
                 yield outputs.double() * scale + mean  # outside of the mode, which stays while the generator waits
 
     def _points(self, X: ArrayLike) -> Tensor:
@@ -467,18 +471,23 @@ def _tried(net: InUnits, table: TrainingTable) -> bool:
     Raises:
         ValueError: It has not one output per class or target.
     """
-    before = torch.get_rng_state()
+    generator = torch.Generator().manual_seed(0)
+    before = generator.get_state()
     try:
-        with torch.no_grad():
+        with torch.no_grad(), draw_from(generator):
             outputs = net.net(net.standardized(as_tensor(table.features[:2])))
     except (RuntimeError, ValueError, TypeError, IndexError):
         return False
-    if is_random := not torch.equal(before, torch.get_rng_state()):
-        torch.set_rng_state(before)
     shape, C = tuple(getattr(outputs, "shape", ())), table.num_outputs
     if len(shape) != 2 or shape[1] != C:
         raise ValueError(
             f"network must have one output per class or target of y, {C}: it maps {len(table.features[:2])} rows to "
             f"shape {shape}. Change its last layer, or pass a function of the numbers of features and outputs."
         )
-    return is_random
+    return not torch.equal(before, generator.get_state())
+
+
+def _copied(net: N) -> N:
+    """Return a copy of a network, which may keep weights that its hooks compute."""
+    with CopyingResults():
+        return copy.deepcopy(net)

@@ -45,16 +45,16 @@ class EPKRegressor(MultiOutputMixin, RegressorMixin, RecordedEstimator):  # type
     Args:
         network: As of `EPKClassifier`; it maps (n, features) to (n, targets).
         steps: As of `EPKClassifier`.
-        lr: As of `EPKClassifier`.
+        lr: As of `EPKClassifier`; another number by default.
         batch_size: As of `EPKClassifier`.
         optimizer: As of `EPKClassifier`.
         random_state: As of `EPKClassifier`.
         standardize: As of `EPKClassifier`; targets are standardised in any case.
         cv: As of `EPKClassifier`.
-        process: The process of the error bars: "inputs" has an RBF kernel on the standardised rows, and its noise
-            depends on the row (`InputsProcess`); "path" has the path kernel of the run (`LogitGP`). The path
-            kernel was made with the targets, so that the likelihood trusts it too much: its bars hardly grow with the
-            distance from the training rows, and are too small there.
+        process: The process of the error bars: "inputs" has an RBF kernel on the standardised rows, with one
+            lengthscale, and its noise depends on the row (`InputsProcess`); "path" has the path kernel of the run
+            (`LogitGP`). The path kernel was made with the targets, so that the likelihood trusts it too much: its bars
+            hardly grow with the distance from the training rows, and are too small there.
 
     Attributes:
         target_names_: Names of the targets, where y was a series or a data frame; else None.

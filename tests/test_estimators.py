@@ -16,7 +16,7 @@ from torch import nn
 
 import epk_gp as epk
 from animals import KINDS, WEIGHTS, table
-from epk_gp.estimator import LinearAndHidden, line
+from epk_gp.estimator import LinearAndHidden, line, waves
 
 
 @pytest.fixture(scope="module")
@@ -254,6 +254,24 @@ def test_contributions_are_certified_and_exact_in_any_unit_of_the_targets(mean, 
     assert result.certified
     np.testing.assert_allclose(result.to_frame().sum(axis=1), model.predict(new), rtol=0, atol=1e-10 * scale)
     assert result.error_tolerance < 1e-6 * (mean + scale)
+
+
+def test_a_function_of_the_output_has_its_own_unit():
+    X, _, targets = table(45, 0)
+    scale = 1e9
+    model = epk.EPKRegressor(waves, steps=40, random_state=0).fit(X, scale * targets["mass"])
+    result = model.attribute(table(6, 1)[0], function=lambda z: (z[:, 0] / scale / 1000).exp())
+    assert result.certified
+    assert result.max_error < 1e-10
+    assert result.error_tolerance < 1e-5
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm:FutureWarning")
+def test_networks_with_weights_that_hooks_compute_are_trained():
+    X, _, targets = table(45, 0)
+    network = lambda d, t: nn.Sequential(nn.utils.weight_norm(nn.Linear(d, 8)), nn.Tanh(), nn.Linear(8, t))  # noqa: E731
+    model = epk.EPKRegressor([network, line], steps=40, random_state=0).fit(X, targets["mass"])
+    assert model.score(X, targets["mass"]) > 0.5
 
 
 def test_names_of_targets_may_be_tuples():
@@ -496,8 +514,8 @@ def test_wrong_weights_and_calls_are_refused(classifier, regressor, unchecked):
         (lambda: epk.EPKRegressor(nn.Linear(9, 2)).fit(X, targets), ValueError, "the network must accept X"),
         (lambda: epk.EPKRegressor(optimizer=torch.optim.LBFGS).fit(X, targets), ValueError, "one gradient a step"),
         (lambda: epk.EPKRegressor([]).fit(X, targets), ValueError, "a list of at least one: got an empty list"),
-        (lambda: epk.EPKRegressor(cv=[]).fit(X, targets), ValueError, r"rows to hold out: got \[\]"),
-        (lambda: epk.EPKRegressor(cv=[([0, 1], [])]).fit(X, targets), ValueError, "rows to train on, and rows to hold"),
+        (lambda: epk.EPKRegressor(cv=[]).fit(X, targets), ValueError, r"to hold out, of weight above 0: got \[\]"),
+        (lambda: epk.EPKRegressor(cv=[([0, 1], [])]).fit(X, targets), ValueError, "cv must give rows to train on"),
         (lambda: epk.EPKRegressor(cv=[([0], [45])]).fit(X, targets), ValueError, "positions of the 45 rows: index 45"),
         (lambda: epk.EPKRegressor(lr=1e9).fit(X, targets), ValueError, "training diverged: after no number of steps"),
         (lambda: epk.EPKRegressor().fit(X * 0, targets * 0), ValueError, "samples that differ"),

@@ -4,7 +4,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-from sklearn.model_selection import KFold, ShuffleSplit, TimeSeriesSplit
+from sklearn.model_selection import KFold, PredefinedSplit, ShuffleSplit, TimeSeriesSplit, check_cv
 from torch import nn
 
 import epk_gp as epk
@@ -59,20 +59,23 @@ def test_copies_of_a_row_are_in_one_fold_and_rows_of_weight_zero_in_none():
     assert (weighted.out_of_fold_.isnan().all(1).numpy() == (WEIGHTS == 0)).all()
 
 
-@pytest.mark.parametrize("cv", [KFold(4, shuffle=True, random_state=1), TimeSeriesSplit(3), None, "pairs", "masks"])
+SPLITTERS = [KFold(4, shuffle=True, random_state=1), TimeSeriesSplit(3), PredefinedSplit(np.arange(45) % 4 - 1), None]
+
+
+@pytest.mark.parametrize("cv", [*SPLITTERS, "pairs", "masks"])
 def test_rows_of_weight_zero_are_as_left_out_whatever_divides_the_rows(cv):
     X, _, targets = table(45, 0)
-    kept, rest = np.flatnonzero(WEIGHTS), np.arange(45) % 3
-    without = [(np.flatnonzero(rest[kept] != k), np.flatnonzero(rest[kept] == k)) for k in range(2)]
-    given, alone = cv, cv
+    kept, place = np.flatnonzero(WEIGHTS), np.cumsum(WEIGHTS != 0) - 1
     if isinstance(cv, str):
-        given, alone = [(rest != k, rest == k) for k in range(2)], without
-        given = given if cv == "masks" else [(np.flatnonzero(a), np.flatnonzero(b)) for a, b in given]
+        splits = [(np.flatnonzero(np.arange(45) % 3 != k), np.flatnonzero(np.arange(45) % 3 == k)) for k in range(2)]
+        cv = splits if cv == "pairs" else [tuple(np.isin(np.arange(45), own) for own in pair) for pair in splits]
+    else:
+        splits = [*check_cv(cv).split(X)]
+    without = [tuple(place[own[WEIGHTS[own] != 0]] for own in pair) for pair in splits]
     networks = [line, LinearAndHidden]
-    model = epk.EPKRegressor(networks, steps=30, cv=given, random_state=0).fit(
-        X, targets["mass"], sample_weight=WEIGHTS
-    )
-    other = epk.EPKRegressor(networks, steps=30, cv=alone, random_state=0)
+    model = epk.EPKRegressor(networks, steps=30, cv=cv, random_state=0)
+    model.fit(X, targets["mass"], sample_weight=WEIGHTS)
+    other = epk.EPKRegressor(networks, steps=30, cv=without, random_state=0)
     other.fit(X.iloc[kept], targets["mass"].iloc[kept], sample_weight=WEIGHTS[kept])
     for found, expected in zip(model.fold_losses_, other.fold_losses_, strict=True):
         assert found == pytest.approx(expected, rel=1e-5)

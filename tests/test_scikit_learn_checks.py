@@ -7,7 +7,7 @@ from sklearn.utils.estimator_checks import parametrize_with_checks
 from sklearn.utils.validation import check_is_fitted, validate_data
 
 import epk_gp as epk
-from epk_gp.gp.uncertain_classifier import MIN_VALIDATION_POINTS
+from epk_gp.gp.data import MIN_VALIDATION_POINTS
 
 
 class HeldOutUncertainty(ClassifierMixin, BaseEstimator):

@@ -104,12 +104,12 @@ def column_plane(
     ends = {k: tuple(_number(end, labels[k]) for end in own) for k, own in by_place(extent).items()}
     named = (_by_dtype(table) | by_place(categories)).items()
     kinds = {k: dict(sorted((_number(v, labels[k]), str(word)) for v, word in _pairs(own))) for k, own in named}
-    unused = held.keys() & {*places} | ends.keys() & kinds.keys() | ends.keys() - {*places}
-    if unused or places[0] == places[1]:
-        raise ValueError(
-            "axes must be two columns, others= must be of columns beside them, and extent= of axes without categories: "
-            f"{labels[min(unused, default=places[0])]!r} is otherwise. Leave it out."
-        )
+    if places[0] == places[1]:
+        raise ValueError(f"axes must be two columns: got {labels[places[0]]!r} twice.")
+    if unused := held.keys() & {*places}:
+        raise ValueError(f"others= must be of columns beside the axes: leave {labels[min(unused)]!r} out.")
+    if unused := ends.keys() & kinds.keys() | ends.keys() - {*places}:
+        raise ValueError(f"extent= must be of axes without categories: leave {labels[min(unused)]!r} out.")
     origin = torch.from_numpy(np.median(X.numpy(), axis=0))
     for k in kinds:
         values, counts = X[:, k].unique(return_counts=True)

@@ -81,6 +81,11 @@ class AskedSignature(Signature):
     dtype: torch.dtype
     function: RowFunction
 
+    @property
+    def takes_them_as_returned(self) -> bool:
+        """False: they are the function's."""
+        return False
+
     def pack(self, X: Any, name: str = "X") -> Tensor:
         """Return packed rows as they are."""
         packed: Tensor = X

@@ -86,7 +86,10 @@ def load_split(
     elif is_file:
         train, test = _split_of_file(Path(name), num_train, num_test, num_classes, dtype)
     else:
-        raise ValueError(f"--data must be three-gaussians, digits, mnist or a file of data: got {name!r}.")
+        raise ValueError(
+            "--data must be three-gaussians, digits, mnist, or a .npz or .safetensors file with `inputs`, numbers, and "
+            f"`labels`, 0 .. C-1: got {name!r}."
+        )
     if num_train is not None and not 1 <= num_train <= len(train):
         raise ValueError(f"--num-train must lie in 1..{len(train)} (the training points): got {num_train}.")
     return train[:num_train], test[:most], len(test)

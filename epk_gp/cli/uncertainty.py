@@ -1,6 +1,6 @@
 """`epk-gp uncertainty` and `audit`: maps of a process, scores of points, and the labels that a process doubts."""
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -17,11 +17,12 @@ from epk_gp.cli.networks import open_run
 from epk_gp.cli.workers import computing
 from epk_gp.core.losses import CrossEntropy, NegativeLogLikelihood
 from epk_gp.core.trajectory import Trajectory, network_outputs
-from epk_gp.gp.data import count_seen, training_labels
+from epk_gp.gp.data import MIN_VALIDATION_POINTS, count_seen, training_labels
 from epk_gp.gp.label_process import InputFeatures
 from epk_gp.gp.models import LogitGP
 from epk_gp.gp.softmax import softmax_uncertainty
-from epk_gp.gp.uncertain_classifier import MIN_VALIDATION_POINTS, UncertainClassifier
+from epk_gp.gp.stacking import Stacking, classes_in_every_set
+from epk_gp.gp.uncertain_classifier import UncertainClassifier
 from epk_gp.plots.maps import map_figure
 from epk_gp.plots.scores import scores_figure, suspicious_labels_figure
 from epk_gp.plots.style import save_figure
@@ -303,13 +304,12 @@ def _write_scores(
     arrays = {name: torch.as_tensor(getattr(u, name)).to(dtype) for name in names}
     arrays |= {"probability": p.to(dtype), "predicted": p.argmax(1), "network_predicted": predicted}
     arrays |= {"sets": sets, "row": points.rows}
-    known = model.conformity_labels_.bincount(minlength=sets.shape[1])
-    few = alpha * ((known if by_class else known.sum().expand_as(known)) + 1) < 1
+    calibrating = (model.conformity_scores_, alpha, model.conformity_labels_ if by_class else None)
     results: dict[str, object] = {
         "num_points": len(X),
         "mean_error_score": float(error.mean()),
         "mean_set_size": float(sets.sum(1).double().mean()),
-        "classes_in_every_set": int(few.sum()),
+        "classes_in_every_set": classes_in_every_set(p.shape[1], *calibrating),
         "share_beyond_95_percent_of_validation": float((far > ordinary.quantile(0.95)).double().mean()),
     }
     risks: dict[str, Tensor] = {}
@@ -343,8 +343,7 @@ def _describe_model(model: UncertainClassifier) -> dict[str, object]:
         "num_condition": len(process.training),  # the points of the run whose labels its loss takes
         "noise": process.noise,
         "outputscale": process.outputscale,
-        "stacking": {"network": model.stacking_.network, "process": model.stacking_.process},
-        "gain_of_process": model.stacking_.gain_words,
+        "stacking": asdict(model.stacking_),
         "num_conformity_scores": len(model.conformity_scores_),
     }
 
@@ -355,7 +354,7 @@ def _score_lines(results: dict[str, object], alpha: float) -> list[str]:
     lines = [
         f"process on {r['num_condition']} labels ({r['process']}): noise {r['noise']:.2g}; "
         f"weights {a['network']:.2g} of the network, {a['process']:.2g} of the process",
-        f"the process gains {r['gain_of_process']}",
+        f"the process gains {Stacking(**a).gain_words}",
     ]
     sets = f"sets at {100 * (1 - alpha):g} %: {r['mean_set_size']:.2f} classes on average"
     if "accuracy" in r:
@@ -364,7 +363,7 @@ def _score_lines(results: dict[str, object], alpha: float) -> list[str]:
         lines += [f"finds the network's errors, area under the ROC curve: {', '.join(pairs)}"]
         sets += f", {100 * r['sets_with_the_true_class']:.1f} % hold the true one"
     if few := r["classes_in_every_set"]:
-        sets += f" ({few} classes are in each: {r['num_conformity_scores']} points are too few for --alpha {alpha:g})"
+        sets += f" (too few points calibrate classes {few}, which are in each)"
     beyond = 100 * r["share_beyond_95_percent_of_validation"]
     return [*lines, sets, f"less like the training data than 95 % of the validation points: {beyond:.1f} %"]
 

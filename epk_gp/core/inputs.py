@@ -254,6 +254,11 @@ class Signature:
     graph: RecordedGraph | None = None
     rows_per_call: int = EVALUATED_ROWS
 
+    @property
+    def takes_them_as_returned(self) -> bool:
+        """Whether the outputs are those that the network returns."""
+        return self.output is None
+
     def pack(self, X: Inputs, name: str = "X") -> Shaped[Tensor, "n ..."]:
         """Return inputs of the recorded structure as one tensor; a tensor is taken for packed inputs.
 

@@ -103,8 +103,8 @@ class FunctionalModel:
 
     @cached_property
     def output_size(self) -> float:
-        """How large outputs are that are not small, as the network's `output_size` says; 1 where it says nothing."""
-        return float(getattr(self.module, "output_size", 1.0))
+        """How large outputs are that are not small, as our own networks of tables say of themselves; else 1."""
+        return float(getattr(self.module, "epk_gp_output_size", 1.0)) if self.signature.takes_them_as_returned else 1.0
 
     @cached_property
     def num_weights(self) -> int:

@@ -21,6 +21,7 @@ from epk_gp.storage.rows import map_data
 from epk_gp.storage.run import recorded_loss, validate_forward_function
 
 TargetKind = Literal["network", "dirichlet", "labels"]
+MIN_VALIDATION_POINTS = 20  # they weigh two numbers, and half of them or all are ranked
 ALPHA_EPSILON = 0.01  # concentration of the classes that are not the label
 
 
@@ -45,7 +46,7 @@ class InUnits(nn.Module):
         self.register_buffer("outputs", outputs)
 
     @property
-    def output_size(self) -> float:
+    def epk_gp_output_size(self) -> float:
         """How large outputs are in the units of the targets: their rounding is of this size, also where they are 0."""
         mean, scale = self.outputs
         return float((mean.abs() + scale).max())
@@ -334,7 +335,7 @@ def _is_trained_on(trajectory: Trajectory) -> Bool[Tensor, " M"]:
 def out_of_fold_logits(
     logits: object, trajectory: Trajectory, points: Int64[Tensor, " N"]
 ) -> Float[Tensor, "N C"] | None:
-    """Return logits of training points by networks that have not seen them, float64, or None where there are none.
+    """Return logits of training points by networks that have not seen them, float64, or None where there are not 20.
 
     Args:
         logits: Those of all M training points; a row of NaN where there are none.
@@ -359,7 +360,7 @@ def out_of_fold_logits(
     if (is_wrong := ~(known | z.isnan().all(1))).any():
         row = int(points[is_wrong][0])
         raise ValueError(f"out_of_fold must be finite, or NaN for all outputs of a point: row {row} is not. {advice}")
-    if not known.any():
+    if known.sum() < MIN_VALIDATION_POINTS:
         return None
     if torch.allclose(z[known], network_outputs(trajectory, trajectory.inputs[points[known]]).to(z)):
         raise ValueError(
@@ -440,9 +441,15 @@ def plain_frame(X: Any, name: str = "X") -> Any:
             values = np.asarray(column)
             columns.append(values if values.dtype.kind in "biuf" else np.asarray(column.tolist(), np.float64))
         except (TypeError, ValueError) as error:
-            raise TypeError(f"column {label!r} of {name} must hold real numbers: got {column.dtype}.") from error
+            raise TypeError(
+                f"column {label!r} of {name} must hold real numbers: got {column.dtype}. Make numbers of categories, "
+                "as scikit-learn's OneHotEncoder does in a pipeline."
+            ) from error
         if not np.isfinite(columns[j]).all():
-            raise ValueError(f"column {label!r} of {name} must hold finite numbers: values are missing, or infinite.")
+            raise ValueError(
+                f"column {label!r} of {name} must hold finite numbers: values are missing, or infinite. Fill them, as "
+                "scikit-learn's SimpleImputer does in a pipeline, or drop the rows."
+            )
     return type(X)(np.column_stack(columns), index=X.index, columns=X.columns)
 
 

@@ -278,6 +278,14 @@ def conformal_sets(
     return 1 - probability <= scores[rank - 1]
 
 
+def classes_in_every_set(
+    num_classes: int, scores: Float[Tensor, " m"], alpha: float, labels: Int[Tensor, " m"] | None = None
+) -> list[int]:
+    """Return the classes that no probability keeps out of a set: too few held-out points calibrate them."""
+    impossible = scores.new_zeros(1, num_classes)
+    return conformal_sets(impossible, scores, alpha, labels)[0].nonzero()[:, 0].tolist()
+
+
 @dataclass(frozen=True, eq=False, repr=False)
 class ClassUncertainty(Tabular):
     """How unsure the classes of n points are; larger is less sure, for every score.
@@ -292,8 +300,8 @@ class ClassUncertainty(Tabular):
             errors between classes.
         entropy: Of `predict_proba`, in nats: all uncertainty about the class, whatever its cause.
         mutual_information: The part of it that more training data would remove, in nats: to tell ignorance from
-            classes that overlap. Its share is that of Monte Carlo draws through the softmax. It is small wherever the
-            class is sure, also far from the data if network and process agree.
+            classes that overlap. Which share of the entropy it is, draws through the softmax say. It is small wherever
+            the class is sure, also far from the data if network and process agree.
         std: Error bar of the predicted class's probability p, not of the class: the root of a sum of two variances. One
             is that of p under the process, with the weight that the process has where it predicts training labels from
             each other, or its weight beside the network if that is larger. The other one is p (1 - p) / (n / 2 + 2),

@@ -25,7 +25,7 @@ from epk_gp.gp import data as gp_data
 from epk_gp.gp.label_process import InputFeatures, InputsKernel, LabelKernel, LabelProcess, LabelSettings, fit_labels
 from epk_gp.gp.posterior import LogitPosterior
 from epk_gp.gp.softmax import isotropic_softmax_uncertainty
-from epk_gp.gp.stacking import ClassUncertainty, Judgement, Stacking, calibrate, conformal_sets
+from epk_gp.gp.stacking import ClassUncertainty, Judgement, Stacking, calibrate, classes_in_every_set, conformal_sets
 from epk_gp.gram.sketch import is_one_state
 from epk_gp.kernel_machine.baselines import tangent_trajectory
 from epk_gp.kernels.blocks import BlockCache
@@ -36,7 +36,6 @@ from epk_gp.storage.run import recorded_model
 from epk_gp.storage.schema import Count, Positive, Record, RunDescription, run_header, validated
 from epk_gp.trained.network import as_trajectory
 
-MIN_VALIDATION_POINTS = 20  # they weigh two numbers, and half of them or all are ranked
 _CACHE_BYTES = 64 * 2**20  # of predictions: all scores of the same points cost one evaluation
 
 FORMAT, FORMAT_VERSION = "epk_gp uncertain classifier", 2
@@ -230,8 +229,8 @@ class UncertainClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         held_out = gp_data.class_inputs(trajectory, X)
         names = gp_data.class_names(self.classes, trajectory.num_outputs)
         classes = gp_data.class_labels(trajectory, y, len(held_out), classes=classes_of_y).to(held_out.device)
-        if len(held_out) < MIN_VALIDATION_POINTS:
-            raise ValueError(f"there must be at least {MIN_VALIDATION_POINTS} validation points: got {len(held_out)}.")
+        if len(held_out) < (fewest := gp_data.MIN_VALIDATION_POINTS):
+            raise ValueError(f"there must be at least {fewest} validation points: got {len(held_out)}.")
         gp_data.count_seen(held_out, trajectory, points)
         options = ComputeOptions(self.memory_budget, self.progress, executor=self.executor)
         folds = gp_data.out_of_fold_logits(self.out_of_fold, trajectory, points)
@@ -322,23 +321,20 @@ class UncertainClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         Args:
             X: n points.
             alpha: Allowed share of sets without the true class.
-            by_class: Hold the promise within each class, by a threshold for each. A class needs 1 / alpha - 1 labels
-                among those that calibrate (`conformity_labels_`), rounded up: with fewer it is in every set.
+            by_class: Hold the promise within each class, by a threshold for each. A class of fewer than 1 / alpha - 1
+                labels among those that calibrate (`conformity_labels_`) is in every set, and a warning says so.
             allow_empty: Leave sets empty where no class is likely enough. By default they hold the most likely class,
                 so that more sets than promised may hold the true one.
 
         Raises:
             TypeError, ValueError: The network cannot take the points, or `alpha` is no number between 0 and 1.
             RuntimeError: The classifier is not fitted.
-
-        Warns:
-            UserWarning: With `by_class`, a class has no label that calibrates.
         """
         judged = self._judged(X)
-        probability, labels = self.set_stacking_.probability(judged), self.conformity_labels_.cpu()
-        sets = conformal_sets(probability, self.conformity_scores_.cpu(), alpha, labels if by_class else None)
-        if by_class and (missing := [c for n, c in enumerate(self.classes_.tolist()) if not (labels == n).any()]):
-            warn_caller(f"Classes without a validation label that calibrates are in every set: {missing}.")
+        calibrating = self.conformity_scores_.cpu(), alpha, self.conformity_labels_.cpu() if by_class else None
+        sets = conformal_sets(self.set_stacking_.probability(judged), *calibrating)
+        if by_class and (few := classes_in_every_set(len(self.classes_), *calibrating)):
+            warn_caller(f"Classes of which too few labels calibrate are in every set: {self.classes_[few].tolist()}.")
         if not allow_empty:
             empty = ~sets.any(1)
             sets[empty, self.stacking_.probability(judged).argmax(1)[empty]] = True

@@ -30,6 +30,7 @@ from epk_gp.plots import style
 
 _MAX_POINTS = 600  # training points drawn on the maps of a figure
 _MOST_COLUMNS, _LEGEND, _HANDLE = 6, 88, 6  # of a legend, its width in characters, and that of a marker
+_ROW = 0.18  # inches of a row of a legend
 _COORDINATES = ("$x_1$", "$x_2$")
 _FINE = 241  # nodes per side between which a map is drawn: a node is a pixel or two
 _LEVELS = 12  # shades, about
@@ -201,11 +202,16 @@ def map_figure(
         panels += [(m.out_of_distribution, "out-of-distribution score", "0 near, 1 far", None)]
     plane = held_columns(m.plane) if plane is None else plane
     words = [shortened(name, _AXIS) for name in axis_names or m.plane.names]
-    names = None if m.class_names is None else [shortened(name, _LONGEST) for name in m.class_names]
+    names = None if m.class_names is None else [shortened(str(name), _LONGEST) for name in m.class_names]
     drawn = m.points[:: math.ceil(len(m.points) / _MAX_POINTS)]
     classes = style.class_labels(m.labels)
     training: dict[str, Any] = {"points": m.training[drawn], "labels": None if classes is None else classes[drawn]}
-    figure = style.new_figure(0.5 + 3.15 * len(panels) / 2 + 0.3 * bool(plane))
+    handles = [] if classes is None else map_handles(classes[drawn], names=names)
+    if handles and validation is not None:
+        handles.insert(-1, Line2D([], [], color=style.INK, marker="x", linestyle="", label="validation points"))
+    columns = legend_columns(handles)
+    more_rows = max(0, math.ceil(len(handles) / columns) - 2)
+    figure = style.new_figure(0.5 + 3.15 * len(panels) / 2 + 0.3 * bool(plane) + _ROW * more_rows)
     axes = figure.subplots(len(panels) // 2, 2, sharex=True, sharey=True)
     for ax, (values, title, unit, regions) in zip(axes.flat, panels, strict=True):
         draw_panel(ax, m, values, title=title, colorbar_label=unit, regions=regions, names=names, **training)
@@ -217,11 +223,7 @@ def map_figure(
         ax.label_outer()
     if plane:
         figure.suptitle(style.plain(plane), x=0.01, ha="left", fontsize=style.SMALL)
-    if classes is not None:
-        handles = map_handles(classes[drawn], names=names)
-        if validation is not None:
-            handles.insert(-1, Line2D([], [], color=style.INK, marker="x", linestyle="", label="validation points"))
-        columns = legend_columns(handles)
+    if handles:
         figure.legend(handles=handles, loc="outside lower center", ncols=columns, title="training points, projected")
     return figure
 
@@ -230,7 +232,7 @@ def legend_columns(handles: Sequence[Artist]) -> int:
     """Return in how many columns a legend below a figure has room."""
     lengths = [_HANDLE + len(str(handle.get_label())) for handle in handles]
     widths = {n: sum(map(max, np.array_split(lengths, n))) for n in range(1, min(len(lengths), _MOST_COLUMNS) + 1)}
-    return max(n for n, width in widths.items() if n == 1 or width <= _LEGEND)
+    return max((n for n, width in widths.items() if width <= _LEGEND), default=1)
 
 
 def draw_panel(
@@ -238,9 +240,11 @@ def draw_panel(
 ) -> None:
     """Draw a scalar of a map; white is 0, so that a map of almost equal values is all of one shade.
 
-    Categories are cells that nothing is interpolated across, and their points are spread in them.
+    The darkest shade is the largest value, or 1 for the out-of-distribution score. Categories are cells that nothing is
+    interpolated across, and their points are spread in them.
     """
-    axes, limits, regions = [m.x, m.y], (0.0, float(values.max())), options.pop("regions", None)
+    axes, regions = [m.x, m.y], options.pop("regions", None)
+    limits = (0.0, 1.0 if values is m.out_of_distribution else float(values.max()))
     drawn = {"values": values, "boundary": m.boundary_classes} | ({} if regions is None else {"regions": regions})
     of_x, of_y = (names is not None for names in m.plane.categories)
     for k, names in enumerate(m.plane.categories):

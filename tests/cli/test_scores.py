@@ -6,6 +6,7 @@ import json
 import re
 import shlex
 import struct
+from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
@@ -77,6 +78,29 @@ def test_without_points_half_of_the_validation_source_is_scored(judged, tmp_path
         network_and_output(NetworkSpec(name="mlp", input_shape=[100], num_outputs=3, width=5))[0].double(),
     )
     np.testing.assert_allclose(read.predict_proba(held_out["inputs"][rows]), probability, atol=1e-6)
+
+
+@pytest.mark.filterwarnings("default:Classes of which too few labels")
+def test_the_command_holds_the_promise_in_each_class_and_says_what_the_process_gains(
+    judged, tmp_path, capsys, no_pictures
+):
+    """Seven labels of each class or fewer calibrate: at 0.05 no set leaves a class out, at 0.5 each has a threshold."""
+    trajectory = open_run(judged / "run", None)
+    source = read_labelled(str(judged / "labelled.npz"), judged / "run", trajectory)
+    model = epk.UncertainClassifier(trajectory, nodes=3).fit(source.X, source.labels)
+    X = torch.from_numpy(np.load(judged / "points.npz")["inputs"])
+    for alpha, few in ((0.05, [0, 1, 2]), (0.5, [])):
+        out, points = tmp_path / str(alpha), ("--points", judged / "points.npz", "--out", tmp_path / str(alpha))
+        asked = ("--validation", judged / "labelled.npz", "--by-class", "--alpha", alpha, *FAST)
+        assert run("uncertainty", judged / "run", *points, *asked) == 0
+        printed, results = capsys.readouterr().out, json.loads((out / "uncertainty.json").read_text())["results"]
+        assert ("too few points calibrate classes [0, 1, 2], which are in each" in printed) == bool(few)
+        assert results["classes_in_every_set"] == few
+        assert f"the process gains {model.stacking_.gain_words}" in printed
+        assert results["stacking"] == pytest.approx(asdict(model.stacking_))
+        with np.load(out / "scores.npz") as scores:
+            expected = np.ones((9, 3)) if few else model.predict_set(X, alpha, by_class=True)
+            np.testing.assert_array_equal(scores["sets"], expected)
 
 
 @pytest.fixture(scope="module")

@@ -161,7 +161,8 @@ USES = OF_TYPER | {
     "--columns must be X,Y, and --others NAME=VALUE":
         "uncertainty run --columns 0; uncertainty run --columns 0,1,2; uncertainty run --columns 0=1..,1; "
         "uncertainty run --columns 0=1,1; uncertainty run --columns 0,1 --others 2",
-    "axes must be two columns": "uncertainty run --columns 0,0; uncertainty run --columns 0,1 --others 1=2",
+    "axes must be two columns": "uncertainty run --columns 0,0",
+    "others= must be of columns beside the axes": "uncertainty run --columns 0,1 --others 1=2",
     "extent= two ends that ascend": "uncertainty run --columns 0=2..1,1",
     "categories of 'column 1' must name each of its values": "uncertainty run --columns 0,1=7:a",
     "--columns must stand beside --validation":

@@ -201,7 +201,7 @@ def test_each_class_has_the_threshold_of_its_own_validation_labels(run, points, 
         assert torch.equal(own.predict_set(points[0], 0.2, by_class=True, allow_empty=True), expected)
     assert not torch.equal(expected, model.predict_set(points[0], 0.2, allow_empty=True))
     read.conformity_labels_ = torch.zeros_like(read.conformity_labels_)
-    with pytest.warns(UserWarning, match=r"label that calibrates are in every set: \['bee', 'cat'\]"):
+    with pytest.warns(UserWarning, match=r"too few labels calibrate are in every set: \['bee', 'cat'\]"):
         assert read.predict_set(points[0], 0.2, by_class=True)[:, 1:].all()
 
 
@@ -241,9 +241,9 @@ def test_out_of_fold_logits_weigh_and_leave_all_validation_labels_to_sets(run, f
 def test_points_in_no_fold_weigh_nothing(run, folds):
     X, y = gaussians(20, 1)
     some, none = folds.clone(), torch.full_like(folds, torch.nan)
-    some[10:] = torch.nan
+    some[30:] = torch.nan
     fitted = [epk.UncertainClassifier(run, nodes=4, out_of_fold=given).fit(X, y) for given in (some, none, None)]
-    assert [model.stacking_.num_labels for model in fitted] == [70, 60, 60]
+    assert [model.stacking_.num_labels for model in fitted] == [90, 60, 60]
     assert [len(model.conformity_scores_) for model in fitted] == [60, 30, 30]
     assert fitted[1].stacking_ == fitted[2].stacking_
 

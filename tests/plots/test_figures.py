@@ -159,7 +159,7 @@ def test_the_line_of_other_columns_stays_in_the_figure(length):
     assert f" {np.median(X[:, 2]):.5g}, " in said
 
 
-@pytest.mark.parametrize(("num_classes", "length"), [(3, 16), (3, 28), (6, 20), (10, 12)])
+@pytest.mark.parametrize(("num_classes", "length"), [(3, 16), (3, 28), (6, 20), (10, 12), (40, 20)])
 def test_long_names_of_classes_and_columns_stay_in_the_figure(num_classes, length):
     m, validation = score_map(3)
     names = [f"{c}".rjust(length, "m") for c in range(num_classes)]
@@ -173,6 +173,8 @@ def test_long_names_of_classes_and_columns_stay_in_the_figure(num_classes, lengt
         assert box.x1 <= figure.bbox.x1
         assert figure.bbox.y0 <= box.y0
         assert box.y1 <= figure.bbox.y1
+    panels = [ax.get_window_extent() for ax in figure.axes[:2]]
+    assert all(panel.height > 150 and panel.y0 > figure.legends[0].get_window_extent().y1 for panel in panels)
     left, right = (ax.xaxis.label.get_window_extent() for ax in figure.axes[:2])
     assert left.x1 < right.x0
 
