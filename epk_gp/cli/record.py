@@ -32,6 +32,7 @@ LossName = Literal["cross-entropy", "mse"]
 _OPTIMIZERS: dict[str, Any] = {
     kind.__name__.lower(): kind for kind in (optim.SGD, optim.Adam, optim.AdamW, optim.RMSprop, optim.Adagrad)
 }
+_SAME = 1e-3  # outputs of a network that do not differ by more say nothing of a point
 # The options that say what a run is made of. --out, --steps, --commit-seconds and --quiet may change from one part of a
 # recording to the next.
 _RECORDED = (
@@ -125,12 +126,19 @@ def record(
             check_every=check_every, progress=not quiet, output=output,
         )  # fmt: skip
     typer.echo(f"{trajectory!r}")
-    shares = []
+    shares, varies = [], False
     for name, part in (("training", training), ("held-out", held_out)):
         if len(part):
-            right = network_outputs(trajectory, part.inputs).argmax(1) == part.labels
+            z = network_outputs(trajectory, part.inputs)
+            varies |= bool((z - z[:1]).abs().max() > _SAME)
+            right = z.argmax(1) == part.labels
             shares.append(f"{name} {100 * float(right.double().mean()):.1f} % of {len(part)} points")
     typer.echo("accuracy: " + ", ".join(shares))
+    if not varies:
+        typer.echo(
+            "the network gives all points the same outputs: its maps and scores say nothing. Columns of very different "
+            "sizes do this: standardise them, or let the first layer of a --network of your own do it"
+        )
     if num_test is None and len(held_out) < available:
         typer.echo(f"held out: {len(held_out)} of {available} points (--num-test N keeps N of them)")
     if not len(held_out):

@@ -80,6 +80,16 @@ def test_without_points_half_of_the_validation_source_is_scored(judged, tmp_path
     np.testing.assert_allclose(read.predict_proba(held_out["inputs"][rows]), probability, atol=1e-6)
 
 
+def test_a_network_that_gives_all_points_the_same_outputs_is_told_of(tmp_path, capsys):
+    rng = np.random.default_rng(0)
+    X = np.c_[rng.uniform(20, 70, 60), 2e4 * rng.lognormal(size=60), rng.integers(0, 3, 60)]
+    for name, inputs in (("raw", X), ("standardised", (X - X.mean(0)) / X.std(0))):
+        np.savez(tmp_path / f"{name}.npz", inputs=inputs, labels=(X[:, 0] > 45).astype(int))
+        options = ("--data", tmp_path / f"{name}.npz", "--num-train", 40, "--width", 8, "--steps", 40, "--quiet")
+        assert run("record", "--out", tmp_path / name, *options) == 0
+        assert ("the network gives all points the same outputs" in capsys.readouterr().out) == (name == "raw")
+
+
 @pytest.mark.filterwarnings("default:Classes of which too few labels")
 def test_the_command_holds_the_promise_in_each_class_and_says_what_the_process_gains(
     judged, tmp_path, capsys, no_pictures
