@@ -379,11 +379,13 @@ class RecordedEstimator(BaseEstimator):  # type: ignore[misc]  # scikit-learn sh
                 folds = [tuple(own[table.weights[own] != 0] for own in (places[a], places[b])) for a, b in splits]
             except IndexError as error:
                 raise ValueError(f"cv must give positions of the {len(places)} rows: {error}.") from error
-            if not (folds := [(trained, held_out) for trained, held_out in folds if len(trained) and len(held_out)]):
+            used = [(trained, held_out) for trained, held_out in folds if len(trained) and len(held_out)]
+            if not used:
                 raise ValueError(
-                    f"cv must give rows to train on, and others to hold out, of weight above 0: got {self.cv!r}."
+                    "cv must give rows to train on, and others to hold out, of weight above 0: none of its "
+                    f"{len(folds)} folds does."
                 )
-            return folds
+            return used
         # equal rows are in one fold, so that a weight of two is the row twice, and none is predicted from its copy
         content = np.column_stack([table.features, y])[rows]
         _, first, group = np.unique(content, axis=0, return_index=True, return_inverse=True)

@@ -18,12 +18,12 @@ from sklearn.utils.validation import _check_sample_weight, check_is_fitted, vali
 from torch import Tensor
 
 from epk_gp.core.checks import as_tensor, door
-from epk_gp.core.show import SHOWN_POINTS, Entry, Summary, Table, Tabular, columns_note, count, number, warn_caller
+from epk_gp.core.show import SHOWN_POINTS, Entry, Summary, Table, columns_note, count, number, warn_caller
 from epk_gp.core.trajectory import network_outputs
 from epk_gp.estimator import DEFAULT_NETWORKS, Network, RecordedEstimator, TrainingTable
 from epk_gp.gp.data import in_network_units, plain_frame, row_labels
 from epk_gp.gp.models import LogitGP
-from epk_gp.gp.regression import central_quantile, predict_targets
+from epk_gp.gp.regression import NormalPredictions, predict_targets
 
 _COMPARED = 1024  # rows that are predicted, or whose distances are held, at a time
 MOST_LEARNED, MOST_CONDITIONED = 1000, 5000  # rows that hyperparameters are learned from, and that are conditioned on
@@ -187,7 +187,7 @@ class EPKRegressor(MultiOutputMixin, RegressorMixin, RecordedEstimator):  # type
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class TargetUncertainty(Tabular):
+class TargetUncertainty(NormalPredictions):
     """Predictions of n rows with error bars, in the units of the targets, and where the rows lie.
 
     Attributes:
@@ -203,19 +203,6 @@ class TargetUncertainty(Tabular):
     std: Values
     distance: Float[np.ndarray, " n"]
     columns_outside: Int64[np.ndarray, " n"]
-
-    def interval(self, level: float = 0.9) -> tuple[Values, Values]:
-        """Return the lower and the upper end of the central interval that holds an observation with a probability.
-
-        Args:
-            level: The probability, between 0 and 1.
-
-        Raises:
-            TypeError: `level` is not a number.
-            ValueError: It does not lie between 0 and 1.
-        """
-        half = central_quantile(level) * self.std
-        return self.mean - half, self.mean + half
 
     def _frame(self) -> tuple[Any, ...]:
         n = len(self.mean)

@@ -74,8 +74,29 @@ def leave_one_out(gp: LogitGP) -> LeaveOneOut:
         return LeaveOneOut(posterior, residual, log_density).labelled(point=gp.points.tolist())
 
 
+class NormalPredictions(Tabular):
+    """Predictions of observations that are normal, each with a `mean` and a `std`."""
+
+    def interval(self, level: float = 0.9) -> tuple[Any, Any]:
+        """Return the lower and the upper end of the central interval that holds an observation with a probability.
+
+        Args:
+            level: The probability, between 0 and 1.
+
+        Raises:
+            TypeError: `level` is not a number.
+            ValueError: It does not lie between 0 and 1.
+        """
+        validate_number(level, "level")
+        if not 0 < level < 1:
+            raise ValueError(f"level must lie between 0 and 1: got {level}.")
+        own: Any = self
+        half = float(torch.special.ndtri(torch.tensor((1 + level) / 2, dtype=torch.float64))) * own.std
+        return own.mean - half, own.mean + half
+
+
 @dataclass(frozen=True, eq=False, repr=False)
-class TargetPrediction(Tabular):
+class TargetPrediction(NormalPredictions):
     """Gaussian predictions of new observations at n points: one normal distribution per point and output.
 
     Attributes:
@@ -93,35 +114,6 @@ class TargetPrediction(Tabular):
     def std(self) -> Float[Tensor, "n C"]:
         """Standard deviation of an observation."""
         return self.variance.sqrt()
-
-    def interval(self, level: float = 0.9) -> tuple[Float[Tensor, "n C"], Float[Tensor, "n C"]]:
-        """Return the lower and the upper end of the central interval that holds an observation with a probability.
-
-        Args:
-            level: The probability, between 0 and 1.
-
-        Raises:
-            TypeError: `level` is not a number.
-            ValueError: It does not lie between 0 and 1.
-        """
-        half = central_quantile(level) * self.std
-        return self.mean - half, self.mean + half
-
-
-def central_quantile(level: float) -> float:
-    """Return the half width, in standard deviations, of the interval that holds a normal variable with a probability.
-
-    Args:
-        level: The probability, between 0 and 1.
-
-    Raises:
-        TypeError: `level` is not a number.
-        ValueError: It does not lie between 0 and 1.
-    """
-    validate_number(level, "level")
-    if not 0 < level < 1:
-        raise ValueError(f"level must lie between 0 and 1: got {level}.")
-    return float(torch.special.ndtri(torch.tensor((1 + level) / 2, dtype=torch.float64)))
 
 
 def predict_targets(gp: LogitGP, X: Inputs) -> TargetPrediction:
