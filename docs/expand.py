@@ -211,7 +211,7 @@ def _tables(page: Path, name: str, *tables: str) -> str:
 
 
 def headline() -> str:
-    """Return the four results of the index and the README, each with what it is measured beside."""
+    """Return the results of the index and the README, each with what it is measured beside."""
     r = _saved("fig04_machine")["results"]
     errors = dict(zip(r["rules"], r["max_error"], strict=True))
     adaptive = next(i for i, name in enumerate(r["rules"]) if name.startswith("adaptive"))
@@ -226,6 +226,8 @@ def headline() -> str:
         for name in ("influence", "contributions", "TracIn (captum)")
         for kind in ("tanh", "relu", "")
     }
+    halves = json.loads((ATTRIBUTION / "datamodels.json").read_text())["results"]["table"]
+    recording = json.loads((ROOT / "benchmarks" / "recording_overhead.json").read_text())
     areas, small = _areas(), json.loads((ROOT / "benchmarks" / "small_networks.json").read_text())
     trainings = {(row["question"], row["optimizer"]): f"{row['trainings']:.1f}" for row in small["questions"]}
     one, ten = ([trainings[f"attribute of {n}", name] for name in ("SGD", "Adam")] for n in (1, 10))
@@ -233,10 +235,17 @@ def headline() -> str:
         ["Is it exact?", f"{exact} ({cost})", f"the paper's rule, 100 nodes: {errors['left Riemann 100']:.1e}"],
         [
             "What would change without a training point?",
-            f"rank correlation with training again without each point: **{agreement['influence', 'tanh']}** with tanh, "
+            f"rank correlation with retraining without each: **{agreement['influence', 'tanh']}** with tanh, "
             f"**{agreement['influence', 'relu']}** with ReLU ({problems} problems on digits)",
             f"TracIn {agreement['TracIn (captum)', '']}; our contributions {agreement['contributions', '']}: exact is "
             "not causal",
+        ],
+        [
+            "What would change without half of them?",
+            f"linear datamodeling score {_without_half(halves, 'path training')}, recording included "
+            f"({', '.join(IMAGES)})",
+            f"TRAK of ten networks {_without_half(halves, 'TRAK-10 (traker)')}; "
+            f"EK-FAC {_without_half(halves, 'EK-FAC (kronfluence)')}",
         ],
         [
             "Is this input of another kind?",
@@ -246,12 +255,35 @@ def headline() -> str:
         ],
         [
             "What does a question cost?",
-            "of a small network (2-32-32-3, batches of 30 of 300 points, 200 steps) "
-            f"**{one[0]}** (SGD) and **{one[1]}** (Adam) trainings",
+            f"**{one[0]}** (SGD) and **{one[1]}** (Adam) trainings of a small network (2-32-32-3, 300 points, 200 steps)",
             f"ten questions {ten[0]} and {ten[1]}; three, one state at a time: {small['together'][0]['1']:.0f}",
+        ],
+        [
+            "What does recording cost?",
+            f"a step takes **{_range([row['later'] for row in recording], 2)}** times as long "
+            f"({len(recording)} networks of 0.7 to 22.7 million weights)",
+            f"copying the weights alone: {_range([row['floor'] for row in recording], 2)}; a network of 25,450 weights: "
+            f"{_range([row['parts']['recording'] / row['training'] for row in halves if _is_small(row)], 1)} trainings",
         ],
     ]
     return METHODS.markdown_table(["question", "result", "beside it"], lines)
+
+
+IMAGES = "digits", "Fashion-MNIST", "KMNIST"  # problems of benchmarks/attribution/datamodels.json
+
+
+def _without_half(rows: list[dict], system: str) -> str:
+    """Return the scores of a system on halves of the samples, and their price: the means over seeds of each problem."""
+    of_system = [[r for r in rows if (r["system"], r["problem"]) == (system, problem)] for problem in IMAGES]
+    scores = [sum(row["half"][0] for row in found) / len(found) for found in of_system]
+    costs = [sum(row["trainings"] for row in found) / len(found) for found in of_system]
+    mark = "**" if system == "path training" else ""
+    return f"{mark}{_range(scores, 2)}{mark} for {_range(costs, 0 if min(costs) > 10 else 1)} trainings"
+
+
+def _is_small(row: dict) -> bool:
+    """Tell whether a row is of a recorded run of those problems."""
+    return row["system"] == "path training" and row["problem"] in IMAGES
 
 
 def _areas() -> dict[str, str]:
