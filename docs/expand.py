@@ -87,15 +87,7 @@ IMPORT = re.compile(r"^ *from (epk_gp(?:\.\w+)*) import (?:\(([^)]*)\)|([^\n(]*)
 DOTTED = re.compile(r"\b(epk_gp(?:\.\w+)+)\.(\w+)")
 EXPORTING = ("epk_gp", "epk_gp.plots")  # packages whose own names are public
 # pages that name internal things too
-INTERNAL = {
-    "theory.md",
-    "notation.md",
-    "engine.md",
-    "design.md",
-    "format.md",
-    "reliability.md",
-    "layer.md",
-}  # name others too
+INTERNAL = {"theory.md", "glossary.md", "engine.md", "design.md", "format.md", "reliability.md", "layer.md"}
 
 
 @cache
@@ -398,7 +390,6 @@ OUR_SCORES = [
 ]
 TABLES: dict[str, Callable[[dict], str]] = {
     "scores_mlp": _scored("MNIST, MLP"),
-    "scores_logistic": _scored("MNIST, logistic regression"),
     "scores_cnn": _scored("MNIST, CNN"),
     "scores_transformer": _scored("text, transformer"),
     "score_winners": lambda saved: SCORES.winners(saved["results"]["table"], OUR_SCORES),
@@ -411,7 +402,6 @@ TABLES: dict[str, Callable[[dict], str]] = {
     "datamodel_winners": lambda saved: SCORES.datamodel_winners(saved["results"]),
     "datamodels_halves": lambda saved: SCORES.datamodels_of(saved["results"], "half"),
     "datamodels_numbers": lambda saved: SCORES.datamodels_of(saved["results"], "numbers"),
-    "datamodels_elsewhere": lambda saved: SCORES.datamodels_elsewhere(saved["results"]),
     "language_costs": _language_costs,
     "language_agreement": _language_agreement,
     **METHODS.TABLES,
