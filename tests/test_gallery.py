@@ -251,7 +251,6 @@ def grokked(r: dict) -> list[str]:
     assert max(heads[1:12]) < 0 < min(heads[13:16])
     assert min(alike[1:12]) > 0
     assert all(row["accuracy"] == 1 for row in r["table"] if row["way"] == "epk.between")
-    ten, hundred = (row for row in r["cost"] if row["way"] == "ExPLAIND")
     leap = {part: sum(values[14:16]) for part, values in shares.items()}
     return [
         f"({r['num_weights']:,} weights)",
@@ -263,7 +262,6 @@ def grokked(r: dict) -> list[str]:
         f"embedding {leap['embedding']:+.1f}, the wide layer {leap['wide layer, in'] + leap['wide layer, out']:+.1f}, "
         f"the heads {sum(heads[14:16]):+.1f} and the unembedding {leap['unembedding']:+.1f}",
         f"an entry moves by up to {r['finer']:.2f}",
-        f"to {power(max(ten['difference'], hundred['difference']))}",
     ]
 
 
