@@ -86,15 +86,7 @@ def _section(page: Path, *heading: str) -> str:
 IMPORT = re.compile(r"^ *from (epk_gp(?:\.\w+)*) import (?:\(([^)]*)\)|([^\n(]*))", re.MULTILINE)
 DOTTED = re.compile(r"\b(epk_gp(?:\.\w+)+)\.(\w+)")
 # pages that name internal things too
-INTERNAL = {
-    "theory.md",
-    "notation.md",
-    "engine.md",
-    "design.md",
-    "format.md",
-    "reliability.md",
-    "layer.md",
-}  # name others too
+INTERNAL = {"theory.md", "glossary.md", "engine.md", "design.md", "format.md", "reliability.md", "layer.md"}
 
 
 @cache
@@ -439,7 +431,6 @@ OUR_SCORES = [
 ]
 TABLES: dict[str, Callable[[dict], str]] = {
     "scores_mlp": _scored("MNIST, MLP"),
-    "scores_logistic": _scored("MNIST, logistic regression"),
     "scores_cnn": _scored("MNIST, CNN"),
     "scores_transformer": _scored("text, transformer"),
     "score_winners": lambda saved: SCORES.winners(saved["results"]["table"], OUR_SCORES),
@@ -452,7 +443,6 @@ TABLES: dict[str, Callable[[dict], str]] = {
     "datamodel_winners": lambda saved: SCORES.datamodel_winners(saved["results"]),
     "datamodels_halves": lambda saved: SCORES.datamodels_of(saved["results"], "half"),
     "datamodels_numbers": lambda saved: SCORES.datamodels_of(saved["results"], "numbers"),
-    "datamodels_elsewhere": lambda saved: SCORES.datamodels_elsewhere(saved["results"]),
     "language_costs": _language_costs,
     "language_agreement": _language_agreement,
     **METHODS.TABLES,
