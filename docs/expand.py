@@ -327,15 +327,14 @@ def _language_costs(saved: dict) -> str:
         [
             row["network"],
             str(row["questions"]),
-            str(row["steps"]),
-            "each step" if row["every"] == 1 else f"{row['every']} steps",
+            f"{row['steps']}; {row['every']}",
             f"{row['trainings']:.1f}",
             f"{row['bytes_beside'] / row['bytes_of_adjoints']:.1f}",
             f"{row['error']:.0e}",
         ]
         for _, row in sorted(saved["cost"].items())
     ]
-    head = ["training", "questions", "steps", "stretch", "trainings", "memory", "sum against the network"]
+    head = ["training", "questions", "steps; per stretch", "trainings", "memory", "sum is off by"]
     r = saved["float32"]
     found = [
         f"In float32 with `keep_every={r['keep_every']}`, {r['steps']} steps of the GPT on 64 letters: "
