@@ -1,1 +1,1 @@
-"""The network, a recorded run, losses and update rules: what everything else is about."""
+"""Core objects that all other packages use: the network, a recorded run, losses and update rules."""
