@@ -57,7 +57,7 @@ class CheckSchedule:
         self.every, self.num_checked, self.cost = every, 0, math.inf
         self._num_made, self._began = 0, 0.0  # steps, and the time of the second one; the first step loads libraries
         self._first: int | None = None  # the first step of this recording
-        self._next, self._spent, self._smallest_cost = 0, 0.0, math.inf  # seconds of all checks, and of the cheapest check
+        self._next, self._spent, self._smallest_cost = 0, 0.0, math.inf  # seconds of all checks, of the cheapest
 
     def count_step(self) -> None:
         """Count a step of the loop."""

@@ -145,7 +145,7 @@ class RunHistory:
         *,
         is_kept: bool = False,
     ) -> None:
-        """Add a step and its results: copies, but of large weights and coefficients, which nobody may write to.
+        """Add a step and copies of its results; large weights and coefficients are not copied, and must not change.
 
         Results of a plain step that lie in large blocks of memory (`is_kept`) are not copied either.
 
