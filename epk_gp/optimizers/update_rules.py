@@ -510,7 +510,7 @@ def is_clipped(update: UpdateCoefficients) -> bool:
 
 
 def clip_kind(update: UpdateCoefficients, num_weights: int) -> type[ClipNorm | ClipValue] | None:
-    """Return the kind of clipping of a step's gradient, None without; under a norm and a mask, factors are equal or 0."""
+    """Return the kind of clipping of a step's gradient, None without; a norm's factors are equal, or 0 by a mask."""
     factors = update.grad_scale.abs()
     is_whole = len(factors) != num_weights or len(factors[factors > 0].unique()) == 1
     return None if not is_clipped(update) else ClipNorm if is_whole else ClipValue
