@@ -163,8 +163,8 @@ class Tabular(Displayed):
 
         Returns:
             Indices along each axis of the rows, by its name; or a list, whose entries are the labels. Values by name,
-                (rows, ...): one column each, or one for each index along the axes of the columns. Name and labels of
-                each of these axes; a value may have length 1 there.
+            (rows, ...): one column each, or one for each index along the axes of the columns. Name and labels of each
+            of these axes; a value may have length 1 there.
         """
         values = {name: getattr(self, name) for name in self._columns}
         sizes = next(iter(values.values())).shape

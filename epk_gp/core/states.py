@@ -71,7 +71,7 @@ def averaging_coefficients(
 
     Returns:
         One coefficient per step. Before a first update that copies, the average follows the weights (a_s = 1), which
-            does not change the average at the end.
+        does not change the average at the end.
 
     Raises:
         TypeError: A number is not an integer.

@@ -212,7 +212,7 @@ class StepLaw:
 
         Returns:
             The direction momentum_lr * m' + lr * h; the optimizer's state afterwards; and the coefficients by field:
-                the recorded ones, (P,), or (..., P) if preconditioners scale them.
+            the recorded ones, (P,), or (..., P) if preconditioners scale them.
         """
         self.require_one_buffer()
         scales, after = self.scales(memory, h := self.decayed(w, g))
@@ -276,7 +276,7 @@ class StepLaw:
 
         Returns:
             The change of the weights, NaN if a parameter moves that is in no recorded group, and None if the step has
-                the recorded coefficients; and the optimizer's state afterwards.
+            the recorded coefficients; and the optimizer's state afterwards.
         """
         scales, after = self.scales(memory, self.decayed(w, g))
         coefficients, members = dict[str, Any](), dict[Any, list[tuple[Tensor, Tensor]]]()

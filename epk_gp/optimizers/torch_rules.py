@@ -535,7 +535,7 @@ def states_before(
 
     Returns:
         Its state by the parameter's name: a copy of each needed entry, and None for the others; empty if the optimizer
-            has no state of the parameter yet.
+        has no state of the parameter yet.
     """
     result: dict[str, dict[str, Any]] = {}
     groups = {id(p): group for group in optimizer.param_groups for p in group["params"]} if needs_before else {}

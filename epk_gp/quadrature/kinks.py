@@ -252,7 +252,7 @@ def locate_kinks(
 
     Returns:
         The switches. A unit that switches an even number of times is not seen; a network that does not support
-            interpolation has none.
+        interpolation has none.
     """
     is_searched = torch.zeros_like(a, dtype=torch.bool)
     intervals, positions = [torch.zeros(0, dtype=torch.int64, device=X.device)], [a[:0]]

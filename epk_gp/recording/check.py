@@ -168,8 +168,7 @@ def edit_of(
 
     Returns:
         Whether the changes are seen; the gradient as it arrived, without a GradScaler's factor (the used gradient if it
-            is not seen); and the fit that turns it into the used one, None if a factor and a decay per parameter do
-            not.
+        is not seen); and the fit that turns it into the used one, None if a factor and a decay per parameter do not.
     """
     if made.arrived is None or made.arrived is made.gradient:
         return made.arrived is not None, made.gradient, terms.nothing
