@@ -122,7 +122,7 @@ class Evaluation:
         return rules.stretch_of(self.path, s, self.trajectory.num_steps)
 
     def integrate(self, stretches: Sequence[range], X: Shaped[Tensor, "n ..."]) -> tuple[WeightSegment, Integral]:
-        """Integrate the outputs over stretches of the path, all together; return the lines and each pair's integrals."""
+        """Integrate the outputs over stretches of the path together; return the lines and each pair's integrals."""
         keep = 1 + stretches[-1].stop - stretches[0].start
         numbers = sorted({s for own in stretches for s in (own.start, own.stop)})
         if numbers[-1] <= self.states.lowest:  # a backward pass over the steps
