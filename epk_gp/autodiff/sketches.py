@@ -227,7 +227,7 @@ def rbf_features(
 
     Raises:
         TypeError: An argument has a wrong type.
-            ValueError: A number is too small or odd, an input is not finite, or X is not of shape (n, ...) with values.
+        ValueError: A number is too small or odd, an input is not finite, or X is not of shape (n, ...) with values.
     """
     validate_tensor(X, "X", floating=True)
     if X.ndim < 2 or not X[0:1].numel():
@@ -262,7 +262,7 @@ def tensor_sketch(
 
     Raises:
         TypeError: An argument has a wrong type.
-            ValueError: The features have different numbers of rows, or `num_features` is too small.
+        ValueError: The features have different numbers of rows, or `num_features` is too small.
     """
     for name, value in (("z", z), ("phi", phi)):
         validate_tensor(value, name, ndim=2, floating=True)

@@ -288,9 +288,9 @@ class ComputeOptions:
             threads, and it resumes from there and returns the same bytes. Delete the folder when the result is safe.
         accumulate: `torch.float64` sums the steps in float64 when the points, and so all products, are float32.
         executor: Executor whose workers compute: a `concurrent.futures.Executor`, a `dask.distributed.Client`, or
-                another with a method `submit`. The problem alone, not the number of workers, determines the pieces: any
-                number of workers with one thread each gives the bytes of None with one thread. The workers must see the
-                checkpoint's folder; without one, they use a temporary folder of this machine.
+            another with a method `submit`. The problem alone, not the number of workers, determines the pieces: any
+            number of workers with one thread each gives the bytes of None with one thread. The workers must see the
+            checkpoint's folder; without one, they use a temporary folder of this machine.
     """
 
     memory_budget: int = MEMORY_BUDGET

@@ -294,7 +294,7 @@ def as_ragged(X: Any, call: RaggedCall | None = None, longest: int = 0) -> Ragge
 
     Args:
         X: A `Ragged`, a jagged nested tensor or a `PackedSequence`; or the arguments of the form `call`: values and
-                offsets, or a list.
+            offsets, or a list.
         call: The form in which the network takes them.
         longest: Largest length of a row.
     """

@@ -59,7 +59,7 @@ class InputLayout:
     Attributes:
         tensors: The tensors; for a dictionary, in the order of the sorted keys.
         ragged: The form in which the network takes rows of unequal lengths, packed as lengths and padded rows. None for
-                other inputs.
+            other inputs.
     """
 
     tensors: tuple[InputTensor, ...]
@@ -124,7 +124,7 @@ def pack_inputs(X: Inputs, name: str = "X") -> tuple[Tensor, InputLayout]:
     Raises:
         TypeError: X is neither a sequence nor a dictionary, or an item is not a dense tensor of real numbers.
         ValueError: X is empty, or its tensors differ in their first dimension or device, hold NaN or infinity, or hold
-                integers that the dtype of the others cannot represent.
+            integers that the dtype of the others cannot represent.
     """
     if isinstance(X, Graph):
         raise TypeError(f"{name} must be numbers of the graph's nodes, an int64 tensor (n,): got the graph itself.")
@@ -352,7 +352,7 @@ class Signature:
             args: Positional arguments of the call.
             kwargs: Its keyword arguments.
             forward: The network's forward function. It matches a positional argument to a keyword of the layout, or the
-                    reverse.
+                reverse.
         """
         if self.layout is None:
             given = args[0] if args else next((v for v in kwargs.values() if isinstance(v, Tensor)), None)
@@ -503,7 +503,7 @@ class Points:
     Attributes:
         X: n inputs, packed into one tensor if there are several.
         is_train: Whether each point is a training copy (gradient frozen at the start of the step) or a test copy; one
-                bool for all points, or (n,).
+            bool for all points, or (n,).
         layout: Layout of the packed tensor if there are several input tensors.
     """
 

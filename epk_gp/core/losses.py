@@ -480,11 +480,11 @@ def validate_loss_row_independence(
         value: The loss's input, taken from the network's result for n inputs.
         targets: Their targets.
         alone: The loss of each sample, with the network evaluated on it alone. It is needed if the loss takes more than
-                the outputs, whose rows are checked separately.
+            the outputs, whose rows are checked separately.
 
     Raises:
         ValueError: The loss cannot take the outputs and targets, or the losses of n samples evaluated together differ
-                from those of each sample evaluated alone.
+            from those of each sample evaluated alone.
     """
     n, reduced = len(targets), None
     if isinstance(loss, PerSampleLoss):

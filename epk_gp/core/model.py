@@ -53,7 +53,7 @@ class FunctionalModel:
         names: Names of the trained parameters, in the order of `named_parameters`.
         shapes: Their shapes.
         statistics: Names of the buffers that training-mode forward passes change (running means and variances). The
-                path of a run includes them.
+            path of a run includes them.
         cache: Known facts about the network; a new cache by default.
         signature: The network's call, and the map from its result to outputs.
         recomputes: Whether its forward function uses activation checkpointing, in evaluation mode too.
@@ -498,7 +498,7 @@ def with_kept_activations(model: FunctionalModel, state: Tensor, X: Shaped[Tenso
 
     Raises:
         ValueError: The network checkpoints re-entrantly, or around functions whose activations cannot be kept; or it
-                cannot be differentiated.
+            cannot be differentiated.
     """
     rows = X[:NUM_FINGERPRINT_POINTS]
     weights, statistics = state.split([model.num_weights, model.num_statistics])

@@ -17,7 +17,7 @@ _LOGISTIC = nn.BCEWithLogitsLoss, nn.MultiLabelSoftMarginLoss, nn.SoftMarginLoss
 
 
 def link_of(run: Trajectory) -> str | None:
-    """Return what makes probabilities of a run's outputs, "softmax" or "sigmoid", where its loss says so."""
+    """Return the function from a run's outputs to probabilities, "softmax" or "sigmoid", if its loss determines it."""
     function = getattr(run.loss, "function", None)
     is_logistic = isinstance(function, _LOGISTIC) or function is nn.functional.binary_cross_entropy_with_logits
     return "softmax" if isinstance(run.loss, ClassLoss) else "sigmoid" if is_logistic else None
@@ -25,16 +25,16 @@ def link_of(run: Trajectory) -> str | None:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class LogitPosterior(Tabular):
-    """Gaussian posterior of the C latent outputs at n points; the noise of observations is not in it.
+    """Gaussian posterior of the C latent outputs at n points, without the noise of observations.
 
     Attributes:
         mean: (n, C).
-        covariance: Of the C outputs at one point, (n, C, C). Nothing is kept between points.
+        covariance: Covariance of the C outputs at one point, (n, C, C). Nothing is kept between points.
         eigenvalue_tolerance: Eigenvalues of a covariance between minus this number and 0 are rounding errors of a
             semi-definite matrix. The covariance is a difference of larger numbers, so the tolerance is relative to the
-            prior variance; 0 if it is not known.
-        link: What makes probabilities of the outputs, "softmax" or "sigmoid", where the run's loss says so; else None.
-        prior_variance: Of each output before any observation, (n, C); None if it is not known.
+            prior variance; 0 if that is unknown.
+        link: The function to probabilities, "softmax" or "sigmoid", if the run's loss determines it; otherwise None.
+        prior_variance: Variance of each output before any observation, (n, C); None if it is unknown.
     """
 
     mean: Float[Tensor, "n C"]
@@ -49,7 +49,7 @@ class LogitPosterior(Tabular):
 
     @property
     def std(self) -> Float[Tensor, "n C"]:
-        """Standard deviation of each output; NaN where a variance is negative beyond rounding."""
+        """Standard deviation of each output; NaN if a variance is negative beyond rounding."""
         variance = self.covariance.diagonal(dim1=1, dim2=2)
         is_rounding = (variance < 0) & (variance >= -self.eigenvalue_tolerance)
         return variance.masked_fill(is_rounding, 0).sqrt()

@@ -419,8 +419,8 @@ def retrain(trajectory: Trajectory, weights: Float[Tensor, "*m M"], **options: U
 
     Raises:
         TypeError: The weights are not a tensor of floating-point numbers.
-            ValueError: There is not one finite weight per sample, or steps on other gradients are not known (for Muon,
-                Adafactor, Rprop, SparseAdam and users' own update rules); or the loss is not stated.
+        ValueError: There is not one finite weight per sample, or steps on other gradients are not known (for Muon,
+            Adafactor, Rprop, SparseAdam and users' own update rules); or the loss is not stated.
     """
     parsed = parse_options("retrain", ("accumulate",), **options)
     validate_trajectory(trajectory)

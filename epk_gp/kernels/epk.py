@@ -94,7 +94,7 @@ class EPKKernel(gpytorch.kernels.Kernel):  # type: ignore[misc]  # gpytorch ship
 
     Raises:
         TypeError: `outputs`, `rule`, `path` or `normalize` has a wrong type, or an option is unknown.
-            ValueError: `outputs`, `head` or `normalize` is unknown, or the class does not exist.
+        ValueError: `outputs`, `head` or `normalize` is unknown, or the class does not exist.
     """
 
     _source: ClassVar[str] = "run"  # origin of the kernel
@@ -217,8 +217,8 @@ class EPKKernel(gpytorch.kernels.Kernel):  # type: ignore[misc]  # gpytorch ship
             (*d, n * R, m * R), or (*d, n * R) with `diag`; R = C for outputs="full", otherwise 1.
 
         Raises:
-            TypeError: The kernel cannot take points of this kind, or they are inside a transformation of `torch.func`, or
-                have a forward-mode tangent.
+            TypeError: The kernel cannot take points of this kind, or they are inside a transformation of `torch.func`,
+                or have a forward-mode tangent.
             ValueError: The kernel cannot take the points, or, for cosines, the kernel of a point with itself is zero.
         """
         if last_dim_is_batch:

@@ -31,7 +31,7 @@ def train_copy(X: Inputs) -> Shaped[Tensor, "n columns"]:
 
     Raises:
         TypeError: The inputs are not a tensor, or are complex or Boolean.
-            ValueError: The inputs do not have the shape (n, ...), or a value is not finite.
+        ValueError: The inputs do not have the shape (n, ...), or a value is not finite.
     """
     return _with_copy_column(X, _TRAIN_MARKS)
 
@@ -47,7 +47,7 @@ def test_copy(X: Inputs) -> Shaped[Tensor, "n columns"]:
 
     Raises:
         TypeError: The inputs are not a tensor, or are complex or Boolean.
-            ValueError: The inputs do not have the shape (n, ...), or a value is not finite.
+        ValueError: The inputs do not have the shape (n, ...), or a value is not finite.
     """
     return _with_copy_column(X, _TEST_MARKS)
 

@@ -451,7 +451,7 @@ def _validated_fingerprint(model: FunctionalModel, state: Tensor, moved: Tensor,
         TypeError: The weights are neither float32 nor float64, the inputs have another dtype than the weights, or the
             network does not take them.
         ValueError: A graph is on another device; the network cannot take the inputs or changes them; or its outputs are
-                not finite, are random, or depend on other inputs of the batch.
+            not finite, are random, or depend on other inputs of the batch.
     """
     start, graph = state, model.signature.graph
     if start.dtype not in (torch.float32, torch.float64):

@@ -180,7 +180,7 @@ def read_checksummed_json(content: bytes, message: str) -> dict[str, Any]:
 
     Raises:
         ValueError: The text is not JSON, or any byte of it was changed, including spaces; `message` starts the error
-                message.
+            message.
     """
     record = parse_json(content, message)
     with suppress(RecursionError):  # Python parses slightly deeper nesting than it writes
