@@ -217,8 +217,8 @@ class UncertainClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         Raises:
             TypeError: Points, labels or names of classes have a wrong type.
             ValueError: The run is not a classifier's; there are too few validation points, or the network has seen most
-                of them; points or labels do not fit the network; a setting is invalid; or the classifier was read from a
-                file, which contains no training data.
+                of them; points or labels do not fit the network; a setting is invalid; or the classifier was read from
+                a file, which contains no training data.
         """
         trajectory, classes_of_y = self.trajectory, self.classes
         if self.feature_names is not None:
