@@ -1,1 +1,1 @@
-"""What results of a run say together: detection, calibration, suspicious labels, maps, counterfactuals, spectra."""
+"""Joint analysis of a run's results: detection, calibration, suspicious labels, maps, counterfactuals, spectra."""
