@@ -360,7 +360,7 @@ def uncertainty_on_plane(
         progress: Show a progress bar, for a `LogitGP`.
 
     Raises:
-        TypeError: An argument is of the wrong kind.
+        TypeError: An argument has a wrong type.
         ValueError: The grid has fewer than 2 nodes per side, the network has only one output, the model cannot
             predict at these points, or an option would not be used.
     """

@@ -271,7 +271,7 @@ def kernel_matrix(ax: Axes, K: Float[Tensor, "n n"], groups: Int64[Tensor, " n"]
 
 
 def spectrum(ax: Axes, values: Float[Tensor, " n"]) -> None:
-    """Draw descending eigenvalues as shares of their sum, on a logarithmic axis, without those that rounding makes 0."""
+    """Draw descending eigenvalues as shares of their sum, on a logarithmic axis, without those that are rounding."""
     shares = values.numpy() / float(values.clamp(min=0).sum())
     drawn = shares[shares > len(shares) * torch.finfo(values.dtype).eps]
     ax.semilogy(range(1, len(drawn) + 1), drawn, color=style.EXACT, marker=".", markersize=4, linewidth=1)
