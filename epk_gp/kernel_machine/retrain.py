@@ -334,8 +334,8 @@ class Retraining(Displayed):
         sample_weights: The weights of the samples, (m, M).
         max_difference: Largest difference between the weights of a run that was replayed with all weights 1 and the
             recorded ones.
-        difference_ratio: The same difference, by norms, relative to the distance that the recorded weights moved; or the
-            same ratio for the moving statistics, if it is larger.
+        difference_ratio: The same difference, by norms, relative to the distance that the recorded weights moved; or
+            the same ratio for the moving statistics, if it is larger.
         findings: Reasons that the result is not certified, in words; empty if it is certified.
         clipping: Source of the bound of gradient clipping, in words.
     """
