@@ -4,7 +4,7 @@ import pkgutil
 import re
 import unicodedata
 from collections.abc import Iterator
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 import pytest
 
@@ -15,6 +15,7 @@ ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 PAPER = DOCS / "paper" / "paper.md"  # no page of the site: test_paper.py
 PAGES = sorted(page.relative_to(DOCS).as_posix() for page in DOCS.rglob("*.md") if page != PAPER)
+NOTEBOOKS = sorted(file.relative_to(DOCS).with_suffix(".md").as_posix() for file in DOCS.glob("notebooks/*.ipynb"))
 TUTORIALS = "tutorials/"  # test_tutorials.py runs them
 EXPAND = pages_tool()
 WITH_CODE = [  # of their own: what they show of the README runs there
@@ -176,18 +177,43 @@ def test_a_page_is_up_to_date_and_what_it_refers_to_exists(page):
     assert not re.search(r"^:::|^!!!|^\?\?\?|^===[ !+]|\{\{|--8<--", text, flags=re.MULTILINE), "needs a build"
 
 
-def test_every_page_is_in_the_navigation():
-    navigation = (ROOT / "mkdocs.yml").read_text().partition("\nnav:")[2]
-    notebooks = [file.relative_to(DOCS).with_suffix(".md").as_posix() for file in DOCS.glob("notebooks/*.ipynb")]
-    assert sorted(re.findall(r": (\S+\.md)\b", navigation)) == sorted([*PAGES, *notebooks])
+def linked_pages(page: str) -> set[str]:
+    """The pages of docs that a page links to, by their paths; a notebook is the page that is made of it."""
+    text = (DOCS / page).with_suffix(".ipynb" if page in NOTEBOOKS else ".md").read_text()
+    targets = {((DOCS / page).parent / match["page"]).resolve() for match in LINK.finditer(text) if match["page"]}
+    return {
+        target.with_suffix(".md").relative_to(DOCS).as_posix()
+        for target in targets
+        if target.suffix in (".md", ".ipynb") and DOCS in target.parents
+    }
+
+
+def test_the_menu_is_short_and_its_pages_lead_to_all_others():
+    """A page is in the menu, or under `not_in_nav` of mkdocs.yml, so that a build does not warn of it."""
+    outside, _, navigation = (ROOT / "mkdocs.yml").read_text().partition("\nnav:")
+    patterns = outside.partition("\nnot_in_nav: |\n")[2].partition("\nvalidation:")[0].split()
+    menu = re.findall(r": (\S+\.md)\b", navigation)
+    assert len(menu) == len(set(menu)) <= 45
+    assert len(re.findall(r"^  - ", navigation, flags=re.MULTILINE)) == 6
+    every = {*PAGES, *NOTEBOOKS}
+    hidden = {page for pattern in patterns for page in every if PurePosixPath(f"/{page}").match(pattern)}
+    assert every == {*menu, *hidden}
+    reached, found = set(), set(menu)
+    while new := found - reached:
+        reached |= new
+        found |= {other for page in new for other in linked_pages(page)} & every
+    assert every - reached == set()
 
 
 def test_every_public_name_is_on_one_page_of_the_reference():
     """With one line, and with its docstring on the site. What pages import is public, and so is the top level."""
     hooks, public = load(DOCS / "hooks.py"), EXPAND.public_names()
     text = "\n".join((DOCS / page).read_text() for page in PAGES)
-    listed = re.findall(r"^\| `(\w+)` \| `(epk_gp\.[\w.]+)` \|", text, flags=re.MULTILINE)
-    assert sorted(listed) == sorted(public.items())
+    listed = re.findall(r"^\| `(\w+)` \| `(epk_gp(?:\.\w+)?)` \|", text, flags=re.MULTILINE)
+    assert sorted(name for name, _ in listed) == sorted(public)
+    assert all(
+        resolves(f"{home}.{name}") for name, home in listed if home not in ("epk_gp.adapters", "epk_gp.callbacks")
+    )
     assert set(epk.__all__) <= public.keys() > {"plan_attribution", "EPKClassifier", "averaged_trajectory"}
     shown = re.findall(r"^::: (\S+)$", hooks.on_page_markdown(text), flags=re.MULTILINE)
     assert sorted(shown) == sorted(f"{module}.{name}" for name, module in public.items())
@@ -195,6 +221,18 @@ def test_every_public_name_is_on_one_page_of_the_reference():
     assert all(resolves(name) for name in shown if not name.startswith("epk_gp.adapters."))
     table = (DOCS / "reference" / "top-level.md").read_text().partition("| --- | --- |\n")[2]
     assert set(re.findall(r"`(\w+)`", table)) == set(epk.__all__)
+
+
+LONG_IMPORT = re.compile(r"\bfrom (epk_gp\.\w+\.[\w.]+) import|\bimport (epk_gp\.\w+\.[\w.]+)")
+
+
+def test_pages_import_from_the_top_level_or_from_one_folder_of_it():
+    """What a page needs has a short public home, `epk_gp` or `epk_gp.x`; how the code is divided into files is ours."""
+    assert LONG_IMPORT.search("from epk_gp.core.states import averaged_trajectory")  # the negative control
+    pages = [ROOT / "README.md", *(file for kind in ("md", "ipynb", "py") for file in DOCS.rglob(f"*.{kind}"))]
+    of_users = [page for page in pages if page.parent.name not in ("docs", "pictures") or page.suffix == ".md"]
+    found = {page.name: LONG_IMPORT.findall(page.read_text()) for page in of_users}
+    assert not {name: imports for name, imports in found.items() if imports}
 
 
 MARKED = "<!-- made: {} -->\n{}<!-- end -->"

@@ -30,7 +30,7 @@ class EPKInfluence(SampleScorer):
 
     Like captum's scores, they are positive for proponents, the samples that lower the loss of an input. By default they
     are the exact values that TracIn approximates, the decrease of the loss by each sample along the run: TracInCP with
-    a checkpoint of every step is `rule=epk_gp.left_endpoint()`.
+    a checkpoint of every step is `rule=epk_gp.QuadratureRule.left_endpoint()`.
 
     Args:
         trajectory: The recorded run.

@@ -161,15 +161,16 @@ def check_scores(
     """Judge scores of training samples from any system, by exact numbers and by retraining.
 
     A positive score means that the presence of a sample raises the explained number. For a system that explains the
-    loss instead, or the effect of leaving a sample out, change the sign, or pass `function=epk_gp.loss_value(targets)`.
+    loss instead, or the effect of leaving a sample out, change the sign, or pass
+    `function=epk_gp.RowFunction.loss_value(targets)`.
 
     Args:
         trajectory: The recorded run, with its M training samples in the order of the scores.
         scores: (n, M), or (n, C, M) for all outputs, as an array or tensor of any precision; or several by name.
         X: The n inputs that the scores explain, with the structure of the training inputs.
         classes: The output of each input that the scores explain; not needed if there is only one.
-        function: The explained function, if not the outputs, such as `epk_gp.log_probability(answers)`; see
-            `attribute`.
+        function: The explained function, if not the outputs, such as `RowFunction.log_probability(answers)`
+            (`attribute`).
         head: "logits" or "log_softmax"; None follows the loss, as in `attribute`.
         contributions: Compare with exact contributions, at the cost of `attribute`.
         derivatives: Compare with exact derivatives, at the cost of `influence`.

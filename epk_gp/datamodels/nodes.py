@@ -158,8 +158,8 @@ def _batches(run: Trajectory, rates: Float64[Tensor, " S"]) -> Iterator[tuple[Te
 class CheckpointNodes(PathNodes):
     """Checkpoints at even times, of a training without further information; its time is determined later.
 
-    Adam's metric uses the gradient of the whole loss, squared and averaged over the checkpoints;
-    docs/attribution_benchmarks.md compares it with the recorded metric.
+    Adam's metric uses the gradient of the whole loss, squared and averaged over the checkpoints; docs/judging.md
+    compares it with the recorded metric.
 
     Attributes:
         diagonal: The metric of a whole run of time 1, (P,).
