@@ -43,7 +43,7 @@ LIMITS = {
     DOCSTRINGS: 20,
     ARGUMENTS: 20,
 }
-ENFORCED = (DOCSTRINGS, ARGUMENTS)
+ENFORCED = (DOCSTRINGS, ARGUMENTS, NAMES)
 
 # Capability -> patterns of files, relative to the package.
 CAPABILITIES = {

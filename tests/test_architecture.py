@@ -183,5 +183,6 @@ def test_sentences_that_begin_with_a_relative_word_are_counted_and_refused():
     assert set(size.LIMITS) <= set(figures)
     assert size.above(figures) == []
     assert size.above({**figures, size.DOCSTRINGS: 21}) == [size.DOCSTRINGS]
+    assert figures[size.NAMES] == len(epk_gp.__all__)
     assert "ABOVE" in size.shown(size.DOCSTRINGS, 21)
     assert "ABOVE" not in size.shown(size.DOCSTRINGS, 20)

@@ -26,7 +26,7 @@ def ordered(batches: Iterable[Any], name: str) -> tuple[Inputs, Shaped[Tensor, "
     again = found if isinstance(batches, Iterator) else gathered(batches)
     if is_shuffled or fingerprint_data(*tensors_of(found)) != fingerprint_data(*tensors_of(again)):
         raise ValueError(
-            f"{name} must give its rows in one order: it shuffles them, so that nobody knows whose scores are whose. "
+            f"{name} must give its rows in one order: it shuffles them, so that scores cannot be assigned to rows. "
             "Pass a loader with shuffle=False."
         )
     return found

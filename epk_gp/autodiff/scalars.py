@@ -69,15 +69,15 @@ class RowFunction:
 
         Args:
             answers: (n,): the class of each input, or the word after its last position. (n, T): a target for each
-                position, as the loss takes them: the target of position t is the word after it. (n, A), A < T: targets
+                position, as the loss takes them: the target of position t is the next word. (n, A), A < T: targets
                 of the last A positions.
             ignore_index: Marks positions that are left out, such as the prompt or padding; -100 always does. None takes
-                the one of the run's loss.
+                the index of the run's loss.
             dim: The dimension of the network's scores that holds classes or words: 1 for (n, V, T), -1 for (n, T, V).
-                None follows the run's loss, or observes the network: positions follow the length of its inputs.
+                None follows the run's loss, or the network, whose positions follow the length of its inputs.
 
         Raises:
-            TypeError: The answers are no integers.
+            TypeError: The answers are not integers.
         """
         loss = losses.as_loss(losses.CrossEntropy(ignore_index=ignore_index, dim=dim))
         return cls(partial(_log_probability, loss=loss), _words(answers, "answers"))
@@ -86,30 +86,30 @@ class RowFunction:
     def logit_difference(
         cls, a: int | Integer[Tensor, " n"], b: int | Integer[Tensor, " n"], dim: int | None = None
     ) -> "RowFunction":
-        """Ask by how much the logit of one class or word is above that of another, after the last position of a text.
+        """Ask for the difference of two logits, of classes or of words after the last position of a text.
 
         Args:
-            a: The one: a number, or one for each input.
-            b: The other.
-            dim: As of `log_probability`.
+            a: The first class or word: a number, or one per input.
+            b: The second class or word.
+            dim: The dimension of classes or words, as in `log_probability`.
 
         Raises:
-            TypeError: They are no integers.
+            TypeError: `a` or `b` is not an integer.
         """
         loss, name = losses.as_loss(losses.CrossEntropy(dim=dim)), "classes or words"
         return cls(partial(_difference, loss=loss), *(_words(torch.as_tensor(each), name) for each in (a, b)))
 
     @classmethod
     def loss_value(cls, targets: Shaped[Tensor, "n ..."], loss: losses.Loss | nn.Module | None = None) -> "RowFunction":
-        """Ask for the loss of each input, of a text the sum over its positions.
+        """Ask for the loss of each input, for a text the sum over its positions.
 
         Args:
-            targets: As the loss takes them; of a language model also the one word after the last position, (n,).
+            targets: Targets in the loss's form; for a language model also the word after the last position, (n,).
             loss: A loss of this package, or a loss module of torch. None is cross entropy, which leaves out -100 and
-                what the run's loss leaves out.
+                the targets that the run's loss leaves out.
 
         Raises:
-            TypeError: It is no loss, or the targets are no tensor.
+            TypeError: `loss` is not a loss, or the targets are not a tensor.
             ValueError: The loss is not stated.
         """
         if loss is None:

@@ -41,9 +41,8 @@ class CrossEntropy:
         label_smoothing: Share of the target that is spread evenly over the classes.
         ignore_index: Class index of samples or positions that the loss leaves out; -100 by default, as in
             torch.
-        dim: The dimension of the classes in the scores of several positions, 1 or -1. None takes the dimension whose
-            size differs from the class indices' shape, and 1 if both fit (T = V); the recorder checks this with the
-            steps.
+        dim: Dimension of the classes in the scores of several positions, 1 or -1. None takes the dimension that class
+            indices lack, and 1 if both fit (T = V); the recorder checks this with the steps.
     """
 
     reduction: Reduction = "mean"
@@ -195,7 +194,7 @@ def per_sample_losses(loss: Loss, outputs: Any, targets: Shaped[Tensor, "n ..."]
 
     Args:
         loss: The loss.
-        outputs: The loss's input: outputs (n, C), or the network's result (`loss_terms.loss_input`).
+        outputs: The loss's input: outputs (n, C), or the network's result (`loss_input`).
         targets: Their targets.
 
     Raises:

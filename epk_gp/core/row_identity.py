@@ -120,7 +120,7 @@ class RowIdentity:
                 if samples[row] < 0 and key in self._numbers:
                     self.outside = (
                         f"row {row} of pass {number} of step {step.index} was announced as no training point (-1), "
-                        f"and is X[{self._numbers[key]}] bit for bit: its share stands under {NOT_OF_DATA!r}"
+                        f"and is X[{self._numbers[key]}] bit for bit: its contribution is listed under {NOT_OF_DATA!r}"
                     )
                     return self.outside
         return None

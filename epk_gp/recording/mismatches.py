@@ -184,7 +184,7 @@ def _kernel_cause(replay: TrainingReplay, check: StepCheck, seen: _Seen) -> str 
         return None
     return (
         "the loop computes in less than its dtype. Set torch.backends.cudnn.allow_tf32 = False and "
-        "torch.set_float32_matmul_precision('highest'), or say what may be left of a step, unexplained=0.05"
+        "torch.set_float32_matmul_precision('highest'), or accept an unexplained share of a step, unexplained=0.05"
     )
 
 

@@ -41,7 +41,7 @@ def as_trajectory(
     if not any(p.requires_grad for p in net.parameters()):
         raise ValueError(
             "the network must have weights that require gradients, with respect to which it is differentiated: it has "
-            "none. Call net.requires_grad_(True), or of those parameters that are meant."
+            "none. Call net.requires_grad_(True), or requires_grad_(True) of the parameters to differentiate in."
         )
     modes = [(module, module.training) for module in net.modules()]
     net.eval()
