@@ -191,7 +191,7 @@ def datamodel(
     scheduler: opt.Scheduler = None,
     quiet: opt.Quiet = False,
 ) -> None:
-    """Write and draw the largest losses of predictions without each training point, as a table.
+    """Write what predictions lose with each training point, a table of the largest losses, and draw them.
 
     Explained is the log-odds of each point's label, or of the predicted class where points have no labels; or the
     log-probability of `answers` where they have some. Scores add up over the points that are left out.

@@ -98,7 +98,7 @@ def _read_sides(
 
 
 def show_plan(plan: Plan, workers: int | None) -> None:
-    """Print the division of a computation into pieces, and its cost."""
+    """Say how a computation is divided, and what it costs."""
     of_use = max(1, min(workers or 1, plan.pieces))
     typer.echo(f"pieces:  {plan.pieces}, of up to {tqdm.format_sizeof(plan.piece_bytes, 'B')}")
     typer.echo(f"result:  {tqdm.format_sizeof(plan.result_bytes, 'B')}")

@@ -197,7 +197,7 @@ def _write_map(
 
 
 def describe_plane(num_entries: int) -> str:
-    """Describe the plane of a map for inputs with this many coordinates, as the line above the picture."""
+    """Return which plane a map shows of inputs with so many coordinates, as the line above the picture."""
     return (
         f"Shown is the plane of the first two principal directions of the training inputs ({num_entries} coordinates) "
         "through their mean.\nTraining points are projected onto it."
@@ -244,11 +244,11 @@ def read_validation(
     """Read validation points, and the points that are scored: others, or half of them where none are named.
 
     Args:
-        validation_source: Source of the validation points, as for `read_labelled`.
-        points_file: File of the other points; None for half of the validation points.
+        validation_source: Where the validation points are, as for `read_labelled`.
+        points_file: Where the others are; None for half of the validation points.
         run: Folder of the run.
         trajectory: The run.
-        seed: Seed of the division.
+        seed: Of the division.
 
     Raises:
         ValueError: The validation points have no labels, or are too few, or a file is damaged.
@@ -269,7 +269,7 @@ def read_validation(
 
 
 def parse_features(text: str | None) -> int | Literal["exact"] | None:
-    """Return the value of --features: a number of sketched features, none of them, or the choice by the run's size.
+    """Return what --features asks for: a number of sketched features, none of them, or the choice by the run's size.
 
     Raises:
         ValueError: It is neither a whole number above 0 nor "exact".

@@ -20,7 +20,7 @@ TIMEOUT = 30  # seconds in which a scheduler must answer
 def computing(
     memory: float, workers: int | None, scheduler: str | None, quiet: bool, checkpoint: Path | None = None
 ) -> Iterator[dict[str, Any]]:
-    """Yield the options of a command's computation, as arguments of the library's calls (`ComputeSettings`).
+    """Give how a command computes, as arguments of the library's calls (`ComputeSettings`).
 
     Processes of this machine are a pool of the standard library: it needs no further package, and opens no port, behind
     which other users of the machine could have their code executed, as a Dask cluster does. They are spawned: a process

@@ -1,4 +1,4 @@
-"""Attention heads: the assignment of entries of a network's parameters to heads."""
+"""Attention heads: which entries of a network's parameters belong to which of them."""
 
 import re
 from collections.abc import Iterator, Mapping
@@ -12,27 +12,27 @@ from torch import Tensor, nn
 from epk_gp.core.model import FunctionalModel
 from epk_gp.core.torch_overrides import disable_fused_attention
 
-# By attention module, and in it by parameter: (before, heads) for entries arranged as (before, heads, rest).
+# By attention module, and in it by parameter: (before, heads) of the parameter's entries as (before, heads, rest).
 HeadLayout = Mapping[str, Mapping[str, tuple[int, int]]]
 
 _COUNTS = ("num_heads", "n_head", "n_heads", "num_attention_heads", "nhead", "heads")
-_KEY_COUNTS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads")  # for grouped queries
-_FUSED = ("c_attn", "qkv", "qkv_proj", "in_proj_weight", "in_proj_bias", "Wqkv", "to_qkv")  # one after the other
-_BY_HEAD = "query_key_value"  # queries, keys and values of one head after those of another
+_KEY_COUNTS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads")  # of grouped queries
+_FUSED = ("c_attn", "qkv", "qkv_proj", "in_proj_weight", "in_proj_bias", "Wqkv", "to_qkv")  # one after another
+_BY_HEAD = "query_key_value"  # the three of one head after those of another
 _ONE = re.compile(r"(to_|w_?)?(q|k|v|query|key|value)(_?proj|_?lin|_?linear)?(_weight)?", re.IGNORECASE)
 _OUTPUTS = ("out_proj", "o_proj", "c_proj", "proj", "proj_out", "to_out", "out", "out_lin", "wo", "dense", "W_O", "w_o")
 
 
 @dataclass(frozen=True)
 class Cut:
-    """The division of a parameter's entries into heads, as (before, heads, rest).
+    """How the entries of a parameter are divided into heads: as (before, heads, rest).
 
     Attributes:
         module: The attention module.
-        before: Number of times that the sequence of all heads is repeated.
-        heads: Number of heads.
-        role: The projection: "q", "k", "v", "qkv" or "out"; "" if it is not known.
-        size: Number of entries of a head in the projection; 0 if they are not tested.
+        before: How many times all heads follow each other.
+        heads: The heads.
+        role: What it is the projection of: "q", "k", "v", "qkv" or "out"; "" where it is not known.
+        size: Numbers of a head in the projection; 0 where they are not tried.
     """
 
     module: str
@@ -43,11 +43,11 @@ class Cut:
 
 
 def cuts_of(layout: HeadLayout, model: FunctionalModel) -> dict[str, Cut]:
-    """Return the cut of each parameter in a layout.
+    """Return the cut of each parameter that a layout names.
 
     Raises:
-        TypeError: A layout is not a pair of integers.
-        ValueError: A parameter does not exist, or cannot be divided in this way.
+        TypeError: A layout is no pair of whole numbers.
+        ValueError: There is no such parameter, or it cannot be divided so.
     """
     shapes, found = dict(zip(model.names, model.shapes, strict=True)), dict[str, Cut]()
     for module, parameters in layout.items():
@@ -66,18 +66,18 @@ def cuts_of(layout: HeadLayout, model: FunctionalModel) -> dict[str, Cut]:
 
 
 def found_heads(model: FunctionalModel, state: Float[Tensor, " PQ"], X: Shaped[Tensor, "n ..."]) -> dict[str, Cut]:
-    """Find the heads of a network's attention modules by usual names and shapes.
+    """Find the heads of a network's attention modules by the names and shapes that are usual.
 
-    The result is tested. Exchanging heads, in all parameters of a module in the same way, must not change the outputs;
-    nor must exchanging numbers within a head, in its values and in the projection of the outputs. Modules that fail the
-    test are left out, such as those with a position bias for each head.
+    What is found is tried. Heads that change places, in all parameters of a module alike, must leave the outputs as
+    they are; so must numbers that change places within a head, in its values and in the projection of the outputs.
+    Modules of which that is not true are left out, as those with a bias of each head for positions.
     """
     found, P = dict[str, Cut](), model.num_weights
-    wave = torch.arange(P, dtype=state.dtype, device=state.device).sin()  # a projection may still be 0
+    wave = torch.arange(P, dtype=state.dtype, device=state.device).sin()  # a projection may be 0 still
     params = model.unflatten(torch.cat([state[:P] + 0.02 * wave, state[P:]]))
     with torch.no_grad(), disable_fused_attention():
         z = model(params, X)
-        allowed = max(torch.finfo(z.dtype).eps ** 0.5, 1e-6) * float(z.abs().max())  # casts to float32 are common
+        allowed = max(torch.finfo(z.dtype).eps ** 0.5, 1e-6) * float(z.abs().max())  # casts to float32 are usual
         for name, module in reversed(list(model.module.named_modules())):  # inner ones first
             cuts = {own: cut for own, cut in _cuts(model, name, module) if own not in found}
             roles = {cut.role for cut in cuts.values()}
@@ -99,7 +99,7 @@ def _rolled(parameter: Tensor, cut: Cut, places: int) -> Tensor:
 
 
 def _mixed(parameter: Tensor, cut: Cut, count: int) -> Tensor:
-    """Exchange the numbers of the first heads, in the values and the projection of the outputs."""
+    """Let the numbers of the first heads change places, in the values and the projection of the outputs."""
     parts = parameter.clone().reshape(cut.before, cut.heads, cut.size, -1)
     values = parts[2::3] if cut.role == "qkv" else parts
     values[:, :count] = values[:, :count].roll(1, dims=2)
@@ -107,12 +107,12 @@ def _mixed(parameter: Tensor, cut: Cut, count: int) -> Tensor:
 
 
 def _cuts(model: FunctionalModel, name: str, module: nn.Module) -> Iterator[tuple[str, Cut]]:
-    """Propose divisions of the parameters of an attention module into heads."""
+    """Propose how the parameters of an attention module are divided into heads."""
     places = [module, module.config] if "Attention" in type(module).__name__ and hasattr(module, "config") else [module]
     numbers = [[getattr(place, key, None) for place in places for key in keys] for keys in (_COUNTS, _KEY_COUNTS)]
     count = next((number for number in numbers[0] if isinstance(number, int) and number > 1), 0)
     few = next((number for number in numbers[1] if isinstance(number, int)), count)
-    outer = name.removesuffix(".self")  # BERT has the projection of the outputs next to it
+    outer = name.removesuffix(".self")  # BERT keeps the projection of the outputs beside it
     for own, shape in zip(model.names, model.shapes, strict=True):
         path, _, kind = own.rpartition(".")
         if not count or not own.startswith(f"{outer}." if outer else ""):
