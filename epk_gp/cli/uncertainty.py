@@ -249,7 +249,7 @@ def read_validation(
         run: Folder of the run.
         trajectory: The run.
         seed: Of the division.
-seed: Seed of the division.
+
     Raises:
         ValueError: The validation points have no labels, or are too few, or a file is damaged.
         OSError: A file cannot be read.
