@@ -14,7 +14,6 @@ from epk_gp.plots.maps import shades_of as shades_of
 from epk_gp.plots.maps import uncertainty_map as uncertainty_map
 from epk_gp.plots.scores import risk_coverage as risk_coverage
 from epk_gp.plots.scores import score_histogram as score_histogram
-from epk_gp.plots.scores import suspicion_bars as suspicion_bars
 from epk_gp.plots.style import COLORMAP as COLORMAP
 from epk_gp.plots.style import PALETTE as PALETTE
 from epk_gp.plots.style import figure_style as figure_style

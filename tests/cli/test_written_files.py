@@ -82,11 +82,11 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         "uncertainty --validation": ("--validation", "held-out"),
     }
     data = ("--num-train", 24, "--num-test", 42, "--width", 5, "--steps", 6, "--dtype", "float32")
-    assert run("record", "--out", recorded, *data, "--quiet") == 0
+    assert run("record", "--out", recorded, *data) == 0
     for name in MADE:
         if name != "record":
             out = () if name == "report" else ("--out", made[name])
-            assert run(name.split()[0], recorded, *out, *options.get(name, ()), "--quiet") == 0, name
+            assert run(name.split()[0], recorded, *out, *options.get(name, ())) == 0, name
     return made
 
 

@@ -41,7 +41,7 @@ FILES = {
     "objects": {"inputs": np.array([{"a": 1}], dtype=object)},
 }
 # fmt: on
-RECORD = ("record", "--out", "new", "--steps", 2, "--width", 3, "--quiet")
+RECORD = ("record", "--out", "new", "--steps", 2, "--width", 3)
 OWN = (*RECORD, "--data", "ok.npz")
 
 
@@ -262,7 +262,7 @@ def test_odd_uses_that_mean_something_pass(own, tmp_path, monkeypatch, capsys):
     np.savez(tmp_path / "odd.npz", **names)
     assert run(*RECORD, "--data", tmp_path / "odd.npz", "--momentum", 0.999, "--out", tmp_path / "odd") == 0
     assert run(*OWN, "--seed", 2**63 - 1, "--batch-size", 12, "--out", tmp_path / "seed") == 0
-    assert run("verify", "run", "--num-points", 10**9, "--tol", 0.5, "--rule", "gauss-legendre:20", "--quiet") == 0
+    assert run("verify", "run", "--num-points", 10**9, "--tol", 0.5, "--rule", "gauss-legendre:20") == 0
     assert "12 training inputs" in capsys.readouterr().out
 
 
@@ -300,7 +300,7 @@ def test_points_of_a_file_are_held_out_as_asked(own, tmp_path, capsys, options, 
 
 @pytest.mark.parametrize(("command", "limit"), [("verify", ("--tol", 9)), ("gram", ("--num-rows", 3))])
 def test_training_inputs_are_explained_only_aloud(own, recorded, tmp_path, capsys, command, limit):
-    few = ("--rule", "gauss-legendre:1", "--out", tmp_path, "--quiet", *limit)
+    few = ("--rule", "gauss-legendre:1", "--out", tmp_path, *limit)
     assert run(command, own / "run", *few) == 0
     assert " training inputs, for the run has no held-out points" in capsys.readouterr().out
     assert run(command, recorded, *few) == 0
@@ -310,7 +310,7 @@ def test_training_inputs_are_explained_only_aloud(own, recorded, tmp_path, capsy
 
 
 def test_verify_takes_ten_points_and_says_how_to_take_all(own, tmp_path, capsys):
-    asked = ("verify", own / "run", "--head", "logits", "--rule", "gauss-legendre:4", "--tol", 1, "--quiet")
+    asked = ("verify", own / "run", "--head", "logits", "--rule", "gauss-legendre:4", "--tol", 1)
     assert run(*asked) == 0
     said = capsys.readouterr().out
     assert said.startswith("verifying at 10 of 12 training inputs")
