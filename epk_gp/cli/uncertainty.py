@@ -26,6 +26,7 @@ from epk_gp.provenance import Stopwatch, write_arrays, write_json, write_npz
 _SCORES = ("error", "out_of_distribution", "entropy", "mutual_information", "std")
 _MAPPED = ("x", "y", "training", "network_class", "probability", "std", "entropy", "mutual_information",
            "out_of_distribution")  # fmt: skip
+_GRID = 40  # nodes per side
 _PRINCIPAL = ("first principal direction", "second principal direction")
 _VALIDATION = (
     "Labelled points that the network has not seen: held-out, the run's own; a file (.safetensors or .npz) with "
@@ -47,7 +48,7 @@ def uncertainty(
     columns: opt.Columns = None,
     others: opt.Others = None,
     feature_names: opt.FeatureNames = None,
-    grid: Annotated[int, opt.count("Nodes per side of a map, 2 to 400.", 2, 400)] = 40,
+    grid: Annotated[int | None, opt.count("Nodes per side of a map, 2 to 400; 40 by default.", 2, 400)] = None,
     network: opt.Network = None,
     seed: opt.Seed = 0,
 ) -> None:
@@ -61,6 +62,8 @@ def uncertainty(
     timer, trajectory = Stopwatch(), open_run(run, network)
     training_labels(trajectory, "uncertainty")
     plane = parse_plane(trajectory, map, columns, others, feature_names)
+    if (grid is not None and plane is None) or (feature_names is not None and columns is None):
+        raise ValueError("--grid must stand beside --map or --columns, --feature-names beside --columns. Add them.")
     fitted, scored = read_validation(validation, points, run, trajectory, seed=seed)
     folder = opt.make_folder(out)
     typer.echo(f"scoring {scored}, with {fitted} as validation points")
@@ -68,7 +71,7 @@ def uncertainty(
     results = _describe_model(model) | _write_scores(folder, model, scored, fitted, alpha)
     files = ["scores.npz", "scores.png", "uncertainty.json"]
     if plane is not None:
-        _write_map(folder, uncertainty_on_plane(model, plane, size=grid), trajectory.digest, fitted.X)
+        _write_map(folder, uncertainty_on_plane(model, plane, size=grid or _GRID), trajectory.digest, fitted.X)
         files += ["map.png", "map.safetensors"]
     config = options | {"validation": str(fitted), "points": str(scored)}
     write_json(folder / "uncertainty.json", "uncertainty", config, results, timer)
