@@ -166,7 +166,7 @@ def test_answers_beside_the_inputs_of_texts_are_explained(tmp_path, monkeypatch,
     assert run("attribute", *asked, "--out", tmp_path / "attribute") == 0
     assert "2 points x 1 outputs x 6 training points" in capsys.readouterr().out
     arrays = load_file(tmp_path / "attribute" / "attribution.safetensors")
-    parts = epk.attribute(recorder.trajectory, X[:2], function=epk.log_probability(answers))
+    parts = epk.attribute(recorder.trajectory, X[:2], function=epk.RowFunction.log_probability(answers))
     assert torch.allclose(arrays["samples"], parts.samples, rtol=0, atol=1e-12)
     page = tmp_path / "report.html"
     assert run("report", *asked, "--out", page, "--num-points", 1) == 0
