@@ -145,7 +145,7 @@ class ChosenPoints:
         resolved = resolve_head(head, trajectory.loss, trajectory.num_outputs)
         return {"head": resolved, "classes": predicted if outputs == "predicted" else None}, predicted
 
-    def answered(self, head: Head | None) -> dict[str, Any]:
+    def answered(self, head: Head | None = None) -> dict[str, Any]:
         """Return the options of `attribute` and `write_report` for answers.
 
         Raises:

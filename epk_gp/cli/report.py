@@ -80,7 +80,7 @@ def report(
     if outputs == "answers":
         chosen = chosen.taken(torch.arange(len(chosen.X))[:num_points])
         del shown["outputs"]
-        shown |= chosen.answered(None)
+        shown |= chosen.answered()
     else:
         shown["y"] = chosen.labels
     num_explained = min(num_points, len(chosen.X))
