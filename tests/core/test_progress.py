@@ -10,15 +10,9 @@ import pytest
 import epk_gp
 from epk_gp.core.show import SlowCallWarning, tracked
 from epk_gp.work.run import Advice, SlowCallNotice, progress_bar
+from helpers import Terminal
 
 ROOT = Path(epk_gp.__file__).parent
-
-
-class Terminal(io.StringIO):
-    """A terminal, and what it was sent."""
-
-    def isatty(self):
-        return True
 
 
 def test_a_bar_counts_the_items_with_rate_and_remaining_time(monkeypatch):
