@@ -140,21 +140,23 @@ class ChosenPoints:
             ValueError: The log-probability of answers is wanted, and the points have none; or a head is named too.
         """
         if outputs == "answers":
-            return self.answered(head), torch.zeros(len(self.X), dtype=torch.int64)
+            if head is not None:
+                raise ValueError(f"--outputs answers must stand without --head: got --head {head}. Leave one out.")
+            return self.answered(), torch.zeros(len(self.X), dtype=torch.int64)
         predicted = network_outputs(trajectory, self.X).argmax(dim=1)
         resolved = resolve_head(head, trajectory.loss, trajectory.num_outputs)
         return {"head": resolved, "classes": predicted if outputs == "predicted" else None}, predicted
 
-    def answered(self, head: Head | None = None) -> dict[str, Any]:
+    def answered(self) -> dict[str, Any]:
         """Return the options of `attribute` and `write_report` for answers.
 
         Raises:
-            ValueError: The points have no answers; or a head is named too.
+            ValueError: The points have no answers.
         """
-        if self.answers is None or head is not None:
+        if self.answers is None:
             raise ValueError(
                 "--outputs answers explains the log-probability of `answers`, a tensor beside `inputs` in the file "
-                f"of --points, without --head: got {self.origin}{'' if head is None else f' and --head {head}'}."
+                f"of --points: got {self.origin}."
             )
         return {"function": RowFunction.log_probability(self.answers)}
 

@@ -175,4 +175,4 @@ def test_answers_beside_the_inputs_of_texts_are_explained(tmp_path, monkeypatch,
     for index, value, _ in explanation["views"]["*|*"]["raised"]:
         assert value * quantum == pytest.approx(float(parts.samples[0, 0, index]), abs=1e-10)
     said = refused(capsys, "attribute", *asked, "--out", tmp_path / "no", "--head", "logits")
-    assert "--outputs answers explains the log-probability of `answers`" in said
+    assert "--outputs answers must stand without --head" in said

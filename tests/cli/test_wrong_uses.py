@@ -123,6 +123,8 @@ USES = OF_TYPER | {
     "--outputs must be predicted, all, answers, or a number of classes from 1": "report run --outputs {most,0}",
     "a number of the 2 classes of a classifier: got 4": "report run --outputs 4",
     "--outputs answers must stand without": "report run --outputs answers --validation held-out",
+    "of `answers`, a tensor beside `inputs` in the file of --points: got training inputs":
+        "{attribute,report} run --outputs answers",
     "class_names must name each of the 2 outputs": "report run --class-names a",
     "names must name each of the": "report run --feature-names a,b",
     "at least 20 validation points: got 19": "uncertainty judged --validation few.npz --points points.npz",
