@@ -104,7 +104,7 @@ def parse_names(text: str | None) -> list[str] | None:
 def parse_plane(
     trajectory: Trajectory, is_principal: bool, columns: str | None, others: str | None, feature_names: str | None
 ) -> Plane | None:
-    """Return the plane of a map: of --map that of the principal directions, of --columns two of a table, or none.
+    """Return the plane of a map: the principal directions (--map), two columns (--columns), or None.
 
     Raises:
         ValueError: Both are given, or an option would be ignored, or the columns are not there.
