@@ -25,10 +25,6 @@ class CertificateWarning(UserWarning):
     """A result that its own certificate does not support, or a run that cannot have one."""
 
 
-class SlowCallWarning(UserWarning):
-    """A call that will take more than half a minute, and shows no progress."""
-
-
 def warn_uncertified(message: str) -> None:
     """Emit a `CertificateWarning` at the line outside the package that led to it."""
     warn_caller(message, CertificateWarning)

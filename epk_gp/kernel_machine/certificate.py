@@ -1,7 +1,6 @@
 """Certificates: what quadrature and rounding may leave of a sum over the run."""
 
 import math
-import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
@@ -254,12 +253,11 @@ class StepResiduals:
 
     Attributes:
         mismatches: The comparison.
-        seconds: How long the replay took: about as long as the training, in the dtype of the computation.
     """
 
     def __init__(self, run: RunReplay, max_rows: int, *, keeps: bool, keeps_all: bool) -> None:
         trajectory, model = run.trajectory, run.model
-        begun, like = time.monotonic(), torch.zeros(0, dtype=model.spec.dtype, device=model.spec.device)
+        like = torch.zeros(0, dtype=model.spec.dtype, device=model.spec.device)
         self.mismatches, self._sizes = StepMismatches(), model.sizes
         self._rows, self._amplified = dict[int, Tensor](), dict[int, dict[int, Tensor]]()
         rows: Tensor | None = None
@@ -282,7 +280,7 @@ class StepResiduals:
                 rows = rows_of_weights(most, model.num_weights, like, max_rows) if rows is None else rows
                 rows[count] = residual.to(rows)
                 self._rows[index], count = rows[count], count + 1
-        self._like, self.seconds = like, time.monotonic() - begun
+        self._like = like
 
     def __getitem__(self, s: int) -> Float[Tensor, " P"] | None:
         """Return rho_s; None where it is zero to rounding."""

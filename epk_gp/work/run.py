@@ -10,11 +10,10 @@ import pickle
 import platform
 import shutil
 import sys
-import time
 import zlib
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from concurrent.futures import BrokenExecutor
 from contextlib import closing, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, fields, replace
@@ -32,7 +31,6 @@ import epk_gp
 from epk_gp.autodiff.dense import PlannedModel
 from epk_gp.core.checks import ComputeOptions, SupportsSubmit
 from epk_gp.core.plans import DifferentiationPlan
-from epk_gp.core.show import SlowCallWarning, warn_caller
 from epk_gp.core.torch_overrides import disable_fused_attention
 from epk_gp.core.trajectory import Trajectory
 from epk_gp.storage.chunks import require_same_run
@@ -40,66 +38,8 @@ from epk_gp.storage.files import atomic_write, checksum
 from epk_gp.storage.partial_sums import PartialSums
 from epk_gp.work.workers import only_owner, pickled, scratch_folder, submit, threads_of_workers, wait
 
-_MEASURED, _LONG, _REST = 3.0, 30.0, 10.0  # seconds: measured at least, of a long call, and still to come if it says so
-_TRAININGS = 2.0  # for each output: a long call that takes more says so however little is still to come
 
-
-@dataclass(frozen=True)
-class Advice:
-    """What a call says that will be long.
-
-    Attributes:
-        ways: How it is made faster.
-        trainings: Maps its seconds to how many replays of the training it takes for each output.
-    """
-
-    ways: str
-    trainings: Callable[[float], float] | None = None
-
-    def sentence(self, words: str, seconds: float, rest: float) -> str:
-        """Return what a call says of its length; "" if it is not long, or nearly done."""
-        if not rest or seconds <= _LONG:
-            return ""
-        trainings = 0.0 if self.trainings is None else self.trainings(seconds)
-        if rest < _REST and trainings <= _TRAININGS:
-            return ""
-        cost = f", {float(f'{trainings:.2g}'):g} times a replay of the training for each output" if trainings else ""
-        return f"the {words} will take about {seconds / 60:.1f} minutes{cost}: {self.ways}."
-
-
-class SlowCallNotice(std_tqdm):  # type: ignore[type-arg]
-    """No bar, but one `SlowCallWarning` if the first items show that a call will take more than half a minute.
-
-    Args:
-        total: Number of items that are to be done.
-        desc: What is counted.
-        advice: What it says.
-        clock: Gives the time in seconds.
-    """
-
-    def __init__(self, total: int, desc: str, advice: Advice, *, clock: Callable[[], float] = time.monotonic) -> None:
-        super().__init__(disable=True)
-        self._size, self._words, self._advice, self._clock, self._begun = total, desc, advice, clock, clock()
-        self._has_spoken = False
-        self._first: tuple[float, float] = (0, 0.0)  # items, and seconds that they took: the first ones may be slower
-
-    def update(self, n: int | float | None = 1) -> bool | None:
-        """Count n more items, and warn once if all will take long."""
-        self.n += n or 0
-        seconds, (items, begun) = self._clock() - self._begun, self._first
-        if not items:
-            self._first = self.n, seconds
-        elif not self._has_spoken and seconds >= _MEASURED:
-            rest = (self._size - self.n) * (seconds - begun) / (self.n - items)
-            if sentence := self._advice.sentence(self._words, seconds + rest, rest):
-                self._has_spoken = True
-                warn_caller(sentence, SlowCallWarning)
-        return None
-
-
-def progress_bar(
-    total: int, desc: str, *, unit: str = "it", initial: int = 0, shown: bool = True, advice: Advice | None = None
-) -> std_tqdm:  # type: ignore[type-arg]
+def progress_bar(total: int, desc: str, *, unit: str = "it", initial: int = 0, shown: bool = True) -> std_tqdm:  # type: ignore[type-arg]
     """Return tqdm's bar, to be used in a `with` statement and advanced by `update(n)`.
 
     Args:
@@ -108,10 +48,7 @@ def progress_bar(
         unit: Name of an item.
         initial: Number of items that were done before.
         shown: Whether there is any output.
-        advice: What a call without output says if it will be long.
     """
-    if not shown and advice is not None:
-        return SlowCallNotice(total - initial, desc, advice)
     hidden = not shown or sys.stderr is None
     return tqdm(total=total, desc=desc, unit=unit, initial=initial, disable=hidden, dynamic_ncols=True)
 
@@ -228,9 +165,7 @@ def _save_begun(stored: PartialSums | None, name: str, sums: Sums) -> None:
             sums.save(stored, name + BEGUN, is_whole=False)
 
 
-def run(
-    work: Work, options: ComputeOptions, what: str, *, advice: Advice | None = None
-) -> Generator[tuple[Piece, Sums], None, None]:
+def run(work: Work, options: ComputeOptions, what: str) -> Generator[tuple[Piece, Sums], None, None]:
     """Compute all pieces, here or by workers, and give every total with its last piece, in their order.
 
     With a checkpoint, pieces and totals are saved, and those that an earlier call saved are not computed again, whether
@@ -241,7 +176,6 @@ def run(
         work: What is computed.
         options: Whose workers compute, where sums are kept, and whether progress is shown.
         what: What a progress bar says.
-        advice: What it says if it finds out that it will be long.
 
     Raises:
         BlockingIOError: Another job computes into the checkpoint.
@@ -252,7 +186,7 @@ def run(
     with nullcontext() if executor is None else threads_of_workers(executor), _folder(work, options) as stored:
         missing = (piece for pieces in _totals(work) for piece in pieces[_num_joined(stored, pieces) :])
         workers = None if executor is None or stored is None else _by_workers(work, missing, executor, stored)
-        with _bar(work, stored, options, what, advice) as bar, nullcontext() if workers is None else closing(workers):
+        with _bar(work, stored, options, what) as bar, nullcontext() if workers is None else closing(workers):
             for pieces in _totals(work):
                 done, used = _num_joined(stored, pieces), list[str]()
                 total = Sums.load(stored, pieces[0].total, work.device) if done else Sums()
@@ -312,14 +246,14 @@ def _num_joined(stored: PartialSums | None, pieces: list[Piece]) -> int:
     return 0 if stored is None or not pieces[0].total else stored.count(pieces[0].total)
 
 
-def _bar(work: Work, stored: PartialSums | None, options: ComputeOptions, what: str, advice: Advice | None) -> std_tqdm:  # type: ignore[type-arg]
+def _bar(work: Work, stored: PartialSums | None, options: ComputeOptions, what: str) -> std_tqdm:  # type: ignore[type-arg]
     """Return a progress bar: of steps, or of the pieces of workers."""
     is_here, size, done = options.executor is None, 0, 0
     for pieces in _totals(work):
         counts = [piece.steps if is_here else 1 for piece in pieces]
         size, done = size + sum(counts), done + sum(counts[: _num_joined(stored, pieces)])
     unit = "step" if is_here else "piece"
-    return progress_bar(size, what, unit=unit, initial=done, shown=options.progress, advice=advice if is_here else None)
+    return progress_bar(size, what, unit=unit, initial=done, shown=options.progress)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
