@@ -178,7 +178,7 @@ class ArrivedGradient:
 
     Args:
         model: The network.
-        parameters: Returns its parameters; None where it has not all, or ranks hold parts of them.
+        parameters: Returns its parameters; None where it has not all.
     """
 
     def __init__(self, model: FunctionalModel, parameters: Callable[[], Sequence[Tensor] | None]) -> None:

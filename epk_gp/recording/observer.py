@@ -86,9 +86,7 @@ class StepObserver:
         self._shapes = dict[torch.Size, Tensor]()  # of the targets of the last passes, by those of the rows
         self._versions = list[int]()  # of the weights when the last pass found those of the last step
         self._parts, self._modes = [*setup.net.modules()], (list[bool](), torch.empty(0, dtype=torch.bool))
-        self._arrived = ArrivedGradient(
-            setup.model, setup.live.parameters if hasattr(called, "parameters") else lambda: None
-        )
+        self._arrived = ArrivedGradient(setup.model, setup.live.parameters)
         self.other_optimizer = ""  # in words, which one stepped that is none of these
         self._statistics = setup.model.statistics_of(setup.net)  # after the last pass; they may move in no other way
         with as_written(setup.net) as self._autocast:  # which begins inside of a pass
@@ -316,8 +314,6 @@ class StepObserver:
 
     def _look_at_gradients(self, *, is_backward: bool = True) -> None:
         """Find out whether gradients were cleared since a batch was announced, or left over from before the step."""
-        if not hasattr(self._called, "parameters"):
-            return  # ranks hold parts of the gradients, which are gathered at the step
         has_gradient = any(bool(g.any()) for g in self._present_gradients())
         if not has_gradient and not self._step.announced and not any(f.sent for f in self._step.waiting):
             return
