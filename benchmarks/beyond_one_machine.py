@@ -157,7 +157,7 @@ def simulated(
         mock.patch("epk_gp.gram.path_kernel.assemble", drained),
         mock.patch.object(carrying, "num_ahead", lambda num_bytes, _: ahead(num_bytes, disk)),
     ):
-        kernel.trace_block(*points, replace(options, executor=workers))
+        kernel.trace_block(*points, **replace(options, executor=workers).settings)
     return workers, time.perf_counter() - begun
 
 
@@ -235,7 +235,7 @@ def measure_kernels(
         X, Y = (torch.randn(n, 2, generator=draws, dtype=torch.float64) for n in (layout.side, layout.right))
         a = epk.Points(X, is_train=x)
         timed = Timed([])
-        kernel.trace_block(a, a if same else epk.Points(Y, is_train=y), replace(options, executor=timed))
+        kernel.trace_block(a, a if same else epk.Points(Y, is_train=y), **replace(options, executor=timed).settings)
         found[layout.kind(x, y, is_symmetric=same)] = timed.seconds
     return found
 
@@ -276,7 +276,7 @@ def tile_side(kernel: PathKernel, options: ComputeOptions) -> int:
 
     points = epk.Points(torch.zeros(1, 2, dtype=torch.float64), is_train=False)
     with mock.patch("epk_gp.gram.path_kernel.assemble", noted):
-        kernel.trace_block(points, points, options)
+        kernel.trace_block(points, points, **options.settings)
     return found[0]
 
 

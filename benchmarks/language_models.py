@@ -44,7 +44,7 @@ class Asked:
     Attributes:
         training: The training.
         X: Inputs that were not trained on.
-        answers: Targets of each, as `epk.log_probability` takes them.
+        answers: Targets of each, as `epk.RowFunction.log_probability` takes them.
     """
 
     training: Training
@@ -54,7 +54,7 @@ class Asked:
     @property
     def function(self) -> epk.RowFunction:
         """The log-probability of the answers."""
-        return epk.log_probability(self.answers)
+        return epk.RowFunction.log_probability(self.answers)
 
 
 def gpt(questions: int, *, length: int, blocks: int = 4, texts: int = 1000, batch_size: int = 16) -> Asked:

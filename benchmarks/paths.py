@@ -279,7 +279,7 @@ def uncertainty_map(
             gp = epk.LogitGP(run, nodes=int(nodes))
         gp.fit()
         generator = torch.Generator().manual_seed(0)
-        std = epk.softmax_uncertainty(gp.logit_posterior(grid), generator=generator).std[:, 0]
+        std = gp.logit_posterior(grid).softmax_uncertainty(generator=generator).std[:, 0]
         wall, process = time.perf_counter() - wall, time.process_time() - process
         reference = std if reference is None else reference
         off = (std - reference).abs()

@@ -20,6 +20,7 @@ from processes import Worker, current_python
 from torch import nn
 
 import epk_gp as epk
+from epk_gp.core.checks import ComputeOptions
 from epk_gp.work.run import Piece, Sums
 from epk_gp.work.run import run as carry_out
 from problems import epk_problems
@@ -52,7 +53,7 @@ class Empty:
 
 def empty_pieces(executor: Any, count: int) -> tuple[float, float]:
     """Have empty pieces computed; return the seconds of each by the clock, and of the owner's processor."""
-    options = epk.ComputeOptions(executor=executor)
+    options = ComputeOptions(executor=executor)
     list(carry_out(Empty(1), options, "empty"))
     before, owned = time.perf_counter(), time.process_time()
     list(carry_out(Empty(count), options, "empty"))

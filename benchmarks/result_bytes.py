@@ -259,7 +259,7 @@ def posterior(*mode: Any, **options: Any) -> object:
 def sampled() -> object:
     gp, test = process(), wider()[3]
     predicted = gp.logit_posterior(test)
-    return [epk.softmax_uncertainty(predicted, 64, seeded(), quantiles=(0.1, 0.9))]
+    return [predicted.softmax_uncertainty(64, seeded(), quantiles=(0.1, 0.9))]
 
 
 def mapped() -> object:
@@ -329,7 +329,12 @@ def each(kind: str, compute: Callable[[str], object], names: Iterable[str]) -> C
     return {f"{kind}, {name}": functools.partial(compute, name) for name in names}
 
 
-RULES = epk.gauss_legendre(2), epk.left_endpoint(), epk.left_riemann(3), epk.midpoint(2)
+RULES = (
+    epk.gauss_legendre(2),
+    epk.QuadratureRule.left_endpoint(),
+    epk.QuadratureRule.left_riemann(3),
+    epk.QuadratureRule.midpoint(2),
+)
 INFLUENCED = "plain", "momentum", "AdamW, dropout", "BatchNorm", "clipping", "accumulation", "LSTM", "transformer"
 RESULTS: Cases = {
     **each("run", what_was_recorded, RUNS),
@@ -349,7 +354,9 @@ RESULTS: Cases = {
     "block per class": lambda: block("plain", compute=per_class),
     "diagonal": lambda: [epk.PathKernel(recorded("tanh")).diagonal_blocks(points) for points in two_sets("tanh")],
     "trace block": lambda: epk.PathKernel(recorded("conv net")).trace_block(*two_sets("conv net")),
-    "NTK": lambda: epk.gram_block(tangent_trajectory(recorded("tanh")), *two_sets("tanh"), rule=epk.left_endpoint()),
+    "NTK": lambda: epk.gram_block(
+        tangent_trajectory(recorded("tanh")), *two_sets("tanh"), rule=epk.QuadratureRule.left_endpoint()
+    ),
     "path features": lambda: on(epk.path_features, "tanh", 16, nodes=5),
     "kernel, full": kernel,
     "kernel, evaluated": lambda: kernel(training=False),
@@ -373,7 +380,7 @@ RESULTS: Cases = {
     "attribute by sample and step": lambda: on(epk.attribute, "BatchNorm", by=axes("BatchNorm", by_sample, by_step)),
     "attribute, two questions": lambda: on(epk.attribute, "Adam", by=[axes("Adam", by_label), axes("Adam", by_step)]),
     **each("reconstruct", lambda name: on(epk.reconstruct, name), RUNS),
-    "reconstruct, fixed rule": lambda: on(epk.reconstruct, "plain", rule=epk.left_riemann(4)),
+    "reconstruct, fixed rule": lambda: on(epk.reconstruct, "plain", rule=epk.QuadratureRule.left_riemann(4)),
     "reconstruct, chords": lambda: on(epk.reconstruct, "plain", path=epk.chords(every=2)),
     "single machine": lambda: on(single_machine, "plain"),
     **each("influence", lambda name: on(epk.influence, name), INFLUENCED),
@@ -382,7 +389,7 @@ RESULTS: Cases = {
     "influence, smoothed": lambda: on(epk.influence, "tanh", smoothing=epk.Smoothing(3, seed=1)),
     "influence, truncated": lambda: on(epk.influence, "momentum", truncate=2),
     "influence, function": lambda: on(epk.influence, "tanh", function=lambda z: (z.log_softmax(1) ** 2).sum()),
-    **each("self-influence", lambda name: epk.self_influence(recorded(name)), INFLUENCED),
+    **each("self-influence", lambda name: epk.influence(recorded(name), own=True).values[:, 0, 0], INFLUENCED),
     **each("retrain", retrained, ("tanh", "AdamW, dropout", "clipping")),
     "counterfactual": counterfactual,
     "process": posterior,

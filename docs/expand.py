@@ -85,7 +85,6 @@ def _section(page: Path, *heading: str) -> str:
 
 IMPORT = re.compile(r"^ *from (epk_gp(?:\.\w+)*) import (?:\(([^)]*)\)|([^\n(]*))", re.MULTILINE)
 DOTTED = re.compile(r"\b(epk_gp(?:\.\w+)+)\.(\w+)")
-EXPORTING = ("epk_gp", "epk_gp.plots")  # packages whose own names are public
 # pages that name internal things too
 INTERNAL = {
     "theory.md",
@@ -100,11 +99,11 @@ INTERNAL = {
 
 @cache
 def public_names() -> dict[str, str]:
-    """Map every public name to its module: what the packages above export, and what a page imports or gives in full."""
+    """Map every public name to its module: what packages export, and what a page imports or gives in full."""
     found: dict[str, str] = {}
-    for package in EXPORTING:
-        exported = ROOT.joinpath(*package.split("."), "__init__.py").read_text()
-        found |= {name: module for module, name in _imported(exported) if name in _definitions()}
+    for init in sorted((ROOT / "epk_gp").rglob("__init__.py")):
+        exported = [(module, name) for module, name in _imported(init.read_text()) if name in _definitions()]
+        found |= {name: module for module, name in exported if module.startswith("epk_gp.")}
     defined = _definitions()
     for page in PAGES:
         text = "" if page.name in INTERNAL else written(page.read_text())
@@ -113,6 +112,21 @@ def public_names() -> dict[str, str]:
             if len(modules) == 1:  # a name may be imported from where it is not defined
                 found.setdefault(name, modules[0])
     return found
+
+
+@cache
+def top_level() -> tuple[str, ...]:
+    """Return the names of the top level, in order."""
+    return tuple(sorted(name for _, name in _imported((ROOT / "epk_gp" / "__init__.py").read_text())))
+
+
+def home(name: str, module: str) -> str:
+    """Return where a public name of a module is imported from."""
+    if name in top_level():
+        return "epk_gp"
+    if module.startswith("epk_gp.recording."):  # the callbacks
+        return "epk_gp.callbacks"
+    return ".".join(module.split(".")[:2])
 
 
 def _imported(text: str) -> list[tuple[str, str]]:
@@ -144,26 +158,21 @@ def _names(page: Path, *packages: str) -> str:
         if not (path.is_dir() or path.with_suffix(".py").is_file()):
             raise FileNotFoundError(f"{package} must be a package or a module: there is no {path}.")
     rows = [
-        [f"`{name}`", f"`{module}`", _summary(_definitions()[name][module])]
+        [f"`{name}`", f"`{home(name, module)}`", _summary(_definitions()[name][module])]
         for name, module in sorted(public_names().items(), key=lambda item: item[0].casefold())
         if any(module == package or module.startswith(f"{package}.") for package in packages)
     ]
-    return METHODS.markdown_table(["name", "module", "what it is or does"], rows)
+    return METHODS.markdown_table(["name", "import it from", "what it is or does"], rows)
 
 
 def _exported(page: Path) -> str:
     """Return the names of the top level by the page of the reference that has them."""
-    tree = ast.parse((ROOT / "epk_gp" / "__init__.py").read_text())
-    imports = [
-        node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.module.startswith("epk_gp.")
-    ]
-    top = sorted(alias.name for node in imports for alias in node.names)
     rows = []
     for other in sorted(page.parent.glob("*.md")):
         text = other.read_text()
         for packages in re.findall(r"^<!-- made: names ([^\n]*) -->$", text, re.MULTILINE):
             prefixes = tuple(f"{package}." for package in packages.split())
-            names = [f"`{name}`" for name in top if f"{public_names()[name]}.".startswith(prefixes)]
+            names = [f"`{name}`" for name in top_level() if f"{public_names()[name]}.".startswith(prefixes)]
             if names:
                 rows.append([", ".join(names), f"[{text.splitlines()[0].removeprefix('# ')}]({other.name})"])
     return METHODS.markdown_table(["name", "page"], rows)

@@ -2,6 +2,7 @@
 
 import base64
 import html
+import importlib.util
 import json
 import re
 from pathlib import Path
@@ -12,7 +13,15 @@ from latex2mathml.converter import convert
 _FORMULA = re.compile(r'<(span|div) class="arithmatex">\\[(\[](.*?)\\[)\]]</\1>', re.DOTALL)
 _CODE = re.compile(r"<(code|pre)\b.*?</\1>", re.DOTALL)
 _NAMES = re.compile(r"^<!-- made: names [^\n]* -->\n(.*?)^<!-- end -->$", re.MULTILINE | re.DOTALL)
-_ROW = re.compile(r"^\| `(\w+)` \| `([\w.]+)` \|", re.MULTILINE)
+_ROW = re.compile(r"^\| `(\w+)` \| `[\w.]+` \|", re.MULTILINE)
+
+
+def _expand() -> Any:
+    """Import docs/expand.py, which knows the module that defines each public name."""
+    specification = importlib.util.spec_from_file_location("expand", Path(__file__).with_name("expand.py"))
+    module = importlib.util.module_from_spec(specification)  # type: ignore[arg-type]  # the file is there
+    specification.loader.exec_module(module)  # type: ignore[union-attr]
+    return module
 
 
 def on_page_content(content: str, **_: object) -> str:
@@ -36,8 +45,11 @@ def on_page_content(content: str, **_: object) -> str:
 def on_page_markdown(markdown: str, **_: object) -> str:
     """Show whole docstrings where a page lists public names, and link to the pages of notebooks."""
     markdown = markdown.replace(".ipynb)", ".md)")
+    if not _NAMES.search(markdown):
+        return markdown
+    modules = _expand().public_names()
     return _NAMES.sub(
-        lambda match: "\n\n".join(f"::: {module}.{name}" for name, module in _ROW.findall(match[1])), markdown
+        lambda match: "\n\n".join(f"::: {modules[name]}.{name}" for name in _ROW.findall(match[1])), markdown
     )
 
 

@@ -9,11 +9,7 @@ if TYPE_CHECKING:
     from epk_gp.analysis.labels import next_to_label as next_to_label
     from epk_gp.analysis.score_check import check_scores as check_scores
     from epk_gp.autodiff.scalars import RowFunction as RowFunction
-    from epk_gp.autodiff.scalars import log_probability as log_probability
-    from epk_gp.autodiff.scalars import logit_difference as logit_difference
-    from epk_gp.autodiff.scalars import loss_value as loss_value
     from epk_gp.classifier import EPKClassifier as EPKClassifier
-    from epk_gp.core.checks import ComputeOptions as ComputeOptions
     from epk_gp.core.graphs import Graph as Graph
     from epk_gp.core.graphs import Ragged as Ragged
     from epk_gp.core.inputs import Points as Points
@@ -26,7 +22,6 @@ if TYPE_CHECKING:
     from epk_gp.core.trajectory import network_outputs as network_outputs
     from epk_gp.datamodels.fit import datamodel as datamodel
     from epk_gp.gp.models import LogitGP as LogitGP
-    from epk_gp.gp.softmax import softmax_uncertainty as softmax_uncertainty
     from epk_gp.gp.uncertain_classifier import UncertainClassifier as UncertainClassifier
     from epk_gp.gram.path_features import path_features as path_features
     from epk_gp.gram.path_kernel import PathKernel as PathKernel
@@ -34,26 +29,22 @@ if TYPE_CHECKING:
     from epk_gp.kernel_machine.attribute import attribute as attribute
     from epk_gp.kernel_machine.influence import Smoothing as Smoothing
     from epk_gp.kernel_machine.influence import influence as influence
-    from epk_gp.kernel_machine.influence import self_influence as self_influence
     from epk_gp.kernel_machine.reconstruct import reconstruct as reconstruct
     from epk_gp.kernel_machine.retrain import retrain as retrain
     from epk_gp.kernel_machine.tokens import attribute_tokens as attribute_tokens
     from epk_gp.kernels.epk import EPKKernel as EPKKernel
     from epk_gp.kernels.tagging import test_copy as test_copy
     from epk_gp.kernels.tagging import train_copy as train_copy
+    from epk_gp.quadrature.rules import QuadratureRule as QuadratureRule
     from epk_gp.quadrature.rules import adaptive as adaptive
     from epk_gp.quadrature.rules import chords as chords
     from epk_gp.quadrature.rules import gauss_legendre as gauss_legendre
     from epk_gp.quadrature.rules import layerwise as layerwise
-    from epk_gp.quadrature.rules import left_endpoint as left_endpoint
-    from epk_gp.quadrature.rules import left_riemann as left_riemann
-    from epk_gp.quadrature.rules import midpoint as midpoint
     from epk_gp.quadrature.rules import straight as straight
     from epk_gp.recording.causes import StepMismatchError as StepMismatchError
     from epk_gp.recording.recorder import Recorder as Recorder
     from epk_gp.recording.train import train as train
     from epk_gp.regressor import EPKRegressor as EPKRegressor
-    from epk_gp.report.text import sentences as sentences
     from epk_gp.report.write import write_report as write_report
     from epk_gp.storage.rows import Stream as Stream
     from epk_gp.storage.run import load_trajectory as load_trajectory
@@ -71,24 +62,22 @@ else:
         "core.graphs": "Graph Ragged",
         "core.inputs": "Points",
         "core.losses": "CrossEntropy MeanSquaredError PerSampleLoss next_words",
-        "autodiff.scalars": "RowFunction log_probability logit_difference loss_value",
-        "core.checks": "ComputeOptions",
+        "autodiff.scalars": "RowFunction",
         "core.show": "CertificateWarning",
         "core.trajectory": "Trajectory network_outputs",
         "datamodels.fit": "datamodel",
         "gp.models": "LogitGP",
-        "gp.softmax": "softmax_uncertainty",
         "gp.uncertain_classifier": "UncertainClassifier",
         "gram.path_features": "path_features",
         "gram.path_kernel": "PathKernel gram_block",
         "kernel_machine.attribute": "attribute",
-        "kernel_machine.influence": "Smoothing influence self_influence",
+        "kernel_machine.influence": "Smoothing influence",
         "kernel_machine.reconstruct": "reconstruct",
         "kernel_machine.retrain": "retrain",
         "kernel_machine.tokens": "attribute_tokens",
         "kernels.epk": "EPKKernel",
         "kernels.tagging": "test_copy train_copy",
-        "quadrature.rules": "adaptive chords gauss_legendre layerwise left_endpoint left_riemann midpoint straight",
+        "quadrature.rules": "QuadratureRule adaptive chords gauss_legendre layerwise straight",
         "recording.causes": "StepMismatchError",
         "recording.recorder": "Recorder",
         "recording.train": "train",
@@ -100,7 +89,7 @@ else:
         "trained.ntk": "NTKKernel ntk",
     }
     _PLACES = {name: module for module, names in _MODULES.items() for name in names.split()}
-    _PLACES |= {"write_report": "report.write", "sentences": "report.text"}  # not with a folder: matplotlib
+    _PLACES["write_report"] = "report.write"  # not with a folder: matplotlib
     _FOLDERS = {module.partition(".")[0] for module in _MODULES}
     __all__ = sorted(_PLACES)
 

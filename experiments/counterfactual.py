@@ -257,7 +257,7 @@ def _scores(
             )
             for name, own in smoothing.items()
         },
-        "first order (In-Run Shapley)": lambda: contributions(epk.left_endpoint()),
+        "first order (In-Run Shapley)": lambda: contributions(epk.QuadratureRule.left_endpoint()),
         "last-step gradients": products_of_gradients,
         **({"TracIn (captum)": lambda: _tracin(config, trajectory, test)} if CAPTUM else {}),
         "nearest pixels": lambda: -torch.cdist(X.flatten(1), trajectory.inputs.flatten(1)),

@@ -44,7 +44,7 @@ def run(config: Config) -> Result:
     """Record the toy problem and reconstruct it with each rule."""
     trajectory, held_out = record_toy(config.toy)
     X = held_out.inputs
-    rules = [*(epk.left_riemann(n) for n in config.riemann), epk.adaptive()]
+    rules = [*(epk.QuadratureRule.left_riemann(n) for n in config.riemann), epk.adaptive()]
     with uncertified_results():
         ensembles = [epk.reconstruct(trajectory, X, rule=rule) for rule in rules]
     single = single_machine(trajectory, X)

@@ -61,7 +61,7 @@ class Result:
 def run(config: Config) -> Result:
     """Record the network and reconstruct it with every rule."""
     trajectory, held_out = record_images(config.images)
-    rules: list[QuadratureRule | AdaptiveRule] = [epk.left_riemann(n) for n in config.riemann]
+    rules: list[QuadratureRule | AdaptiveRule] = [epk.QuadratureRule.left_riemann(n) for n in config.riemann]
     rules += [epk.gauss_legendre(n) for n in config.gauss] + [epk.adaptive(tol) for tol in config.tolerances]
     found, seconds = [], []
     for rule in rules:

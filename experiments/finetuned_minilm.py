@@ -215,7 +215,7 @@ def run(config: Config) -> Result:
     trained = time.process_time()
     losses = losses_of(net, validation, validation.labels)
     asked = validation[losses.argsort(descending=True)[: config.asked]]
-    function, path = epk.loss_value(asked.labels), epk.layerwise(every=config.every)
+    function, path = epk.RowFunction.loss_value(asked.labels), epk.layerwise(every=config.every)
     parts = epk.attribute(trajectory, dict(asked.tokens), function=function, path=path)
     end = time.process_time()
     raised = parts.samples[:, 0]  # by which each training article raised the loss of each asked one

@@ -78,7 +78,7 @@ def run(config: Config) -> Result:
     adaptive, paths = epk.adaptive(tol=1e-12), {"straight steps": epk.straight()}
     paths |= {_chord_name(k, config.steps): epk.chords(k) for k in config.lengths}
     asked = {name: (path, adaptive) for name, path in (paths | {_MODULES: epk.straight()}).items()}
-    asked["straight, left ends"] = (epk.straight(), epk.left_endpoint())
+    asked["straight, left ends"] = (epk.straight(), epk.QuadratureRule.left_endpoint())
     rows = {name: Result([name], [0.0], [], [], [], [], 0.0, []) for name in asked}
     scale = 0.0
     for seed in range(config.seeds):

@@ -165,7 +165,7 @@ def run(config: Config) -> Result:
     # what is asked has the place of a line whose other words do not count
     question, targets = X[config.num_lines :][:1], torch.full((1, config.length), IGNORED)
     targets[0, len(prompt) - 1] = number[answer]
-    asked = {"function": epk.log_probability(targets)}
+    asked = {"function": epk.RowFunction.log_probability(targets)}
     parts = epk.attribute(run, question, **asked)
     shares, effects = parts.samples[0, 0], epk.influence(run, question, **asked).values[0, 0]
     order = shares.abs().argsort(descending=True)

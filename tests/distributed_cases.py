@@ -14,6 +14,7 @@ from thread_tools import content
 from torch import Tensor, nn
 
 import epk_gp as epk
+from epk_gp.core.checks import ComputeOptions
 from epk_gp.kernel_machine.axes import by_label, by_layer, by_sample, by_step
 from epk_gp.work.run import Piece, Sums, run
 from helpers import gram_block_per_class, gram_diagonal_blocks
@@ -106,7 +107,7 @@ def _many(run: Any, **options: Any) -> Any:
 
 
 def _trace(run: Any, **options: Any) -> Tensor:
-    return epk.PathKernel(run, "logits", RULE).trace_block(mixed(5), mixed(4), epk.ComputeOptions(**options))
+    return epk.PathKernel(run, "logits", RULE).trace_block(mixed(5), mixed(4), **options)
 
 
 _ATTRIBUTE = _explained(epk.attribute, 48, rule=RULE)
@@ -119,7 +120,7 @@ CALLS = {
         Call("chords", "plain", _block(5, path=epk.chords(3))),
         Call("per_class", "momentum", _block(5, 4, gram_block_per_class)),
         Call("trace", "plain", _trace),
-        Call("tiles", "plain", _block(100, rule=epk.left_endpoint(), memory_budget=SMALL), steps=2),
+        Call("tiles", "plain", _block(100, rule=epk.QuadratureRule.left_endpoint(), memory_budget=SMALL), steps=2),
         Call("adaptive", "plain", _block(2, 1, rule=_ADAPTIVE), steps=LONG),
         Call("float32", "plain", _block(9, accumulate=torch.float64), torch.float32),
         Call("attribute", "plain", _ATTRIBUTE, steps=3),
@@ -263,7 +264,7 @@ class Squares:
 
 def squares(work: Squares, executor: Any, folder: Path, count: int = COUNT) -> list[int]:
     """Compute the squares of the first numbers."""
-    options = epk.ComputeOptions(executor=executor, checkpoint=folder)
+    options = ComputeOptions(executor=executor, checkpoint=folder)
     return [int(sums.added["value"]) for _, sums in run(replace(work, count=count), options, "squares")]
 
 

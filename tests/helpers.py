@@ -4,7 +4,7 @@ import copy
 import functools
 import re
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from torch.nn import functional as F
 import epk_gp as epk
 from epk_gp.autodiff.dense import WeightSegment
 from epk_gp.autodiff.verification import plan_for
+from epk_gp.core.checks import ComputeSettings
 
 
 def assert_close(actual: Tensor, expected: Tensor, *, rounding: float = 1e4) -> None:
@@ -35,9 +36,8 @@ def assert_blocks(kernel: epk.PathKernel, a: epk.Points, b: epk.Points, expected
 
 
 def _ask_kernel(method: str, run: epk.Trajectory, *points: epk.Points, **options: Any) -> Tensor:
-    names = {field.name for field in fields(epk.ComputeOptions)} & options.keys()
-    computed = {name: options.pop(name) for name in names}
-    result: Tensor = getattr(epk.PathKernel(run, **options), method)(*points, epk.ComputeOptions(**computed))
+    computed = {name: options.pop(name) for name in ComputeSettings.__annotations__.keys() & options.keys()}
+    result: Tensor = getattr(epk.PathKernel(run, **options), method)(*points, **computed)
     return result
 
 

@@ -141,7 +141,7 @@ class Program:
                 result = epk.influence(trajectory, X, head=None if self.function else head, **options)
                 return result.values.flatten(2), result
             case "self_influence":
-                return epk.self_influence(trajectory, **options), None
+                return epk.influence(trajectory, own=True, **options).values[:, 0, 0], None
             case "retrain":
                 result = epk.retrain(trajectory, self.weights, **options)
                 return result.outputs(X, head=head), result

@@ -185,10 +185,10 @@ class Problem:
             case "per_class" | "trace":
                 kernel = PathKernel(run, options.pop("head"), options.pop("rule"), path=options.pop("path"))
                 block = kernel.block_per_class if self.question == "per_class" else kernel.trace_block
-                return {"block": block(*self._copies(run), epk.ComputeOptions(**options))}
+                return {"block": block(*self._copies(run), **options)}
             case "diagonal":
                 kernel = PathKernel(run, options.pop("head"), options.pop("rule"), path=options.pop("path"))
-                return {"blocks": kernel.diagonal_blocks(self._copies(run)[0], epk.ComputeOptions(**options))}
+                return {"blocks": kernel.diagonal_blocks(self._copies(run)[0], **options)}
             case "features":
                 features = epk.path_features(run, X, 64, num_probe=0, **options)
                 return {"features": torch.Tensor(features.as_subclass(torch.Tensor))}
@@ -207,7 +207,7 @@ class Problem:
                 by = [axes[name](run) for name in options.pop("axes")]
                 return _fields(epk.influence(run, X, by=by or None, **options))
             case "self_influence":
-                return {"values": epk.self_influence(run, **options)}
+                return {"values": epk.influence(run, own=True, **options).values[:, 0, 0]}
             case "retrain":
                 weights = 2 * torch.rand(2, POINTS, generator=torch.Generator().manual_seed(self.seed)).double()
                 result = epk.retrain(run, weights, **options)
@@ -266,7 +266,11 @@ def draw_problem(seed: int) -> Problem:
 
 
 def _rule(draw: random.Random, *, fixed: bool = False) -> Any:
-    rules = [epk.gauss_legendre(n) for n in (1, 2, 4)] + [epk.left_endpoint(), epk.left_riemann(3), epk.midpoint(2)]
+    rules = [epk.gauss_legendre(n) for n in (1, 2, 4)] + [
+        epk.QuadratureRule.left_endpoint(),
+        epk.QuadratureRule.left_riemann(3),
+        epk.QuadratureRule.midpoint(2),
+    ]
     adaptive = [epk.adaptive(1e-9, max_evaluations=64), epk.adaptive(1e-9, order=2), epk.adaptive(1e-6, order=7)]
     return draw.choice(rules if fixed or draw.random() < 0.6 else adaptive)
 

@@ -300,7 +300,7 @@ def test_terms_of_sequences_on_a_gpu_equal_those_on_the_cpu() -> None:
                 nn.functional.cross_entropy(net(X[batch]).transpose(1, 2), targets[batch]).backward()
                 recorder.batch(batch)
                 optimizer.step()
-        function = epk.log_probability(targets[:2, -1])
+        function = epk.RowFunction.log_probability(targets[:2, -1])
         asked = {"function": function, "sequences": torch.tensor([1, 5])}
         tokens = epk.attribute_tokens(recorder.trajectory, X[:2], **asked)
         assert tokens.certified

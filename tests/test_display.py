@@ -9,7 +9,6 @@ import torch
 from shown_results import HOSTILE, shown
 from torch import Tensor
 
-import epk_gp as epk
 from epk_gp.analysis.labels import LabelErrors, NextToLabel
 from epk_gp.datasets import Dataset
 from epk_gp.gp.posterior import LogitPosterior
@@ -269,7 +268,7 @@ def test_lists_and_tables_of_points_show_themselves_in_twenty_lines():
     for result, words in (
         (errors, f"point {int(scores.argmax())} "),
         (NextToLabel(torch.arange(n), scores, scores, scores), "the first 10 of 500 points"),
-        (epk.softmax_uncertainty(posterior, 8, generator), "the first 3 of 500 points"),
+        (posterior.softmax_uncertainty(8, generator), "the first 3 of 500 points"),
         (Dataset(torch.zeros(n, 3, 32, 32), torch.arange(n) % C, C, "pictures"), "pictures: 500 labelled inputs"),
     ):
         text = repr(result)

@@ -371,8 +371,10 @@ OBJECTS = {  # functions of a run and of what changes tensors
     "tangent kernel": lambda run, as_made: epk.ntk(small(), as_made(TEST), as_made(X)),
     "lazy tangent kernel": lambda run, as_made: epk.NTKKernel(small(), outputs=1)(as_made(TEST)).to_dense(),
     "several inputs": lambda run, as_made: epk.Points((as_made(X), as_made(Y)), as_made(Y > 0)).X,
-    "function": lambda run, as_made: epk.influence(run, TEST, function=epk.log_probability(as_made(Y[:2]))).values,
-    "self influence": lambda run, as_made: epk.self_influence(run, as_made(torch.arange(3))),
+    "function": lambda run, as_made: (
+        epk.influence(run, TEST, function=epk.RowFunction.log_probability(as_made(Y[:2]))).values
+    ),
+    "own influence": lambda run, as_made: epk.influence(run, own=as_made(torch.arange(3))).values,
     "next to label": lambda run, as_made: (
         epk.next_to_label(
             epk.UncertainClassifier(run, nodes=2).fit(X.repeat(3, 1) + 0.1, Y.repeat(3)), as_made(X - 0.1), 3

@@ -204,7 +204,7 @@ RESULTS = {
     ),
     "Shares": lambda run, X: split(run, X).by("stretch", "parameter"),
     "SingleMachine": single_machine,
-    "SoftmaxUncertainty": lambda run, X: epk.softmax_uncertainty(process(run).logit_posterior(X), 4, quantiles=[0.1]),
+    "SoftmaxUncertainty": lambda run, X: process(run).logit_posterior(X).softmax_uncertainty(4, quantiles=[0.1]),
     "TargetPrediction": lambda run, X: regression.predict_targets(process(run), X),
     "TargetUncertainty": lambda run, X: regressor(run).uncertainty(X.numpy()),
     "UncertaintyMap": lambda run, X: uncertainty_on_plane(judged(run), (0, 1), size=3, num_samples=4),
@@ -309,10 +309,10 @@ def test_a_table_that_reaches_the_wrong_columns_would_be_found():
 def test_doors_that_take_a_frame_label_the_rows_of_their_tables(odd):
     model, X = odd.judged["its own"], table(values_of(5, 4)[0])
     posterior = model.logit_posterior(X)
-    for result in (posterior, epk.softmax_uncertainty(posterior, 4), model.uncertainty(X, 4)):
+    for result in (posterior, posterior.softmax_uncertainty(4), model.uncertainty(X, 4)):
         assert list(result.to_frame().index.get_level_values("point").unique()) == list(X.index)
     assert list(posterior.to_frame().index.get_level_values("output").unique()) == KINDS.tolist()
-    assert list(epk.softmax_uncertainty(posterior, 4).to_frame()["mean"]) == KINDS.tolist()
+    assert list(posterior.softmax_uncertainty(4).to_frame()["mean"]) == KINDS.tolist()
     of_tensor = model.logit_posterior(torch.tensor(X.to_numpy()))
     np.testing.assert_array_equal(of_tensor.to_frame(), posterior.to_frame())
 

@@ -281,10 +281,12 @@ def slopes_by_hand(t: Training, X: Any, answers: Tensor, other: Tensor) -> Tenso
 
 def asked_function(case: Case, answers: Tensor, other: Tensor, dim: int | None) -> Any:
     if case.asked == "logit_difference":
-        return epk.logit_difference(answers, other, dim=dim)
+        return epk.RowFunction.logit_difference(answers, other, dim=dim)
     if case.asked == "loss_value":
-        return epk.loss_value(answers, None if dim is None else epk.CrossEntropy(ignore_index=case.ignored, dim=dim))
-    return epk.log_probability(answers, dim=dim)
+        return epk.RowFunction.loss_value(
+            answers, None if dim is None else epk.CrossEntropy(ignore_index=case.ignored, dim=dim)
+        )
+    return epk.RowFunction.log_probability(answers, dim=dim)
 
 
 def outcome(case: Case) -> str:

@@ -16,6 +16,7 @@ from torch.nn.utils.parametrizations import weight_norm
 
 import epk_gp as epk
 import helpers
+from epk_gp import QuadratureRule
 from epk_gp.analysis.breakdown import prediction_breakdown, step_ranges
 from epk_gp.analysis.maps import principal_plane, uncertainty_on_plane
 from epk_gp.analysis.measures import calibration, gram_spectrum, ood_metrics
@@ -209,7 +210,7 @@ CALLS: dict[str, Callable[[Shared], object]] = {
     "gram_block, stored": lambda s: epk.gram_block(s.stored, *s.points, rule=RULE),
     "gram_block, fewer states": lambda s: epk.gram_block(s.fewer, *s.points, rule=RULE),
     "PathKernel, step weights": lambda s: epk.PathKernel(
-        s.run, rule=epk.midpoint(2), step_weights=torch.ones(3, dtype=torch.float64)
+        s.run, rule=QuadratureRule.midpoint(2), step_weights=torch.ones(3, dtype=torch.float64)
     ).block(*s.points),
     "network_outputs": lambda s: [
         epk.network_outputs(s.run, s.test, state=n, head=head) for n in (0, 1, -1) for head in ("logits", "log_softmax")
@@ -217,17 +218,19 @@ CALLS: dict[str, Callable[[Shared], object]] = {
     "network_outputs, float32": lambda s: epk.network_outputs(s.run, s.single(False).X),
     "reconstruct, adaptive": lambda s: epk.reconstruct(s.run, s.test),
     "attribute, adaptive": lambda s: epk.attribute(s.run, s.test),
-    "reconstruct, fixed, fewer states": lambda s: epk.reconstruct(s.fewer, s.test, rule=epk.left_riemann(2)),
+    "reconstruct, fixed, fewer states": lambda s: epk.reconstruct(s.fewer, s.test, rule=QuadratureRule.left_riemann(2)),
     "attribute, logits, stored": lambda s: epk.attribute(s.stored, s.test, head="logits", rule=RULE),
     "attribute, one class": lambda s: epk.attribute(s.run, s.test, classes=torch.arange(5) % 3),
     "write_report": _report,
-    "self_influence": lambda s: epk.self_influence(s.run),
+    "self_influence": lambda s: epk.influence(s.run, own=True).values,
     "retrain, its runs": lambda s: epk.retrain(s.run, torch.full((2, s.run.num_points), 0.5).double()).states,
     "attribute by label": _attributed_by(by_label),
     "attribute by parameter": _attributed_by(by_parameter),
     "attribute by layer": _attributed_by(by_layer),
     "attribute in two ways, breakdown": _breakdown,
-    "tangent_trajectory": lambda s: epk.gram_block(tangent_trajectory(s.run), *s.points, rule=epk.left_endpoint()),
+    "tangent_trajectory": lambda s: epk.gram_block(
+        tangent_trajectory(s.run), *s.points, rule=QuadratureRule.left_endpoint()
+    ),
     **{f"EPKKernel {name}": _kernel(name) for name in KERNELS},
     "EPKKernel, gradient": _gradient(lambda s, x: s.kernels["trace"](x, epk.train_copy(s.run.inputs)).to_dense()),
     "EPKKernel, gradient of the diagonal": _gradient(lambda s, x: s.kernels["full"](x, diag=True)),
@@ -236,7 +239,7 @@ CALLS: dict[str, Callable[[Shared], object]] = {
     "LogitGP.fit": _own_gp("full"),
     "LogitGP.fit, independent": _own_gp("independent", mean="zero", targets="dirichlet"),
     "leave_one_out": lambda s: leave_one_out(s.gp),
-    "sampling": lambda s: epk.softmax_uncertainty(s.gp.logit_posterior(s.test), 32, _seed()),
+    "sampling": lambda s: s.gp.logit_posterior(s.test).softmax_uncertainty(32, _seed()),
     "uncertainty_on_plane": lambda s: [
         uncertainty_on_plane(s.gp, principal_plane(s.run.inputs), size=2, num_samples=8, generator=_seed())
         if s.test.is_floating_point()

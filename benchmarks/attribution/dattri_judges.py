@@ -153,7 +153,8 @@ def _own(name: str, trained: Trained, pythons: Pythons, job: Path) -> Row:
     """Return scores of the samples for themselves, larger where a sample owes its output to itself alone."""
     if name.startswith("self-influence"):
         before = time.process_time()
-        return {"scores": -epk.self_influence(trained.run), "seconds": time.process_time() - before}
+        own = epk.influence(trained.run, own=True).values[:, 0, 0]
+        return {"scores": -own, "seconds": time.process_time() - before}
     row = computed(next(score for score in SCORES if score.name == name), trained, pythons, job)
     if "failure" in row:
         return row

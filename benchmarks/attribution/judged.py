@@ -156,7 +156,9 @@ def judge(problem: Problem, saved: Rows, pythons: Pythons, retrainings: int) -> 
         jobs = Jobs(trained, Path(folder))
         found = {key: _scores(*key, jobs, saved, pythons) for key in tqdm(asked, desc=problem.name, disable=None)}
     scores = {_name(*key): row["scores"][key[0].option] for key, row in found.items() if "scores" in row}
-    explained: Options = {"function": epk.log_probability(trained.y_test)} if texts else {"classes": trained.y_test}
+    explained: Options = (
+        {"function": epk.RowFunction.log_probability(trained.y_test)} if texts else {"classes": trained.y_test}
+    )
     ours, costs = _ours(trained, explained)
     own: dict[str, Options] = {name: {"seconds": cost} for name, cost in costs.items()} | {RANDOM: {}}
     scores |= {name: values for name, values in ours.items() if name not in EXACT}
@@ -197,7 +199,7 @@ def _ours(trained: Trained, explained: Options) -> tuple[dict[str, Tensor], dict
     ways: dict[str, Callable[[], Tensor]] = {
         EXACT[0]: lambda: attribute().samples,
         EXACT[1]: lambda: influence().values,
-        "first-order In-Run Shapley (epk_gp)": lambda: attribute(rule=epk.left_endpoint()).samples,
+        "first-order In-Run Shapley (epk_gp)": lambda: attribute(rule=epk.QuadratureRule.left_endpoint()).samples,
         "datamodel (epk_gp)": lambda: epk.datamodel(trained.run, trained.X_test, trained.y_test).scores[:, None],
         "smoothed influence (epk_gp)": lambda: influence(smoothing=epk.Smoothing()).values,
         "smoothed influence, weights 0 to 1 (epk_gp)": lambda: influence(smoothing=epk.Smoothing(high=1.0)).values,

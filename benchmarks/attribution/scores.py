@@ -188,7 +188,7 @@ SCORES = [
     Score("smoothed influence, weights 0 to 1 (epk_gp)", _smoothed(high=1.0), most=20, labels=False),
     Score("smoothed influence, 16 runs (epk_gp)", _smoothed(num_runs=16), most=20, labels=False),
     Score("contributions (epk_gp)", _contributions(epk.adaptive(1e-6))),
-    Score("first-order In-Run Shapley (epk_gp)", _contributions(epk.left_endpoint())),
+    Score("first-order In-Run Shapley (epk_gp)", _contributions(epk.QuadratureRule.left_endpoint())),
     Score("TracInCP (captum)", peer=("captum", "captum_scores.py", "TracInCP"), texts=ONE_LABEL),
     Score("TracIn (dattri)", peer=("dattri", "dattri_scores.py", "TracIn")),
     Score("Grad-Cos (dattri)", peer=("dattri", "dattri_scores.py", "Grad-Cos"), labels=False),

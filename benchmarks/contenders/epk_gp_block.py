@@ -20,7 +20,7 @@ def make(problem: dict[str, Any], arrays: dict[str, np.ndarray]) -> Run:
     run = epk.train(net, Y, labels, optimizer=optimizer, steps=max(1, problem["steps"]))
     if not problem["steps"]:
         run = tangent_trajectory(run, 0)
-    rule = epk.gauss_legendre(problem["nodes"]) if problem["nodes"] else epk.left_endpoint()
+    rule = epk.gauss_legendre(problem["nodes"]) if problem["nodes"] else epk.QuadratureRule.left_endpoint()
     a, b = epk.Points(X, is_train=not problem["nodes"]), epk.Points(Y, is_train=True)
     return lambda: epk.gram_block(run, a, b, head="logits", rule=rule)
 

@@ -271,9 +271,9 @@ def our_regression(net: nn.Module, X: Tensor, y: Tensor, points: Tensor, mean: A
     """
     with Seconds() as taken:
         run = tangent_trajectory(as_trajectory(net, X, y, loss=epk.MeanSquaredError()))
-        fitted = epk.LogitGP(run, mean=mean, targets="labels", rule=epk.left_endpoint())
+        fitted = epk.LogitGP(run, mean=mean, targets="labels", rule=epk.QuadratureRule.left_endpoint())
         fitted.fit(steps=200)
-        gp = epk.LogitGP(run, mean="network", targets="labels", rule=epk.left_endpoint())
+        gp = epk.LogitGP(run, mean="network", targets="labels", rule=epk.QuadratureRule.left_endpoint())
         gp.covar_module.load_state_dict(fitted.covar_module.state_dict())
         gp.likelihood.load_state_dict(fitted.likelihood.state_dict())
         posterior = gp.logit_posterior(points)
@@ -334,7 +334,7 @@ def functional_posterior(
     run = tangent_trajectory(as_trajectory(net, X, y, loss=loss))
     gp = epk.LogitGP(
         run, "independent" if independent else "full", "network", "dirichlet" if is_class else "network", where,
-        rule=epk.left_endpoint(),
+        rule=epk.QuadratureRule.left_endpoint(),
     )  # fmt: skip
     scale = len(where) / (len(X) * prior_precision)
     gp.covar_module.outputscale = torch.ones_like(gp.covar_module.outputscale) * gp.kernel.scale * scale

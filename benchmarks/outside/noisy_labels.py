@@ -51,7 +51,7 @@ def our_values(X: np.ndarray, y: np.ndarray, seed: int) -> tuple[dict[str, np.nd
     with Seconds() as labels:
         found = epk.label_errors(run)
     with Seconds() as influence:
-        own = epk.self_influence(run)
+        own = epk.influence(run, own=True).values[:, 0, 0]
     values = dict(zip(OURS, (1 - found.scores, found.margin, own), strict=True))
     seconds = {name: training.value + (influence if name == "self_influence" else labels).value for name in OURS}
     return {name: value.numpy() for name, value in values.items()}, seconds

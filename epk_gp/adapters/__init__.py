@@ -2,3 +2,27 @@
 
 Start with `scores`, which says what the numbers are. Only `cleanlab` imports its library.
 """
+
+from importlib import import_module
+
+# name of the adapter: its module
+_ADAPTERS = {
+    "EPKAttributor": "dattri",
+    "EPKInfluence": "captum",
+    "EPKLabelIssues": "cleanlab",
+    "label_issues": "cleanlab",
+}
+__all__ = [*_ADAPTERS]
+
+
+def __getattr__(name: str) -> object:
+    """Import an adapter when it is first used (PEP 562): nobody needs the libraries of all of them."""
+    if name not in _ADAPTERS:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    adapter: object = getattr(import_module(f"epk_gp.adapters.{_ADAPTERS[name]}"), name)
+    return adapter
+
+
+def __dir__() -> list[str]:
+    """List the public names, imported or not."""
+    return sorted(__all__)

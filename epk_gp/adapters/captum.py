@@ -30,7 +30,7 @@ class EPKInfluence(SampleScorer):
 
     As captum's, they are positive for proponents, the samples that lower the loss of an input. By default they are what
     TracIn approximates, by how much each sample lowered it along the run: TracInCP with a checkpoint of every step is
-    `rule=epk_gp.left_endpoint()`.
+    `rule=epk_gp.QuadratureRule.left_endpoint()`.
 
     Args:
         trajectory: The recorded run.

@@ -9,11 +9,11 @@ from jaxtyping import Float, Int64, Shaped
 from torch import Tensor
 
 from epk_gp.adapters.batches import ordered
-from epk_gp.autodiff.scalars import loss_value
+from epk_gp.autodiff.scalars import RowFunction
 from epk_gp.core.inputs import Inputs
 from epk_gp.core.trajectory import Trajectory, parse_inputs, validate_trajectory
 from epk_gp.kernel_machine.attribute import attribute
-from epk_gp.kernel_machine.influence import influence, self_influence
+from epk_gp.kernel_machine.influence import influence
 
 Scores = Literal["influence", "contributions"]
 
@@ -44,7 +44,7 @@ class SampleScorer:
     def scores_of(self, X: Inputs, y: Shaped[Tensor, "n ..."]) -> Float[Tensor, "n M"]:
         """Score all samples for the losses of n inputs with their targets, in the dtype of the run."""
         run = self.trajectory
-        asked = {"function": loss_value(y, run.loss), **self.options}
+        asked = {"function": RowFunction.loss_value(y, run.loss), **self.options}
         X = parse_inputs(run, X).to(run.device, run.inputs.dtype)
         if self.scores == "influence":
             return -influence(run, X, **asked).values[:, 0]
@@ -53,7 +53,7 @@ class SampleScorer:
     def self_scores(self, rows: Int64[Tensor, " m"]) -> Float[Tensor, " m"]:
         """Score samples for their own losses."""
         if self.scores == "influence" and "smoothing" not in self.options:
-            return -self_influence(self.trajectory, rows, **self.options)
+            return -influence(self.trajectory, own=rows, **self.options).values[:, 0, 0]
         own = self.scores_of(self.trajectory.inputs[rows], self.trajectory.targets[rows])
         return own.gather(1, rows.to(own.device)[:, None])[:, 0]
 

@@ -16,7 +16,6 @@ from epk_gp.core.show import Tabular
 from epk_gp.core.trajectory import network_outputs
 from epk_gp.gp.data import as_numbers, class_inputs, is_array, labelled_points
 from epk_gp.gp.models import LogitGP
-from epk_gp.gp.softmax import softmax_uncertainty
 from epk_gp.gp.uncertain_classifier import UncertainClassifier
 
 Grid = tuple[Float[Tensor, " nx"], Float[Tensor, " ny"]]
@@ -390,7 +389,7 @@ def uncertainty_on_plane(
         on_grid = {"out_of_distribution": far, "probability": probability, "std": scores.std}
     else:
         posterior = model.logit_posterior(X, progress=progress)
-        scores = softmax_uncertainty(posterior, num_samples, generator)
+        scores = posterior.softmax_uncertainty(num_samples, generator)
         values = (scores.mean, scores.std, scores.standard_error)
         probability, std, errors = (value.gather(1, chosen[:, None])[:, 0] for value in values)
         variance, error = cast(Tensor, posterior.prior_variance), float(errors.max())

@@ -161,14 +161,15 @@ def check_scores(
     """Judge scores of training samples from any system: by what is exact, and by training again.
 
     A positive score means that the presence of a sample raises the explained number. A system that explains the loss
-    instead, or the effect of leaving a sample out, needs its sign turned, or `function=epk_gp.loss_value(targets)`.
+    instead, or the effect of leaving a sample out, needs its sign turned, or
+    `function=epk_gp.RowFunction.loss_value(targets)`.
 
     Args:
         trajectory: The recorded run, with its M training samples in the order of the scores.
         scores: (n, M), or (n, C, M) for all outputs, as an array or tensor of any precision; or several by name.
         X: The n inputs that the scores explain, of the structure of the training inputs.
         classes: Which output of each input the scores explain; not needed where there is one.
-        function: What they explain in place of outputs, such as `epk_gp.log_probability(answers)`; see `attribute`.
+        function: What they explain in place of outputs, such as `RowFunction.log_probability(answers)` (`attribute`).
         head: "logits" or "log_softmax"; None follows the loss, as of `attribute`.
         contributions: Compare with exact contributions, at the cost of `attribute`.
         derivatives: Compare with exact derivatives, at the cost of `influence`.

@@ -61,6 +61,67 @@ class RowFunction:
         """Return a function with its data, of which a plain one has none."""
         return function if isinstance(function, RowFunction) else RowFunction(function)
 
+    @classmethod
+    def log_probability(
+        cls, answers: Integer[Tensor, "n *A"], ignore_index: int | None = None, dim: int | None = None
+    ) -> "RowFunction":
+        """Ask for the log-probability of given classes or words, summed over positions.
+
+        Args:
+            answers: (n,): the class of each input, or the word after its last position. (n, T): a target for each
+                position, as the loss takes them: the target of position t is the word after it. (n, A), A < T: targets
+                of the last A positions.
+            ignore_index: Marks positions that are left out, such as the prompt or padding; -100 always does. None takes
+                the one of the run's loss.
+            dim: The dimension of the network's scores that holds classes or words: 1 for (n, V, T), -1 for (n, T, V).
+                None follows the run's loss, or observes the network: positions follow the length of its inputs.
+
+        Raises:
+            TypeError: The answers are no integers.
+        """
+        loss = losses.as_loss(losses.CrossEntropy(ignore_index=ignore_index, dim=dim))
+        return cls(partial(_log_probability, loss=loss), _words(answers, "answers"))
+
+    @classmethod
+    def logit_difference(
+        cls, a: int | Integer[Tensor, " n"], b: int | Integer[Tensor, " n"], dim: int | None = None
+    ) -> "RowFunction":
+        """Ask by how much the logit of one class or word is above that of another, after the last position of a text.
+
+        Args:
+            a: The one: a number, or one for each input.
+            b: The other.
+            dim: As of `log_probability`.
+
+        Raises:
+            TypeError: They are no integers.
+        """
+        loss, name = losses.as_loss(losses.CrossEntropy(dim=dim)), "classes or words"
+        return cls(partial(_difference, loss=loss), *(_words(torch.as_tensor(each), name) for each in (a, b)))
+
+    @classmethod
+    def loss_value(cls, targets: Shaped[Tensor, "n ..."], loss: losses.Loss | nn.Module | None = None) -> "RowFunction":
+        """Ask for the loss of each input, of a text the sum over its positions.
+
+        Args:
+            targets: As the loss takes them; of a language model also the one word after the last position, (n,).
+            loss: A loss of this package, or a loss module of torch. None is cross entropy, which leaves out -100 and
+                what the run's loss leaves out.
+
+        Raises:
+            TypeError: It is no loss, or the targets are no tensor.
+            ValueError: The loss is not stated.
+        """
+        if loss is None:
+            loss = losses.CrossEntropy()
+        elif isinstance(loss := losses.as_loss(loss), losses.ClassLoss):
+            loss = replace(loss, ignore_index=losses.ignored_class(loss))
+        losses.validate_stated(loss, "loss_value")
+        is_words = (
+            isinstance(loss, losses.ClassLoss) and isinstance(targets, Tensor) and not targets.is_floating_point()
+        )
+        return cls(partial(_loss_value, loss=loss), _words(targets, "targets") if is_words else targets)
+
 
 Function = Callable[..., Tensor] | RowFunction  # maps what a network returns for n rows to numbers
 
@@ -294,26 +355,6 @@ def logits_of(returned: Any) -> Float[Tensor, "m ..."]:
     return z
 
 
-def log_probability(
-    answers: Integer[Tensor, "n *A"], ignore_index: int | None = None, dim: int | None = None
-) -> RowFunction:
-    """Ask for the log-probability of given classes or words, summed over positions.
-
-    Args:
-        answers: (n,): the class of each input, or the word after its last position. (n, T): a target for each position,
-            as the loss takes them, so that of position t is the word after it. (n, A), A < T: of the last A positions.
-        ignore_index: Stands at positions that are left out, such as those of the prompt or of padding; so does -100.
-            None: that of the run's loss.
-        dim: The dimension of the network's scores that holds classes or words: 1 for (n, V, T), -1 for (n, T, V). None:
-            as the run's loss reads them, or as the network shows it: positions follow the length of its inputs.
-
-    Raises:
-        TypeError: The answers are no integers.
-    """
-    loss = losses.as_loss(losses.CrossEntropy(ignore_index=ignore_index, dim=dim))
-    return RowFunction(partial(_log_probability, loss=loss), _words(answers, "answers"))
-
-
 def log_probabilities(trajectory: Trajectory, X: Shaped[Tensor, "n ..."], asked: RowFunction) -> RowFunction | None:
     """Return the function of the single terms, by position, of a `log_probability`; None for another function.
 
@@ -323,44 +364,6 @@ def log_probabilities(trajectory: Trajectory, X: Shaped[Tensor, "n ..."], asked:
     if not isinstance(own.function, partial) or own.function.func is not _log_probability:
         return None
     return RowFunction(partial(_log_probabilities, **own.function.keywords), *own.data)
-
-
-def logit_difference(
-    a: int | Integer[Tensor, " n"], b: int | Integer[Tensor, " n"], dim: int | None = None
-) -> RowFunction:
-    """Ask by how much the logit of one class or word is above that of another, after the last position of a text.
-
-    Args:
-        a: The one: a number, or one for each input.
-        b: The other.
-        dim: As of `log_probability`.
-
-    Raises:
-        TypeError: They are no integers.
-    """
-    loss, name = losses.as_loss(losses.CrossEntropy(dim=dim)), "classes or words"
-    return RowFunction(partial(_difference, loss=loss), *(_words(torch.as_tensor(each), name) for each in (a, b)))
-
-
-def loss_value(targets: Shaped[Tensor, "n ..."], loss: losses.Loss | nn.Module | None = None) -> RowFunction:
-    """Ask for the loss of each input, of a text the sum over its positions.
-
-    Args:
-        targets: As the loss takes them; of a language model also the one word after the last position, (n,).
-        loss: A loss of this package, or a loss module of torch. None: cross entropy, which leaves out what the run's
-            loss leaves out, and -100.
-
-    Raises:
-        TypeError: It is no loss, or the targets are no tensor.
-        ValueError: The loss is not stated.
-    """
-    if loss is None:
-        loss = losses.CrossEntropy()
-    elif isinstance(loss := losses.as_loss(loss), losses.ClassLoss):
-        loss = replace(loss, ignore_index=losses.ignored_class(loss))
-    losses.validate_stated(loss, "loss_value")
-    is_words = isinstance(loss, losses.ClassLoss) and isinstance(targets, Tensor) and not targets.is_floating_point()
-    return RowFunction(partial(_loss_value, loss=loss), _words(targets, "targets") if is_words else targets)
 
 
 def _words(words: Integer[Tensor, "..."], name: str) -> Integer[Tensor, "..."]:

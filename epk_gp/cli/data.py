@@ -15,7 +15,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save
 from torch import Tensor
 
-from epk_gp.autodiff.scalars import log_probability
+from epk_gp.autodiff.scalars import RowFunction
 from epk_gp.cli.networks import read_manifest
 from epk_gp.core.checks import as_tensor, validate_finite, validate_labels
 from epk_gp.core.losses import Head, resolve_head
@@ -156,7 +156,7 @@ class ChosenPoints:
                 "--outputs answers explains the log-probability of `answers`, a tensor beside `inputs` in the file "
                 f"of --points, without --head: got {self.origin}{'' if head is None else f' and --head {head}'}."
             )
-        return {"function": log_probability(self.answers)}
+        return {"function": RowFunction.log_probability(self.answers)}
 
     def halves(self, seed: int) -> tuple["ChosenPoints", "ChosenPoints"]:
         """Divide the points in two at random; each half is a source of its own."""

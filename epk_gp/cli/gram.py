@@ -13,7 +13,6 @@ from epk_gp.cli import options as opt
 from epk_gp.cli.data import cast_points, draw_rows, read_points
 from epk_gp.cli.networks import open_run
 from epk_gp.cli.workers import computing
-from epk_gp.core.checks import ComputeOptions
 from epk_gp.core.inputs import Points
 from epk_gp.core.losses import resolve_head
 from epk_gp.core.trajectory import Trajectory
@@ -68,7 +67,7 @@ def gram(
         return
     folder = opt.make_folder(out)
     with computing(memory, workers, scheduler, quiet, folder / opt.PARTIAL) as settings:
-        K = kernel.block(a, b, ComputeOptions(**settings))
+        K = kernel.block(a, b, **settings)
     arrays = {"gram": K, "row_inputs": a.X, "column_inputs": b.X, "row_is_train": a.mask, "column_is_train": b.mask}
     metadata = {"head": resolved, "rule": quadrature.name, "digest": trajectory.digest, "axes": "N C M C"}
     write_arrays(folder / "gram.safetensors", arrays, metadata)

@@ -115,8 +115,15 @@ def parse_rule(text: str) -> rules.Rule:
     Raises:
         ValueError: There is no rule of this name, or its number is missing or wrong.
     """
-    kinds: dict[str, Callable[..., rules.Rule]] = {"adaptive": rules.adaptive, "left-endpoint": rules.left_endpoint}
-    kinds |= {"gauss-legendre": rules.gauss_legendre, "left-riemann": rules.left_riemann, "midpoint": rules.midpoint}
+    kinds: dict[str, Callable[..., rules.Rule]] = {
+        "adaptive": rules.adaptive,
+        "left-endpoint": rules.QuadratureRule.left_endpoint,
+    }
+    kinds |= {
+        "gauss-legendre": rules.gauss_legendre,
+        "left-riemann": rules.QuadratureRule.left_riemann,
+        "midpoint": rules.QuadratureRule.midpoint,
+    }
     return _parse_named(text, kinds, f"--rule must be {_RULES}")
 
 

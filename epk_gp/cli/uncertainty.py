@@ -20,7 +20,6 @@ from epk_gp.core.trajectory import Trajectory, network_outputs
 from epk_gp.gp.data import MIN_VALIDATION_POINTS, count_seen, training_labels
 from epk_gp.gp.label_process import InputFeatures
 from epk_gp.gp.models import LogitGP
-from epk_gp.gp.softmax import softmax_uncertainty
 from epk_gp.gp.stacking import Stacking, classes_in_every_set
 from epk_gp.gp.uncertain_classifier import UncertainClassifier
 from epk_gp.plots.maps import map_figure
@@ -157,7 +156,7 @@ def uncertainty(
         )
         losses = gp.fit(fit_steps, progress=not quiet)
         generator = torch.Generator().manual_seed(seed)
-        u = softmax_uncertainty(gp.logit_posterior(X, progress=not quiet), num_samples, generator)
+        u = gp.logit_posterior(X, progress=not quiet).softmax_uncertainty(num_samples, generator)
         m = uncertainty_on_plane(
             gp, surface, size=grid, margin=margin, num_samples=num_samples, generator=generator, progress=not quiet
         )

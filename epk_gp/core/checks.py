@@ -278,8 +278,7 @@ class ComputeOptions:
 
     Only `accumulate` changes the numbers beyond rounding; budget and checkpoint change the order of sums.
 
-    Every long call takes these fields as keyword arguments, `gram_block(..., memory_budget=1 << 28, progress=True)`;
-    a `PathKernel` takes them as one value.
+    Every long call takes these fields as keyword arguments: `gram_block(..., memory_budget=1 << 28, progress=True)`.
 
     Attributes:
         memory_budget: Bytes for everything but the inputs and the result.
@@ -330,6 +329,13 @@ class ComputeOptions:
     def __getstate__(self) -> dict[str, Any]:
         """Return the pickled form, without the executor, which belongs to this process."""
         return {**self.__dict__, "executor": None}
+
+    @property
+    def settings(self) -> "ComputeSettings":
+        """The fields that are set, as keyword arguments of another call."""
+        given = {field.name: getattr(self, field.name) for field in fields(self)}
+        unset = {field.name: field.default for field in fields(self)}
+        return cast(ComputeSettings, {name: value for name, value in given.items() if value != unset[name]})
 
     def require_unset(self, call: str, *names: str) -> None:
         """Raise if a field is set that has no meaning for a call.

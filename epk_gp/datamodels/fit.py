@@ -11,7 +11,7 @@ from jaxtyping import Int64, Shaped
 from torch import Tensor, nn
 
 from epk_gp.autodiff.dense import PlannedModel
-from epk_gp.autodiff.scalars import Function, ask, log_probability, scores_of_loss
+from epk_gp.autodiff.scalars import Function, RowFunction, ask, scores_of_loss
 from epk_gp.autodiff.verification import with_plan
 from epk_gp.core.checks import (
     ComputeOptions,
@@ -125,9 +125,9 @@ def datamodel(
     models = [_of_run(run, X, y, asked, _in_folder(parsed, f"run-{k}"), optimizer) for k, run in enumerate(runs)]
     model = joined(models)
     if derivative is not False:
-        model = _corrected(model, X, asked, derivative, _settings(parsed, "derivative"))
+        model = _corrected(model, X, asked, derivative, _in_folder(parsed, "derivative").settings)
     if pairs:
-        model = model.with_forecast(pairs, seed, **_settings(parsed, "halves"))
+        model = model.with_forecast(pairs, seed, **_in_folder(parsed, "halves").settings)
     warn_unless_certified("the datamodel", model.findings)
     return model
 
@@ -135,16 +135,6 @@ def datamodel(
 def _in_folder(options: ComputeOptions, name: str) -> ComputeOptions:
     """Return the options of a part of the computation, whose checkpoint is a folder in that of the whole."""
     return options if options.checkpoint is None else replace(options, checkpoint=Path(options.checkpoint) / name)
-
-
-def _settings(options: ComputeOptions, name: str) -> ComputeSettings:
-    own = _in_folder(options, name)
-    return {
-        "memory_budget": own.memory_budget,
-        "progress": own.progress,
-        "checkpoint": own.checkpoint,
-        "executor": own.executor,
-    }
 
 
 def _of_run(
@@ -216,7 +206,7 @@ def _questions(
     if y is None and (isinstance(side, PseudoLabels) or side.are_margins):
         raise ValueError("y must have the class of each input, whose log-odds is explained: got None.")
     if isinstance(side, PseudoLabels):
-        return Questions(*ask(run, X, log_probability(y)), None, "logits")
+        return Questions(*ask(run, X, RowFunction.log_probability(y)), None, "logits")
     if y is not None and (side.are_margins or side.is_logit):
         validate_labels(y, len(X), max(2, side.num_outputs), name="y")
         scores = None if run.loss_takes_outputs else scores_of_loss(run, X, y)

@@ -5,3 +5,7 @@ On logits start with `models.LogitGP`: `data` says what it regresses on, `output
 with `uncertain_classifier.UncertainClassifier`: a `label_process` conditioned on the labels, and `stacking` of network
 and process.
 """
+
+from epk_gp.gp.posterior import LogitPosterior as LogitPosterior
+from epk_gp.gp.regression import leave_one_out_targets as leave_one_out_targets
+from epk_gp.gp.regression import predict_targets as predict_targets

@@ -34,7 +34,7 @@ from epk_gp.kernels.blocks import BlockCache
 from epk_gp.kernels.epk import CACHE_BYTES, NORMALIZATION_POINTS, UNSUPPORTED_OPTIONS, EPKKernel, mean_diagonal
 from epk_gp.kernels.tagging import PointSets, as_test_points, parse_points, tag_points, train_copy, validate_batches
 from epk_gp.kernels.values import kernel_values, normalized_block, point_blocks
-from epk_gp.quadrature.rules import QuadratureRule, WeightPath, gauss_legendre, left_endpoint, straight
+from epk_gp.quadrature.rules import QuadratureRule, WeightPath, gauss_legendre, straight
 from epk_gp.work.run import progress_bar
 
 
@@ -457,7 +457,7 @@ def _run_of_nodes(
         return trajectory, rule, path
     if rule != gauss_legendre(4):
         raise ValueError(f"a node is taken once, which leaves a rule no part: got nodes={nodes} and {rule!r}.")
-    return nodes_trajectory(trajectory, nodes, path=path), left_endpoint(), straight()
+    return nodes_trajectory(trajectory, nodes, path=path), QuadratureRule.left_endpoint(), straight()
 
 
 def _kernel_of_gram(

@@ -23,8 +23,7 @@ from epk_gp.core.step import content_key
 from epk_gp.core.trajectory import Trajectory, network_outputs, validate_trajectory, warn_unless_live
 from epk_gp.gp import data as gp_data
 from epk_gp.gp.label_process import InputFeatures, InputsKernel, LabelKernel, LabelProcess, LabelSettings, fit_labels
-from epk_gp.gp.posterior import LogitPosterior
-from epk_gp.gp.softmax import isotropic_softmax_uncertainty
+from epk_gp.gp.posterior import LogitPosterior, isotropic_softmax_uncertainty
 from epk_gp.gp.stacking import ClassUncertainty, Judgement, Stacking, calibrate, classes_in_every_set, conformal_sets
 from epk_gp.gram.sketch import is_one_state
 from epk_gp.kernel_machine.baselines import tangent_trajectory

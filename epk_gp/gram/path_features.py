@@ -65,15 +65,16 @@ def measure_sketch_error(
         return None
     rows = (torch.arange(count) * len(points) // count).to(points.X.device)
     probe = Points(points.X[rows], points.mask.to(rows.device)[rows])
-    chosen = ComputeOptions(memory_budget=options.memory_budget)
     kernel, reference = _reference(sketch)
-    block, own = kernel.trace_block(probe, probe, chosen).double(), features[rows].double()
+    block, own = kernel.trace_block(probe, probe, memory_budget=options.memory_budget).double(), features[rows].double()
     has_cosine = (block.diagonal() > 0) & own.any(1)
     if int(has_cosine.sum()) < 2:
         return None
     exact = _cosines(block, has_cosine)
     sketched = (_cosines(own @ own.T, has_cosine) - exact).abs()
-    by_nodes = (_cosines(sketch.products(probe, probe, chosen)[0].double(), has_cosine) - exact).abs()
+    by_nodes = (
+        _cosines(sketch.products(probe, probe, ComputeOptions(options.memory_budget))[0].double(), has_cosine) - exact
+    ).abs()
     return SketchError(
         rms=_rms(sketched),
         max=float(sketched.max()),
@@ -89,13 +90,15 @@ def _reference(sketch: PathSketch) -> tuple[PathKernel, str]:
     """Return the kernel that features are compared with, and its description."""
     run = sketch.trajectory
     if sketch.nodes is None:
-        return PathKernel(run, sketch.head, rules.left_endpoint()), f"all {run.num_steps} steps, each at its start"
+        return PathKernel(
+            run, sketch.head, rules.QuadratureRule.left_endpoint()
+        ), f"all {run.num_steps} steps, each at its start"
     if run.num_steps <= MAX_PROBE_STEPS:
         kernel = PathKernel(run, sketch.head, rules.gauss_legendre(2), path=sketch.path)
         along = "".join(f" along {path}" for path in rules.path_identity(sketch.path))
         return kernel, f"all {run.num_steps} steps{along}, 2 nodes each"
     many = nodes_trajectory(run, MAX_PROBE_STEPS, path=sketch.path)
-    return PathKernel(many, sketch.head, rules.left_endpoint()), f"{MAX_PROBE_STEPS} nodes of the path"
+    return PathKernel(many, sketch.head, rules.QuadratureRule.left_endpoint()), f"{MAX_PROBE_STEPS} nodes of the path"
 
 
 def _cosines(K: Float[Tensor, "n n"], chosen: Bool[Tensor, " n"]) -> Float[Tensor, " pairs"]:

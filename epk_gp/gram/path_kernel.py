@@ -68,17 +68,15 @@ class PathKernel:
         warn_unless_live(trajectory)
         vars(self).update(trajectory=trajectory, head=head, rule=rule, step_weights=step_weights, path=path)
 
-    def block(self, a: Points, b: Points, options: ComputeOptions = ComputeOptions()) -> Float[Tensor, "N C M C"]:
+    def block(self, a: Points, b: Points, **options: Unpack[ComputeSettings]) -> Float[Tensor, "N C M C"]:
         """Compute K[n, c, m, d] between N and M points; see `gram_block`."""
-        return self._assembled(a, b, options).permute(1, 0, 3, 2)
+        return self._assembled(a, b, parse_options("block", **options)).permute(1, 0, 3, 2)
 
-    def block_per_class(
-        self, a: Points, b: Points, options: ComputeOptions = ComputeOptions()
-    ) -> Float[Tensor, "C N M"]:
+    def block_per_class(self, a: Points, b: Points, **options: Unpack[ComputeSettings]) -> Float[Tensor, "C N M"]:
         """Compute K[n, c, m, c] for every output c, at a C-th of the products of `block`."""
-        return self._assembled(a, b, options, is_per_class=True)
+        return self._assembled(a, b, parse_options("block_per_class", **options), is_per_class=True)
 
-    def trace_block(self, a: Points, b: Points, options: ComputeOptions = ComputeOptions()) -> Float[Tensor, "N M"]:
+    def trace_block(self, a: Points, b: Points, **options: Unpack[ComputeSettings]) -> Float[Tensor, "N M"]:
         """Compute the scalar kernel sum_c K[n, c, m, c].
 
         The outputs are summed inside the products: a C-th of the memory of `block_per_class`.
@@ -86,9 +84,9 @@ class PathKernel:
         Args:
             a: N points, each a training or a test copy.
             b: M points.
-            options: How to compute.
+            options: `memory_budget`, `progress`, `checkpoint`, `accumulate` and `executor`; see `gram_block`.
         """
-        return self._assembled(a, b, options, is_per_class=True, is_traced=True)[0]
+        return self._assembled(a, b, parse_options("trace_block", **options), is_per_class=True, is_traced=True)[0]
 
     def _assembled(self, a: Points, b: Points, options: ComputeOptions, **pairs: bool) -> Tensor:
         """Compute a class-major block of the pairs of outputs that `with_net` names."""
@@ -99,15 +97,15 @@ class PathKernel:
 
         return with_plan(compute, a.X, self.trajectory)
 
-    def diagonal_blocks(self, a: Points, options: ComputeOptions = ComputeOptions()) -> Float[Tensor, "N C C"]:
+    def diagonal_blocks(self, a: Points, **options: Unpack[ComputeSettings]) -> Float[Tensor, "N C C"]:
         """Compute each point's C x C kernel with itself, block[n, :, n, :], at a cost linear in N."""
-        options.require_unset("diagonal_blocks", "accumulate")
-        self.validate_points(a, a, options)
+        parsed = parse_options("diagonal_blocks", ("accumulate",), **options)
+        self.validate_points(a, a, parsed)
 
         def compute(net: PlannedModel) -> Tensor:
-            work, integrations = DiagonalWork(self.with_net(net, options), a, a, plan=net.plan), Sums()
+            work, integrations = DiagonalWork(self.with_net(net, parsed), a, a, plan=net.plan), Sums()
             result = work.planned.reference.new_zeros(len(a), *[self.trajectory.num_outputs] * 2)
-            for piece, sums in run(work, options, "kernel diagonal"):
+            for piece, sums in run(work, parsed, "kernel diagonal"):
                 result[work.rows[piece.place[:2]]] += sums.added.pop("total")
                 integrations.merge(sums)
             warn_of_integrals(integrations)

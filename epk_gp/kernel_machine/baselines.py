@@ -111,7 +111,7 @@ def single_machine(
     size = max(1, parsed.memory_budget // (4 * block_bytes))
     training = spec.cast(trajectory.inputs)
     for part in torch.arange(len(training), device=X.device).split(size):
-        K = kernel.block(Points(X, is_train=False), Points(training[part], is_train=True), parsed)
+        K = kernel.block(Points(X, is_train=False), Points(training[part], is_train=True), **parsed.settings)
         outputs += torch.einsum("ncmd,md->nc", K, coefficients[part])
     error, terms = float((outputs - network).abs().max()), initial.abs() + network.abs() + outputs.abs()
     allowed = sum_tolerance(rule, trajectory, initial.dtype, terms)

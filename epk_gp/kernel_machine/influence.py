@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Unpack
+from typing import Any, Unpack, cast
 
 import torch
 from jaxtyping import Float, Float64, Int64, Shaped
@@ -21,7 +21,15 @@ from epk_gp.core.losses import Head, apply_head, loss_terms, resolve_head
 from epk_gp.core.replayed_steps import RunReplay
 from epk_gp.core.show import Entry, Summary, Tabular, certificate_entry, count, kind_of, number
 from epk_gp.core.torch_overrides import disable_fused_attention, warn_unless_plain
-from epk_gp.core.trajectory import Trajectory, flat_state, flat_weights, network_outputs, parse_inputs, warn_unless_live
+from epk_gp.core.trajectory import (
+    Trajectory,
+    flat_state,
+    flat_weights,
+    network_outputs,
+    parse_inputs,
+    validate_trajectory,
+    warn_unless_live,
+)
 from epk_gp.core.update_law import UpdateLaw
 from epk_gp.kernel_machine import retrain
 from epk_gp.kernel_machine.axes import Axis, CombinedAxes, PointsTable, by_sample, group_name, in_words, parse_axes
@@ -30,6 +38,7 @@ from epk_gp.kernel_machine.curvature import curvature_error
 from epk_gp.kernel_machine.influence_pass import InfluenceWork
 from epk_gp.work.run import run
 
+_ITSELF = Axis("sample", torch.zeros(1, dtype=torch.int64), ("itself",))  # of `own`: one weight for each sample
 _SMALLEST = 1e-6  # of drawn weights, relative to the range: the derivative in a weight needs its sample
 
 
@@ -197,8 +206,9 @@ Question = tuple[Trajectory, Shaped[Tensor, "n ..."], Float[Tensor, "..."], Floa
 @checks.door
 def influence(
     trajectory: Trajectory,
-    X: Inputs,
+    X: Inputs | None = None,
     *,
+    own: bool | Int64[Tensor, " n"] = False,
     head: Head | None = None,
     classes: Int64[Tensor, " n"] | None = None,
     function: Function | None = None,
@@ -217,7 +227,11 @@ def influence(
 
     Args:
         trajectory: Training run with S steps on M points.
-        X: n inputs, of the structure of the training inputs.
+        X: n inputs, of the structure of the training inputs; None with `own`.
+        own: True differentiates the loss of every training sample in its own weight (self-influence), in one pass:
+            `values` is (M, 1, 1). Indices (n,) of samples choose some of them. A value is negative where training on
+            the sample lowers its loss: the more negative, the more its prediction rests on the sample itself, as on a
+            wrong label.
         head: "logits" or "log_softmax"; None follows the loss: "log_softmax" for cross entropy, else "logits".
         classes: One output per input; K is then 1 in the result. All C outputs by default, some at a time where the
             adjoints of all of a point do not fit into `memory_budget`.
@@ -241,9 +255,19 @@ def influence(
             operation of the network once only.
     """
     parsed = checks.parse_options("influence", ("accumulate",), **options)
-    X = parse_inputs(trajectory, X).detach()
+    if own is not False and any(given is not None for given in (X, head, classes, function, by, smoothing)):
+        raise ValueError(
+            "own= asks for the losses of training samples: X, head, classes, function, by and smoothing "
+            "must be left out."
+        )
+    validate_trajectory(trajectory)
     retrain.require_loss_as_function(trajectory, "epk_gp.influence")
     warn_unless_live(trajectory)
+    if own is not False:
+        result = _own_influence(trajectory, own, truncate, parsed)
+        warn_unless_certified("the influence", result.findings)
+        return result
+    X = parse_inputs(trajectory, cast(Inputs, X)).detach()
     axes = parse_axes(trajectory, [by_sample(trajectory)] if by is None else by)
     if any(axis.kind == "parameter" for axis in axes):
         raise ValueError(
@@ -268,8 +292,9 @@ def influence(
         run, (_, difference) = retrain.retrained_run(retrain.StackedTraining(trajectory), weights, parsed.memory_budget)
         again = _question(run, X, head, classes, function)
         folder = None if parsed.checkpoint is None else Path(parsed.checkpoint) / f"run-{index}"
-        own = replace(parsed, checkpoint=folder)
-        effect = _differentiate(again, own, axes=axes, factors=1 / weights, truncate=truncate)
+        effect = _differentiate(
+            again, replace(parsed, checkpoint=folder), axes=axes, factors=1 / weights, truncate=truncate
+        )
         found.append(effect)
         findings += [f"of run {index} {finding}" for finding in effect.findings]
         if not difference <= retrain.REPLAY_TOLERANCE[run.dtype]:
@@ -288,41 +313,16 @@ def influence(
     )
 
 
-@checks.door
-def self_influence(
-    trajectory: Trajectory,
-    points: Int64[Tensor, " n"] | None = None,
-    *,
-    truncate: int | None = None,
-    **options: Unpack[checks.ComputeSettings],
-) -> Float[Tensor, " n"]:
-    """Differentiate the trained network's loss on training samples in their own weights, in one pass over the run.
-
-    It is negative where training on a sample lowers its loss; the more negative, the more the network owes what it
-    says of the sample to the sample itself, as of one with a wrong label.
-
-    Args:
-        trajectory: Training run on M samples.
-        points: Which samples; all by default.
-        truncate: As for `influence`.
-        options: As for `influence`.
-
-    Raises:
-        TypeError, ValueError: As `influence`; or a point is not a training sample.
-    """
-    parsed = checks.parse_options("self_influence", ("accumulate",), **options)
-    retrain.require_loss_as_function(trajectory, "epk_gp.self_influence")
-    warn_unless_live(trajectory)
+def _own_influence(trajectory: Trajectory, own: Any, truncate: int | None, options: checks.ComputeOptions) -> Influence:
+    """Differentiate the loss of each sample in its own weight, as `influence(own=)` says."""
     M = trajectory.num_points
-    own = torch.arange(M) if points is None else points
-    checks.validate_labels(own, own.numel() if isinstance(own, Tensor) else 0, M, name="points")
-    own = own.to(trajectory.inputs.device, torch.int64)
-    X, y = trajectory.inputs[own], trajectory.targets[own]
+    rows = torch.arange(M) if own is True else own
+    checks.validate_labels(rows, rows.numel() if isinstance(rows, Tensor) else 0, M, name="own")
+    rows = rows.to(trajectory.inputs.device, torch.int64)
+    X, y = trajectory.inputs[rows], trajectory.targets[rows]
     losses = RowFunction(partial(loss_terms, trajectory.model.signature, trajectory.loss), y)
     question = _question(trajectory, X, None, None, losses)
-    found = _differentiate(question, parsed, axes=(by_sample(trajectory),), own=own, truncate=truncate)
-    warn_unless_certified("the influence", found.findings)
-    return found.values[:, 0, 0]
+    return _differentiate(question, options, axes=(by_sample(trajectory),), own=rows, truncate=truncate)
 
 
 def _differentiate(
@@ -361,7 +361,7 @@ def _differentiate(
             outputs=shown,
             values=split(values, "step", "sample") if own is None else values[:, :, 0],
             adjoint_norms=norms.reshape(*shown.shape, -1),
-            axes=axes,
+            axes=axes if own is None else (_ITSELF,),
             findings=tuple(_findings(trajectory, mismatches, held, error, values)),
             clipping=work.law.clipping,
             explained="number" if is_asked else "output",

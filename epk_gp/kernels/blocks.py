@@ -218,12 +218,12 @@ class KernelConfig:
         kernel, kind, a = self.path_kernel, self.structure.kind, x.flat()
         b = a if x.equals(y) else y.flat()
         if kind == "full":
-            block = kernel.block(a, b, self.options)
+            block = kernel.block(a, b, **self.options.settings)
             block = block.reshape(1, block.shape[0] * block.shape[1], -1)
         elif kind == "trace":
-            block = kernel.trace_block(a, b, self.options)[None]
+            block = kernel.trace_block(a, b, **self.options.settings)[None]
         else:
-            block = kernel.block_per_class(a, b, self.options)
+            block = kernel.block_per_class(a, b, **self.options.settings)
         return self._kept(key, block, x)
 
     @torch.no_grad()
@@ -232,7 +232,7 @@ class KernelConfig:
         key = self._key("diagonal", x)
         if (found := self.cache.get(key)) is not None:
             return found
-        return self._kept(key, self.path_kernel.diagonal_blocks(x.flat(), self.options), x)
+        return self._kept(key, self.path_kernel.diagonal_blocks(x.flat(), **self.options.settings), x)
 
     @torch.no_grad()
     def pairs_block(self, x: PointSets, y: PointSets, matrices: Int64[Tensor, "*d"]) -> Float[Tensor, "*d rows cols"]:

@@ -55,6 +55,33 @@ class QuadratureRule:
         if abs(sum(self.weights) - 1) > 1e-12:
             raise ValueError(f"weights must sum to 1: got {sum(self.weights)}.")
 
+    @classmethod
+    def left_endpoint(cls) -> "QuadratureRule":
+        """Return the rule of one node at t = 0: its kernel is the discrete path kernel (DPK)."""
+        return cls("left endpoint", (0.0,), (1.0,))
+
+    @classmethod
+    def left_riemann(cls, n: int) -> "QuadratureRule":
+        """Return the left Riemann sum with n nodes: Algorithm 1 of Bell et al. (2023) with T = n.
+
+        Raises:
+            TypeError: n is not a whole number.
+            ValueError: n is not in 1 .. 10,000.
+        """
+        _validate_nodes(n, MAX_COMPOSITE_NODES)
+        return cls(f"left Riemann {n}", tuple(k / n for k in range(n)), (1 / n,) * n)
+
+    @classmethod
+    def midpoint(cls, n: int) -> "QuadratureRule":
+        """Return the composite midpoint rule with n nodes.
+
+        Raises:
+            TypeError: n is not a whole number.
+            ValueError: n is not in 1 .. 10,000.
+        """
+        _validate_nodes(n, MAX_COMPOSITE_NODES)
+        return cls(f"midpoint {n}", tuple((k + 0.5) / n for k in range(n)), (1 / n,) * n)
+
     def __iter__(self) -> Iterator[tuple[float, float]]:
         """Iterate over (node, weight)."""
         return iter(zip(self.nodes, self.weights, strict=True))
@@ -134,33 +161,6 @@ def gauss_legendre(n: int) -> QuadratureRule:
     _validate_nodes(n, MAX_GAUSS_LEGENDRE_NODES)
     x, w = np.polynomial.legendre.leggauss(n)
     return QuadratureRule(f"Gauss-Legendre {n}", tuple(((1 + x) / 2).tolist()), tuple((w / w.sum()).tolist()))
-
-
-def left_endpoint() -> QuadratureRule:
-    """One node at t = 0: the discrete path kernel (DPK)."""
-    return QuadratureRule("left endpoint", (0.0,), (1.0,))
-
-
-def left_riemann(n: int) -> QuadratureRule:
-    """Left Riemann sum with n nodes: Algorithm 1 of Bell et al. (2023) with T = n.
-
-    Raises:
-        TypeError: n is not a whole number.
-        ValueError: n is not in 1 .. 10,000.
-    """
-    _validate_nodes(n, MAX_COMPOSITE_NODES)
-    return QuadratureRule(f"left Riemann {n}", tuple(k / n for k in range(n)), (1 / n,) * n)
-
-
-def midpoint(n: int) -> QuadratureRule:
-    """Composite midpoint rule with n nodes.
-
-    Raises:
-        TypeError: n is not a whole number.
-        ValueError: n is not in 1 .. 10,000.
-    """
-    _validate_nodes(n, MAX_COMPOSITE_NODES)
-    return QuadratureRule(f"midpoint {n}", tuple((k + 0.5) / n for k in range(n)), (1 / n,) * n)
 
 
 def adaptive(tol: float = 1e-12, *, order: int = 4, max_evaluations: int = MAX_EVALUATIONS) -> AdaptiveRule:

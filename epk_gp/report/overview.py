@@ -17,7 +17,6 @@ from torch import Tensor
 from epk_gp.analysis.labels import LabelErrors
 from epk_gp.analysis.maps import UncertaintyMap, grid_coordinates, lift
 from epk_gp.analysis.measures import ROCCurve, calibration, gram_spectrum, ood_metrics, reliability_bins, roc_curve
-from epk_gp.core.checks import ComputeOptions
 from epk_gp.core.inputs import Points
 from epk_gp.core.trajectory import Trajectory
 from epk_gp.datamodels.model import Datamodel
@@ -27,7 +26,7 @@ from epk_gp.gram.sketch import NUM_NODES, nodes_trajectory
 from epk_gp.plots import style
 from epk_gp.plots.maps import draw_colorbar, draw_panel, held_columns, map_handles, shades_of
 from epk_gp.plots.scores import score_histogram
-from epk_gp.quadrature.rules import left_endpoint
+from epk_gp.quadrature.rules import QuadratureRule
 from epk_gp.report.explanations import significant
 from epk_gp.report.points import Certainty
 from epk_gp.report.request import ReportRequest
@@ -240,10 +239,10 @@ def reason_without_kernel(request: ReportRequest) -> str | None:
     return next((reason for reason, holds in reasons.items() if holds), None)
 
 
-def _path_kernel(request: ReportRequest, run: Trajectory) -> tuple[PathKernel, ComputeOptions]:
+def _path_kernel(request: ReportRequest, run: Trajectory) -> tuple[PathKernel, int]:
     """Return the path kernel of a run at the start of each step, and how it is computed: without a checkpoint."""
-    kernel = PathKernel(run, request.head, left_endpoint())
-    return kernel, ComputeOptions(memory_budget=request.options.memory_budget)
+    kernel = PathKernel(run, request.head, QuadratureRule.left_endpoint())
+    return kernel, request.options.memory_budget
 
 
 def kernel_matrix(ax: Axes, K: Float[Tensor, "n n"], groups: Int64[Tensor, " n"] | None, names: Sequence[str]) -> None:
@@ -291,7 +290,7 @@ def _kernel(request: ReportRequest) -> list[dict[str, Any]]:
     by_nodes = run.num_steps > NUM_NODES
     points = Points(run.inputs[chosen.to(run.inputs.device)], is_train=not by_nodes)
     kernel, budget = _path_kernel(request, nodes_trajectory(run, NUM_NODES) if by_nodes else run)
-    K = kernel.trace_block(points, points, budget).cpu()  # in the run's precision: its rounding is judged
+    K = kernel.trace_block(points, points, memory_budget=budget).cpu()  # in the run's precision: its rounding is judged
     diagonal = K.diagonal()
     if not bool((diagonal > 0).all()):  # a sample whose gradient is 0 throughout has no direction
         return []
@@ -406,8 +405,8 @@ def _behind(
     cells = Points(lift(m.plane, grid_coordinates(x.to(m.x), y.to(m.y))).to(run.inputs), is_train=False)
     samples = Points(run.inputs[drawn.to(run.inputs.device)], is_train=False)
     kernel, budget = _path_kernel(request, nodes_trajectory(run, NUM_NODES))
-    K = kernel.trace_block(cells, samples, budget).cpu()
-    norms = kernel.diagonal_blocks(samples, budget).diagonal(dim1=1, dim2=2).sum(dim=1).sqrt().cpu()
+    K = kernel.trace_block(cells, samples, memory_budget=budget).cpu()
+    norms = kernel.diagonal_blocks(samples, memory_budget=budget).diagonal(dim1=1, dim2=2).sum(dim=1).sqrt().cpu()
     cosines = K / norms.clamp(min=torch.finfo(K.dtype).tiny)  # but for a factor that a cell's samples share
     return list(drawn[cosines.topk(min(_BEHIND, len(drawn)), dim=1).indices].tolist())
 

@@ -14,8 +14,7 @@ from torch import Tensor
 from epk_gp.core.graphs import Ragged, map_tensors
 from epk_gp.core.losses import CrossEntropy, NegativeLogLikelihood
 from epk_gp.core.trajectory import Trajectory
-from epk_gp.gp.posterior import LogitPosterior
-from epk_gp.gp.softmax import SoftmaxUncertainty, softmax_uncertainty
+from epk_gp.gp.posterior import LogitPosterior, SoftmaxUncertainty
 from epk_gp.gp.uncertain_classifier import UncertainClassifier
 from epk_gp.plots.style import as_images
 from epk_gp.report.explanations import significant
@@ -193,4 +192,4 @@ def certainty(request: ReportRequest) -> Certainty:
 
 def _sampled(posterior: LogitPosterior) -> SoftmaxUncertainty:
     generator = torch.Generator(posterior.mean.device).manual_seed(0)
-    return softmax_uncertainty(posterior, _NUM_SAMPLES, generator, quantiles=_BAND)
+    return posterior.softmax_uncertainty(_NUM_SAMPLES, generator, quantiles=_BAND)

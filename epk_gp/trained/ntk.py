@@ -21,7 +21,7 @@ from epk_gp.gram.path_kernel import PathKernel
 from epk_gp.kernel_machine.baselines import tangent_trajectory
 from epk_gp.kernels.blocks import Outputs, parse_outputs
 from epk_gp.kernels.epk import CACHE_BYTES, EPKKernel
-from epk_gp.quadrature.rules import left_endpoint
+from epk_gp.quadrature.rules import QuadratureRule
 from epk_gp.recording.setup import validate_row_independence
 from epk_gp.trained.network import as_trajectory
 
@@ -94,7 +94,7 @@ def ntk(
         longest = max(len(row) for own in (rows, others) if own is not None for row in own.rows)
         X, X2 = replace(rows, longest=longest), X2 if others is None else replace(others, longest=longest)
     run, head, kind = _run_of(model, X, head, outputs, output)
-    kernel = PathKernel(run, head, left_endpoint())
+    kernel = PathKernel(run, head, QuadratureRule.left_endpoint())
     a = Points(parse_inputs(run, X), is_train=True)
     if not diagonal:
         b = a if X2 is None else Points(parse_inputs(run, X2, "X2"), is_train=True)
@@ -102,8 +102,8 @@ def ntk(
             both = torch.cat([side.X[: _NUM_EXAMPLES // 2].to(run.inputs) for side in (a, b)])
             validate_row_independence(run.model, run.model.unflatten(perturbed_initial(run.states[0])), both)
         blocks = {"full": kernel.block, "independent": kernel.block_per_class, "trace": kernel.trace_block}
-        return blocks[kind](a, b, parsed)
-    K = kernel.diagonal_blocks(a, parsed)
+        return blocks[kind](a, b, **parsed.settings)
+    K = kernel.diagonal_blocks(a, **parsed.settings)
     return K if kind == "full" else torch.einsum("ncc->cn" if kind == "independent" else "ncc->n", K)
 
 
@@ -184,8 +184,8 @@ class NTKKernel(EPKKernel):
         run, head_of_run, kind = _run_of(model, X, head, outputs, output)
         identity = fingerprint_data(run.states[0], *run.model.frozen_state().values())  # whatever the examples
         super().__init__(
-            replace(run, digest=identity), kind, head_of_run, left_endpoint(), normalize, cache_bytes=cache_bytes,
-            active_dims=active_dims, **options,
+            replace(run, digest=identity), kind, head_of_run, QuadratureRule.left_endpoint(), normalize,
+            cache_bytes=cache_bytes, active_dims=active_dims, **options,
         )  # fmt: skip
         self.outputs, self.head, self._network = outputs, head, weakref.ref(uncompiled(model))
 

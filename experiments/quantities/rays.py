@@ -34,6 +34,6 @@ def share_decreasing(gp: epk.LogitGP, m: UncertaintyMap, num_samples: int, gener
     ends = rays(m.training, 72, 3.0)
     X = lift(m.plane, torch.cat(ends))
     chosen = epk.network_outputs(gp.trajectory, X).argmax(1, keepdim=True)
-    std = epk.softmax_uncertainty(gp.logit_posterior(X), num_samples, generator).std.gather(1, chosen)[:, 0]
+    std = gp.logit_posterior(X).softmax_uncertainty(num_samples, generator).std.gather(1, chosen)[:, 0]
     near, far = std.tensor_split(2)
     return float((far < near).double().mean())

@@ -18,7 +18,7 @@ from epk_gp.analysis.counterfactual import random_subsets
 from gp_cases import gaussian_run, gaussians
 
 pytestmark = pytest.mark.filterwarnings("default")  # the libraries use what others deprecate
-TRACIN = {"scores": "contributions", "rule": epk.left_endpoint()}  # what other libraries call TracIn
+TRACIN = {"scores": "contributions", "rule": epk.QuadratureRule.left_endpoint()}  # what other libraries call TracIn
 
 
 def real(name):

@@ -52,7 +52,7 @@ def test_contributions_at_the_start_of_steps_are_tracins_sum_and_along_them_add_
             for points in (test, train)
         ]
         expected += cases.LR / cases.M * rows[0] @ rows[1].T
-    coarse = {"scores": "contributions", "rule": epk.left_endpoint()}
+    coarse = {"scores": "contributions", "rule": epk.QuadratureRule.left_endpoint()}
     for name, scores in under_all_names(run, kind, **coarse).items():
         assert_close(scores, expected, rtol=0, atol=1e-12, msg=name)
     before, after = (network_losses(kind, state) for state in (0, -1))
@@ -173,7 +173,7 @@ def test_a_text_is_scored_by_the_loss_of_its_next_words():
     labels = epk.next_words(words[:3].masked_fill(torch.arange(5) < 2, -100))
     attributor, batches = EPKAttributor(run), [{**rows, "labels": epk.next_words(words)}]
     scores = attributor.attribute(batches, [{**asked, "labels": labels}])
-    function = epk.loss_value(labels)
+    function = epk.RowFunction.loss_value(labels)
     assert torch.equal(scores.T, -epk.influence(run, asked, function=function).values[:, 0])
     assert_close(attributor.self_attribute(batches), EPKInfluence(run, scores="influence").self_influence())
 

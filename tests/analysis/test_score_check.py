@@ -173,7 +173,7 @@ def classes(betas: tuple[float, float] | None = (0.9, 0.99)) -> Problem:
 def language() -> Problem:
     torch.manual_seed(0)
     net, (X, y), (X_test, answers) = Words().double(), texts(30, 1), texts(8, 2)
-    asked = epk.log_probability(answers)
+    asked = epk.RowFunction.log_probability(answers)
 
     def number(z: Tensor) -> Tensor:
         return -F.cross_entropy(z.mT, answers, reduction="none", ignore_index=IGNORED).sum(dim=1)
@@ -557,7 +557,12 @@ def test_scores_that_cannot_be_judged_are_refused_in_a_sentence() -> None:
         (ValueError, "retrainings must be at least 0: got -1", good, {"retrainings": -1}),
         (TypeError, "seed must be a whole number", good, {"seed": 0.5}),
         (TypeError, "unexpected keyword argument 'checkpoint'", good, {"checkpoint": "folder"}),
-        (ValueError, "must not be given together", good, one | {"function": epk.log_probability(one["classes"])}),
+        (
+            ValueError,
+            "must not be given together",
+            good,
+            one | {"function": epk.RowFunction.log_probability(one["classes"])},
+        ),
         (ValueError, "X must have shape", good, {"X": X[:, :2]}),
     ):
         with pytest.raises(error, match=message):

@@ -44,7 +44,7 @@ def gp(f, **options):
 
 
 def softmax(mean=MEAN, covariance=COVARIANCE, *tolerance, num_samples=4, **options):
-    return epk.softmax_uncertainty(LogitPosterior(mean, covariance, *tolerance), num_samples, **options)
+    return LogitPosterior(mean, covariance, *tolerance).softmax_uncertainty(num_samples, **options)
 
 
 def aligned(f, **options):
@@ -129,7 +129,7 @@ OF_ANOTHER_KIND = {
     "max_evaluations must be a whole": lambda f: epk.adaptive(max_evaluations=2.5),
     "tol must be a positive number: got 'x'": lambda f: epk.adaptive("x"),
     "the number of nodes must be a whole number.*got True": lambda f: epk.gauss_legendre(True),
-    "the number of nodes must be a whole number.*got 2.5": lambda f: epk.midpoint(2.5),
+    "the number of nodes must be a whole number.*got 2.5": lambda f: epk.QuadratureRule.midpoint(2.5),
     "the loss must be a function of outputs and targets: got None": lambda f: epk.PerSampleLoss(None),
     r"a must be epk_gp.Points\(X, is_train=...\).*got": lambda f: epk.gram_block(f.t, X, X),
     r"step_weights must be a torch.Tensor, .*: got list": lambda f: epk.gram_block(f.t, *AB, step_weights=[1.0] * 7),
@@ -144,7 +144,6 @@ OF_ANOTHER_KIND = {
     "the posterior's mean must be float32 or float64: got torch.float16": lambda f: softmax(MEAN.half()),
     "a posterior must have one dtype: got torch.float32 and torch.float64": lambda f: softmax(MEAN.float()),
     "the posterior's mean must be a torch.Tensor: got ndarray": lambda f: softmax(MEAN.numpy()),
-    "posterior must be a LogitPosterior, .*: got NoneType": lambda f: epk.softmax_uncertainty(None, 4),
     "noise must be a number: got": lambda f: gp(f, noise=[[0.1] * 3]),
     "points must be indices: got torch.complex64": lambda f: gp(f, points=[1j]),
     "must be a list of levels": lambda f: softmax(quantiles=0.5),
@@ -181,9 +180,8 @@ WITHOUT_MEANING = {
     "radii must be positive, finite and increase": lambda f: growth(torch.tensor([1.0, INF]).double()),
     r"one square matrix per class, \(C, M, M\): got shape \(3, 4, 5\)": lambda f: machines(torch.zeros(3, 4, 5), Y),
     r"outputs must be one of .* or a class index: got 'x'": lambda f: epk.EPKKernel(f.t, "x"),
-    "accumulate must be torch.float64 or None: got torch.float16": lambda f: epk.ComputeOptions(accumulate=torch.half),
-    "diagonal_blocks must be computed without accumulate: got": lambda f: epk.PathKernel(f.t).diagonal_blocks(
-        AB[0], epk.ComputeOptions(**WIDE)
+    "accumulate must be torch.float64 or None: got torch.float16": lambda f: epk.PathKernel(f.t).block(
+        *AB, accumulate=torch.half
     ),
     "weights must be finite": lambda f: epk.influence(f.t, X[:1]).predict(torch.full((10,), NAN)),
     "must be called with one tensor of points: got 0": lambda f: f.gp(),
@@ -272,11 +270,6 @@ DOORS = {
 @pytest.mark.parametrize(("ask", "wrong"), DOORS.values(), ids=DOORS.keys())
 def test_a_door_refuses_what_it_does_not_take(f, ask, wrong):
     assert not [fault for x, message in wrong if (fault := refusal(WRONG, message, ask, f, x))]
-
-
-def test_options_as_a_value_and_as_keyword_arguments_mean_the_same(f):
-    by_value = epk.PathKernel(f.t).block(*AB, epk.ComputeOptions(memory_budget=1 << 20))
-    assert torch.equal(by_value, epk.gram_block(f.t, *AB, memory_budget=1 << 20))
 
 
 def test_a_checkpoint_that_is_a_file_or_lies_in_one_is_refused(f, tmp_path):

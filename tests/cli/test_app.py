@@ -108,9 +108,9 @@ def test_an_interrupted_command_says_so(recorded, monkeypatch, capsys):
 
 def test_rules_and_paths_are_read_as_they_are_written():
     assert parse_rule("adaptive:1e-6") == epk.adaptive(1e-6)
-    assert parse_rule("left-riemann:7") == epk.left_riemann(7)
-    assert parse_rule("midpoint:2") == epk.midpoint(2)
-    assert parse_rule("left-endpoint") == epk.left_endpoint()
+    assert parse_rule("left-riemann:7") == epk.QuadratureRule.left_riemann(7)
+    assert parse_rule("midpoint:2") == epk.QuadratureRule.midpoint(2)
+    assert parse_rule("left-endpoint") == epk.QuadratureRule.left_endpoint()
     assert parse_path("straight") == epk.straight()
     assert parse_path("chords:20") == epk.chords(20)
     assert parse_path("layerwise") == epk.layerwise()

@@ -235,7 +235,7 @@ def test_maps_are_those_of_the_path_and_its_nodes(recorded, tmp_path, options, c
     for asked in ({"nodes": nodes, "path": parse_path(path)}, {}):
         gp = epk.LogitGP(trajectory, points=draw_rows(24, 8, 0).tolist(), **asked)
         gp.fit(2)
-        u = epk.softmax_uncertainty(gp.logit_posterior(X), 8, torch.Generator().manual_seed(0))
+        u = gp.logit_posterior(X).softmax_uncertainty(8, torch.Generator().manual_seed(0))
         expected.append(u.std)
     assert_close(std, expected[0], rounding=1e6)
     assert (std - expected[1]).abs().max() > 1e-8  # the control: the map of all straight steps
@@ -283,15 +283,15 @@ def test_answers_beside_the_inputs_of_texts_are_explained(tmp_path, monkeypatch,
         assert run(command, *asked, "--out", tmp_path / command) == 0
         assert "2 points x 1 outputs x 6 training points" in capsys.readouterr().out
     arrays = load_file(tmp_path / "attribute" / "attribution.safetensors")
-    parts = epk.attribute(recorder.trajectory, X[:2], function=epk.log_probability(answers))
+    parts = epk.attribute(recorder.trajectory, X[:2], function=epk.RowFunction.log_probability(answers))
     assert torch.allclose(arrays["samples"], parts.samples, rtol=0, atol=1e-12)
     arrays = load_file(tmp_path / "influence" / "influence.safetensors")
-    effect = epk.influence(recorder.trajectory, X[:2], function=epk.log_probability(answers))
+    effect = epk.influence(recorder.trajectory, X[:2], function=epk.RowFunction.log_probability(answers))
     assert torch.allclose(arrays["values"], effect.values, rtol=0, atol=1e-12)
     of_model = [word for word in asked if word not in ("--outputs", "answers")]
     assert run("datamodel", *of_model, "--out", tmp_path / "datamodel") == 0
     assert "their answers" in capsys.readouterr().out
-    model = datamodel(recorder.trajectory, X[:2], function=epk.log_probability(answers))
+    model = datamodel(recorder.trajectory, X[:2], function=epk.RowFunction.log_probability(answers))
     scores = load_file(tmp_path / "datamodel" / "datamodel.safetensors")["scores"]
     assert torch.allclose(scores[:, 0], model.scores, rtol=0, atol=1e-12)
     page = tmp_path / "report.html"

@@ -366,7 +366,7 @@ def test_what_only_a_recorded_run_has_is_refused():
         lambda: epk.attribute_tokens(run, X[:2], sequences=torch.arange(50)),
         lambda: epk.reconstruct(run, X[:2]),
         lambda: epk.influence(run, X[:2]),
-        lambda: epk.self_influence(run),
+        lambda: epk.influence(run, own=True),
         lambda: epk.retrain(run, torch.ones(50, dtype=torch.float64)),
         lambda: leave_one_out(run, X[:2]),
         lambda: EPKInfluence(run).influence((X[:2], y[:2])),

@@ -20,7 +20,7 @@ from epk_gp.gp.label_process import (
 )
 from epk_gp.gram.path_kernel import gram_block
 from epk_gp.gram.sketch import nodes_trajectory, trace_coefficients
-from epk_gp.quadrature.rules import left_endpoint
+from epk_gp.quadrature.rules import QuadratureRule
 from gp_cases import C, D, make_net, make_run
 
 N = 12
@@ -51,7 +51,9 @@ def reference_kernel(nodes, X, Y, lengthscale):
         for number, v in enumerate(V):
             weights = torch.zeros(len(V))
             weights[number] = nodes.steps[number].lr
-            K = gram_block(nodes, a, b, head="logits", rule=left_endpoint(), step_weights=weights.double())
+            K = gram_block(
+                nodes, a, b, head="logits", rule=QuadratureRule.left_endpoint(), step_weights=weights.double()
+            )
             total = total + torch.einsum("ncmd,c,d->nm", K, v, v)
         return total
 

@@ -7,7 +7,6 @@ import torch
 
 from epk_gp.core.trajectory import network_outputs
 from epk_gp.gp.models import LogitGP
-from epk_gp.gp.softmax import softmax_uncertainty
 from epk_gp.kernels.tagging import test_copy, train_copy
 from gp_cases import MEANS, N_TEST, OUTPUTS, C, D, M, make_net, make_run, per_point
 from helpers import assert_close, make_case
@@ -63,7 +62,7 @@ def test_single_precision_runs_are_conditioned_in_double():
     gp.fit(steps=3)
     posterior = gp.logit_posterior(X)
     assert gp.train_inputs[0].dtype == posterior.mean.dtype == posterior.covariance.dtype == torch.float64
-    softmax_uncertainty(posterior)
+    posterior.softmax_uncertainty()
 
 
 @pytest.mark.mostly_slow

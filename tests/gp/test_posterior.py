@@ -13,10 +13,9 @@ from epk_gp.core.trajectory import network_outputs
 from epk_gp.gp.data import dirichlet_targets
 from epk_gp.gp.models import LogitGP
 from epk_gp.gp.regression import leave_one_out
-from epk_gp.gp.softmax import softmax_uncertainty
 from epk_gp.gram.path_kernel import gram_block
 from epk_gp.kernels.tagging import test_copy
-from epk_gp.quadrature.rules import gauss_legendre, left_endpoint
+from epk_gp.quadrature.rules import QuadratureRule, gauss_legendre
 from epk_gp.recording.recorder import Recorder
 from gp_cases import MEANS, N_TEST, OUTPUTS, TARGETS, C, D, M, make_net, make_run, per_point, with_hyperparameters
 
@@ -259,12 +258,12 @@ def test_the_eigenvalue_tolerance_bounds_the_rounding_of_a_direction_without_var
     """One step at its left end: log-softmax gradients weighted by the probabilities add up to zero."""
     X = torch.randn(30, D, dtype=torch.float64)
     run = make_run(make_net(), X, torch.arange(30) % C, steps=1)
-    gp = LogitGP(run, head="log_softmax", rule=left_endpoint(), noise=noise)
+    gp = LogitGP(run, head="log_softmax", rule=QuadratureRule.left_endpoint(), noise=noise)
     posterior = gp.logit_posterior(torch.cat([X, 3 * torch.randn(30, D, dtype=torch.float64)]))
     lowest = torch.linalg.eigvalsh(posterior.covariance)[:, 0]
     assert lowest.abs().max() < posterior.eigenvalue_tolerance < 1e-12
     assert lowest.min() < 0  # or the bound is not tested
-    assert softmax_uncertainty(posterior).max_clipped_eigenvalue == pytest.approx(-float(lowest.min()))
+    assert posterior.softmax_uncertainty().max_clipped_eigenvalue == pytest.approx(-float(lowest.min()))
 
 
 def test_the_network_as_mean_and_target_is_the_posterior_mean(trajectory, X_test):

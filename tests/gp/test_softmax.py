@@ -9,11 +9,10 @@ from scipy import integrate, special, stats
 from torch import nn
 
 from epk_gp.core.losses import CrossEntropy, PerSampleLoss, as_loss
-from epk_gp.gp import softmax
+from epk_gp.gp import posterior as posteriors
 from epk_gp.gp.models import LogitGP
-from epk_gp.gp.posterior import LogitPosterior, link_of
+from epk_gp.gp.posterior import LogitPosterior, isotropic_softmax_uncertainty, link_of
 from epk_gp.gp.regression import leave_one_out
-from epk_gp.gp.softmax import isotropic_softmax_uncertainty, softmax_uncertainty
 from gp_cases import C, D, make_net, make_run
 
 
@@ -25,7 +24,7 @@ def make_posterior(n=6, C=4, scale=1.0):
 def test_two_classes_agree_with_the_logistic_normal_integral(generator):
     """softmax(z)_1 = expit(z_1 - z_2), and the difference is one Gaussian."""
     posterior = make_posterior(n=5, C=2, scale=2.0)
-    estimate = softmax_uncertainty(posterior, 200_000, generator)
+    estimate = posterior.softmax_uncertainty(200_000, generator)
     for i in range(5):
         mu = float(posterior.mean[i, 0] - posterior.mean[i, 1])
         K = posterior.covariance[i]
@@ -46,10 +45,10 @@ def test_quantiles_are_those_of_the_logistic_normal(generator):
     """Two classes: the quantile of expit(d) is expit of the Gaussian's quantile."""
     posterior = make_posterior(n=5, C=2)
     levels = [0.05, 0.5, 0.9]
-    u = softmax_uncertainty(posterior, 2**17, generator, quantiles=levels)
+    u = posterior.softmax_uncertainty(2**17, generator, quantiles=levels)
     assert u.quantiles.shape == (3, 5, 2)
     assert {f"quantile {level:g}" for level in levels} < {name for name, _ in u.to_frame().columns}
-    assert softmax_uncertainty(posterior, 10).quantiles.shape == (0, 5, 2)
+    assert posterior.softmax_uncertainty(10).quantiles.shape == (0, 5, 2)
     mu = posterior.mean[:, 0] - posterior.mean[:, 1]
     K = posterior.covariance
     sigma = (K[:, 0, 0] + K[:, 1, 1] - 2 * K[:, 0, 1]).sqrt()
@@ -62,10 +61,10 @@ def test_one_logit_goes_through_the_sigmoid(generator):
     """Against plain samples of the sigmoid, and the same numbers as of the logits [0, z] of two classes."""
     posterior = make_posterior(n=5, C=1, scale=3.0)
     mean, variance = posterior.mean[:, 0], posterior.covariance[:, 0, 0]
-    with pytest.raises(ValueError, match=r"'sigmoid' for one, if it is the logit of class 1: got 'softmax' for 1\."):
-        softmax_uncertainty(posterior)
+    with pytest.raises(ValueError, match=r"'sigmoid' for one, the logit of class 1: got 'softmax' for 1\."):
+        posterior.softmax_uncertainty()
     levels = [0.1, 0.9]
-    u = softmax_uncertainty(posterior, 100_000, generator, quantiles=levels, link="sigmoid")
+    u = posterior.softmax_uncertainty(100_000, generator, quantiles=levels, link="sigmoid")
     assert u.mean.shape == u.std.shape == (5, 2)
     p = torch.sigmoid(mean + variance.sqrt() * torch.randn(100_000, 5, dtype=torch.float64))
     assert ((u.mean[:, 1] - p.mean(0)).abs() < 6 * u.standard_error[:, 1]).all()
@@ -81,8 +80,8 @@ def test_one_logit_goes_through_the_sigmoid(generator):
     two = LogitPosterior(torch.stack([torch.zeros_like(mean), mean], 1), zero)
     seeded = [torch.Generator().manual_seed(3) for _ in range(2)]
     found, expected = (
-        softmax_uncertainty(replace(posterior, link="sigmoid"), 64, seeded[0]),
-        softmax_uncertainty(two, 64, seeded[1]),
+        replace(posterior, link="sigmoid").softmax_uncertainty(64, seeded[0]),
+        two.softmax_uncertainty(64, seeded[1]),
     )
     for name in ("mean", "std", "entropy", "mutual_information"):
         torch.testing.assert_close(getattr(found, name), getattr(expected, name), rtol=1e-12, atol=1e-14)
@@ -115,7 +114,7 @@ def test_a_process_of_a_network_with_one_logit_has_probabilities_of_two_classes(
     net = nn.Sequential(nn.Linear(D, 5), nn.Tanh(), nn.Linear(5, 1)).double()
     gp = LogitGP(make_run(net, X, y, loss=nn.BCEWithLogitsLoss(), steps=30))
     for posterior in (gp.logit_posterior(3 * X), leave_one_out(gp).posterior):
-        u = softmax_uncertainty(posterior, 20_000, generator)
+        u = posterior.softmax_uncertainty(20_000, generator)
         z = posterior.mean[:, 0] + posterior.covariance[:, 0, 0].sqrt() * torch.randn(20_000, 12, dtype=torch.float64)
         assert ((u.mean[:, 1] - z.sigmoid().mean(0)).abs() < 1e-12 + 7 * u.standard_error[:, 1]).all()
         assert u.std.min() > 0
@@ -124,14 +123,14 @@ def test_a_process_of_a_network_with_one_logit_has_probabilities_of_two_classes(
     of_labels = labels.logit_posterior(X)
     for posterior, got in ((values, "'softmax' for 1"), (of_labels, "'sigmoid' for 3"), (values, "'probit' for 1")):
         with pytest.raises(ValueError, match=f"link must be 'softmax' for .* got {got}\\. Take one of several labels"):
-            softmax_uncertainty(posterior, link="probit" if "probit" in got else None)
+            posterior.softmax_uncertainty(link="probit" if "probit" in got else None)
     one = replace(of_labels, mean=of_labels.mean[:, [1]], covariance=of_labels.covariance[:, [1]][:, :, [1]])
-    assert softmax_uncertainty(one).mean.shape == (12, 2)  # the cure of several labels
+    assert one.softmax_uncertainty().mean.shape == (12, 2)  # the cure of several labels
 
 
 def test_no_variance_gives_the_softmax_exactly():
     mean = torch.randn(5, 3, dtype=torch.float64)
-    u = softmax_uncertainty(LogitPosterior(mean, torch.zeros(5, 3, 3, dtype=torch.float64)), 100)
+    u = LogitPosterior(mean, torch.zeros(5, 3, 3, dtype=torch.float64)).softmax_uncertainty(100)
     p = torch.softmax(mean, dim=-1)
     assert torch.equal(u.mean, p)
     assert torch.equal(u.entropy, torch.special.entr(p).sum(-1))
@@ -139,7 +138,7 @@ def test_no_variance_gives_the_softmax_exactly():
         assert (zero == 0).all()
     assert u.max_clipped_eigenvalue == 0
     extreme = torch.tensor([[1e4, -1e4, 0.0]])
-    u = softmax_uncertainty(LogitPosterior(extreme, torch.eye(3)[None]), 100)
+    u = LogitPosterior(extreme, torch.eye(3)[None]).softmax_uncertainty(100)
     assert torch.equal(u.mean, torch.tensor([[1.0, 0.0, 0.0]]))  # finite, and single precision stays single
     assert u.entropy == u.mutual_information == 0
 
@@ -147,13 +146,13 @@ def test_no_variance_gives_the_softmax_exactly():
 def test_a_common_shift_of_all_logits_has_no_effect():
     """A covariance that is only semi-definite: all its variance is along (1, .., 1)."""
     mean = torch.randn(5, 3, dtype=torch.float64)
-    u = softmax_uncertainty(LogitPosterior(mean, 4 * torch.ones(5, 3, 3, dtype=torch.float64)), 100)
+    u = LogitPosterior(mean, 4 * torch.ones(5, 3, 3, dtype=torch.float64)).softmax_uncertainty(100)
     torch.testing.assert_close(u.mean, torch.softmax(mean, dim=-1), rtol=0, atol=1e-14)
     assert u.std.max() < 1e-7  # the square root of rounding
 
 
 def test_identities_between_the_results():
-    u = softmax_uncertainty(make_posterior(), 256)
+    u = make_posterior().softmax_uncertainty(256)
     assert len(u) == 6
     torch.testing.assert_close(u.mean.sum(-1), torch.ones(6, dtype=torch.float64))
     torch.testing.assert_close(u.standard_error, u.std / 16)
@@ -166,23 +165,23 @@ def test_a_point_does_not_depend_on_the_others_nor_on_the_chunks(monkeypatch):
     posterior = make_posterior(n=9)
 
     def run(posterior):
-        return softmax_uncertainty(posterior, 50, torch.Generator().manual_seed(1))
+        return posterior.softmax_uncertainty(50, torch.Generator().manual_seed(1))
 
     whole = run(posterior)
     part = run(LogitPosterior(posterior.mean[4:6], posterior.covariance[4:6]))
     torch.testing.assert_close(part.std, whole.std[4:6], rtol=1e-12, atol=0)
-    monkeypatch.setattr(softmax, "CHUNK_BYTES", 1)
+    monkeypatch.setattr(posteriors, "CHUNK_BYTES", 1)
     chunked = run(posterior)
     torch.testing.assert_close(chunked.mean, whole.mean, rtol=1e-12, atol=0)
-    assert not torch.equal(softmax_uncertainty(posterior, 50).mean, whole.mean)  # negative control: other samples
+    assert not torch.equal(posterior.softmax_uncertainty(50).mean, whole.mean)  # negative control: other samples
 
 
 def test_a_negative_eigenvalue_within_rounding_is_set_to_zero_and_reported():
     covariance = torch.diag_embed(torch.tensor([[1.0, -1e-12]], dtype=torch.float64))
     mean = torch.zeros(1, 2, dtype=torch.float64)
-    u = softmax_uncertainty(LogitPosterior(mean, covariance, eigenvalue_tolerance=1e-11), 100)
+    u = LogitPosterior(mean, covariance, eigenvalue_tolerance=1e-11).softmax_uncertainty(100)
     assert u.max_clipped_eigenvalue == pytest.approx(1e-12)
-    clean = softmax_uncertainty(LogitPosterior(mean, covariance.clamp_min(0)), 100)
+    clean = LogitPosterior(mean, covariance.clamp_min(0)).softmax_uncertainty(100)
     assert clean.max_clipped_eigenvalue == 0
 
 
@@ -191,7 +190,7 @@ def test_one_variance_for_all_logits_needs_no_matrices():
     variance = torch.linspace(0, 3, 5, dtype=torch.float64)
     posterior = LogitPosterior(mean, variance[:, None, None] * torch.eye(4, dtype=torch.float64))
     generators = [torch.Generator().manual_seed(0) for _ in range(2)]
-    expected = softmax_uncertainty(posterior, 64, generators[0])
+    expected = posterior.softmax_uncertainty(64, generators[0])
     found = isotropic_softmax_uncertainty(mean, variance, 64, generators[1])
     for name in ("mean", "std", "entropy", "mutual_information", "standard_error"):
         torch.testing.assert_close(getattr(found, name), getattr(expected, name), rtol=1e-9, atol=1e-12)
@@ -205,11 +204,11 @@ def test_input_without_a_meaning_is_refused(unchecked):
     skew[2, 0, 1] += 0.1
     mean[0, 0] = float("nan")
     below = r"point 1 has the eigenvalue -1e-12, and rounding explains no more"
-    for arguments, message in (
-        ((LogitPosterior(posterior.mean, skew),), r"must be symmetric: the one of point 2 is off by 0\.1"),
-        ((LogitPosterior(mean, posterior.covariance),), "the posterior must be finite"),
-        ((LogitPosterior(posterior.mean, posterior.covariance / 0),), "the posterior must be finite"),
-        *(((LogitPosterior(torch.zeros(2, 2).double(), negative, t),), below) for t in (0.0, 1e-13)),
+    for unfit, message in (
+        (LogitPosterior(posterior.mean, skew), r"must be symmetric: the one of point 2 is off by 0\.1"),
+        (LogitPosterior(mean, posterior.covariance), "the posterior must be finite"),
+        (LogitPosterior(posterior.mean, posterior.covariance / 0), "the posterior must be finite"),
+        *((LogitPosterior(torch.zeros(2, 2).double(), negative, t), below) for t in (0.0, 1e-13)),
     ):
         with pytest.raises(ValueError, match=message):
-            softmax_uncertainty(*arguments)
+            unfit.softmax_uncertainty()

@@ -47,7 +47,7 @@ def test_scores_are_what_they_are_documented_to_be(model, run, points):
     assert_close(u.entropy, torch.special.entr(p).sum(1))
     assert_close(u.out_of_distribution, model.process_.predict(X)[1])
     assert (u.std > 0).all()
-    of_draws = epk.softmax_uncertainty(model.logit_posterior(X), 1024)
+    of_draws = model.logit_posterior(X).softmax_uncertainty(1024)
     assert_close(u.mutual_information / u.entropy, of_draws.mutual_information / of_draws.entropy, rtol=0, atol=0.05)
     assert ((u.mutual_information >= 0) & (u.mutual_information <= u.entropy)).all()
 
@@ -59,7 +59,7 @@ def test_the_posterior_of_the_logits_is_that_of_probabilities_and_scores(model, 
     assert_close(posterior.mean.softmax(dim=1), model.predict_proba(X))
     variance = posterior.covariance.diagonal(dim1=1, dim2=2)
     assert torch.equal(posterior.covariance, torch.diag_embed(variance))
-    u = epk.softmax_uncertainty(posterior, 2**15, torch.Generator().manual_seed(1))
+    u = posterior.softmax_uncertainty(2**15, torch.Generator().manual_seed(1))
     p = model.predict_proba(X).amax(1)
     of_process = u.std.gather(1, model.predict_proba(X).argmax(dim=1, keepdim=True))[:, 0]
     expected = (of_process**2 + p * (1 - p) / (60 / 2 + 2)).sqrt()  # 60 labels weigh network and process

@@ -116,7 +116,7 @@ WORKS = {  # those whose control loses its plan come last: it does not come back
         "layers = [nn.Conv2d(1, 8, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(1568, 3)]; "
         "run = record_net(layers, images[:40], torch.arange(40) % 3, torch.optim.SGD, 0.05); "
         "sides = epk.Points(images, is_train=True), epk.Points(images.clone(), is_train=True)",
-        "epk.gram_block(run, *sides, head='logits', rule=epk.left_endpoint(), memory_budget={budget})",
+        "epk.gram_block(run, *sides, head='logits', rule=epk.QuadratureRule.left_endpoint(), memory_budget={budget})",
         budget=96, more=16, result=(3 * 400) ** 2 * 8, lost="jacobians.rows_per_pass = lambda *_: 1 << 20",
     ),
     # a million weights and a thousand outputs: what a network can do is verified before anything else, which takes most

@@ -44,7 +44,7 @@ def features(case, seed, X, **options):
 
 def trace_of_nodes(case, points, head):
     run = nodes_trajectory(case.trajectory, NODES)
-    K = epk.gram_block(run, points, points, head=head, rule=epk.left_endpoint())
+    K = epk.gram_block(run, points, points, head=head, rule=epk.QuadratureRule.left_endpoint())
     return torch.einsum("ncmc->nm", K) / run.num_outputs
 
 

@@ -32,7 +32,7 @@ def test_blocks_over_both_copies_equal_dense_jacobians_and_are_a_kernel(name: st
         assert eigenvalues.min() >= -1e-12 * eigenvalues.max()
 
 
-@pytest.mark.parametrize("rule", [epk.adaptive(1e-3), epk.left_endpoint()], ids=["adaptive", "left"])
+@pytest.mark.parametrize("rule", [epk.adaptive(1e-3), epk.QuadratureRule.left_endpoint()], ids=["adaptive", "left"])
 def test_a_trace_takes_the_rules_tiles_and_sums_of_other_blocks(
     rule: Rule, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -43,11 +43,11 @@ def test_a_trace_takes_the_rules_tiles_and_sums_of_other_blocks(
     expected = kernel.block_per_class(points, points).sum(0)
     assert_close(kernel.trace_block(points, points), expected)
     for settings in ({"accumulate": torch.float64}, {"checkpoint": tmp_path}, {"checkpoint": tmp_path}):
-        assert_close(kernel.trace_block(points, points, epk.ComputeOptions(**settings)), expected)
+        assert_close(kernel.trace_block(points, points, **settings), expected)
     with pytest.raises(ValueError, match="must be of this very computation"):  # a trace's sums are no others
-        kernel.block_per_class(points, points, epk.ComputeOptions(checkpoint=tmp_path))
+        kernel.block_per_class(points, points, checkpoint=tmp_path)
     narrow = epk.Points(points.X.float(), points.is_train)
-    summed = kernel.trace_block(narrow, narrow, epk.ComputeOptions(accumulate=torch.float64))
+    summed = kernel.trace_block(narrow, narrow, accumulate=torch.float64)
     assert_close(summed.float(), expected.float(), rounding=100)
 
 
@@ -109,7 +109,7 @@ def test_small_budget_changes_nothing_but_the_order_of_sums(name: str, monkeypat
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "lr", "fine", "rounding"),
-    [("relu", 0.05, epk.midpoint(1000), 1e11), ("attention", 0.2, epk.gauss_legendre(20), 1e5)],
+    [("relu", 0.05, epk.QuadratureRule.midpoint(1000), 1e11), ("attention", 0.2, epk.gauss_legendre(20), 1e5)],
 )
 def test_adaptive_gram_equals_many_nodes(name: str, lr: float, fine: Rule, rounding: float) -> None:
     """Against composite midpoints so fine that a kink's share is below the tolerance."""
@@ -117,7 +117,8 @@ def test_adaptive_gram_equals_many_nodes(name: str, lr: float, fine: Rule, round
     X = torch.cat([case.test[:1], case.trajectory.inputs[:1]])
     a, b = epk.Points(case.test[:2], False), epk.Points(X, torch.tensor([False, True]))
     found, exact, coarse = (
-        epk.gram_block(case.trajectory, a, b, rule=rule) for rule in (epk.adaptive(1e-14), fine, epk.left_endpoint())
+        epk.gram_block(case.trajectory, a, b, rule=rule)
+        for rule in (epk.adaptive(1e-14), fine, epk.QuadratureRule.left_endpoint())
     )
     assert_close(found, exact, rounding=rounding)
     assert (coarse - exact).abs().max() > 100 * (found - exact).abs().max()

@@ -78,7 +78,7 @@ def test_an_adaptive_rule_finds_the_kinks_of_a_chord():
     for right in (train, test):
         found, fine, coarse = (
             epk.gram_block(run, test, right, head="logits", rule=rule, path=path)
-            for rule in (epk.adaptive(1e-12), epk.midpoint(500), epk.gauss_legendre(4))
+            for rule in (epk.adaptive(1e-12), epk.QuadratureRule.midpoint(500), epk.gauss_legendre(4))
         )
         assert (found - fine).abs().max() < 0.1 * (coarse - fine).abs().max()
         assert (coarse - fine).abs().max() > 1e-3 * fine.abs().max()
@@ -112,16 +112,16 @@ def test_nodes_along_a_path_are_its_midpoint_rule(path):
     """Where steps are equally long and every stretch has as many nodes; training copies stay on their steps."""
     run, points = recorded("batch_norm_sgd", steps=4), epk.Points(queries(3), is_train=False)
     nodes_run = nodes_trajectory(run, 8, path=path)
-    K = epk.gram_block(nodes_run, points, points, rule=epk.left_endpoint())
+    K = epk.gram_block(nodes_run, points, points, rule=epk.QuadratureRule.left_endpoint())
     per_stretch = 8 // len(range(0, 4, path.every))
-    assert_close(K, epk.gram_block(run, points, points, rule=epk.midpoint(per_stretch), path=path))
+    assert_close(K, epk.gram_block(run, points, points, rule=epk.QuadratureRule.midpoint(per_stretch), path=path))
     straight = nodes_trajectory(run, 8)
     assert (nodes_run.digest == straight.digest) == (path == epk.straight())
     assert torch.equal(nodes_run.states[-1], straight.states[-1])
     training = [nodes_trajectory(run, 8, is_train=True, path=p) for p in (path, epk.straight())]
     assert all(torch.equal(a, b) for a, b in zip(*(of.states for of in training), strict=True))
     if path != epk.straight():  # the control
-        K_straight = epk.gram_block(straight, points, points, rule=epk.left_endpoint())
+        K_straight = epk.gram_block(straight, points, points, rule=epk.QuadratureRule.left_endpoint())
         assert (K - K_straight).abs().max() > 1e-4 * K.abs().max()
 
 

@@ -46,7 +46,7 @@ def test_the_discrete_path_kernel_is_a_sum_of_tangent_kernels(case):
     """DPK = sum_s eps_s NTK_s; with more nodes (the negative control) it is not."""
     run, A = case.trajectory, epk.Points(case.test, False)
     parts = [step.lr * epk.gram_block(tangent_trajectory(run, step.index), A, A) for step in run.steps]
-    assert_close(epk.gram_block(run, A, A, rule=epk.left_endpoint()), sum(parts))
+    assert_close(epk.gram_block(run, A, A, rule=epk.QuadratureRule.left_endpoint()), sum(parts))
     exact = epk.gram_block(run, A, A, rule=epk.gauss_legendre(4))
     assert (exact - sum(parts)).abs().max() > 1e-3 * exact.abs().max()
 

@@ -173,7 +173,7 @@ def test_a_fixed_rule_is_certified_where_it_is_exact():
     assert epk.reconstruct(run, run.inputs[:3], rule=epk.gauss_legendre(8)).certified
     for call in (epk.reconstruct, epk.attribute):
         with pytest.warns(epk.CertificateWarning, match=r"a fixed rule: epk_gp.adaptive\(\)"):
-            assert not call(run, run.inputs[:3], rule=epk.left_riemann(10)).certified
+            assert not call(run, run.inputs[:3], rule=epk.QuadratureRule.left_riemann(10)).certified
 
 
 def test_a_run_without_steps_is_certified():

@@ -41,7 +41,7 @@ NO_FUNCTIONS = {
 def test_a_gradient_that_is_that_of_no_function_is_said(make, dtype):
     X, y, net = torch.randn(12, 4, dtype=dtype), torch.arange(12) % CLASSES, make().to(dtype)
     run = epk.train(net, X, y, optimizer=sgd(list(net.parameters())), steps=3)
-    for call in (lambda: epk.influence(run, X[:1]), lambda: epk.self_influence(run)):
+    for call in (lambda: epk.influence(run, X[:1]), lambda: epk.influence(run, own=True)):
         with pytest.warns(epk.CertificateWarning, match="torch's derivative of the gradient differs by"):
             call()
 

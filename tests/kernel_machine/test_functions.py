@@ -16,6 +16,7 @@ from torch.nn import functional as F
 from transformers import BertConfig, BertForSequenceClassification
 
 import epk_gp as epk
+from epk_gp import RowFunction
 from epk_gp.core.losses import UnstatedLoss
 from epk_gp.core.plans import MemoryPlan
 from epk_gp.core.states import averaged_trajectory, averaging_coefficients
@@ -122,19 +123,23 @@ def at(z, classes):
 
 # A run, what is asked, and the same in plain torch, of what the network returns for all inputs.
 CASES = {
-    "class": (mlp, epk.log_probability(CHOSEN), lambda z: at(log_p(z), CHOSEN)),
-    "difference": (mlp, epk.logit_difference(CHOSEN, 1), lambda z: at(z, CHOSEN) - z[:, 1]),
-    "loss": (mlp, epk.loss_value(CHOSEN), lambda z: F.cross_entropy(z, CHOSEN, reduction="none")),
+    "class": (mlp, RowFunction.log_probability(CHOSEN), lambda z: at(log_p(z), CHOSEN)),
+    "difference": (mlp, RowFunction.logit_difference(CHOSEN, 1), lambda z: at(z, CHOSEN) - z[:, 1]),
+    "loss": (mlp, RowFunction.loss_value(CHOSEN), lambda z: F.cross_entropy(z, CHOSEN, reduction="none")),
     "own": (mlp, lambda z: torch.stack([z.square().sum(1), z[:, 0].sin()], dim=1), None),
-    "squares": (mlp, epk.loss_value(torch.ones(3, C), nn.MSELoss()), lambda z: (z - 1).square().mean(dim=1)),
-    "next word": (gpt, epk.log_probability(CHOSEN), lambda z: at(log_p(z[:, -1]), CHOSEN)),
-    "last words": (gpt, epk.log_probability(WORDS), lambda z: of_words(z).sum(dim=1)),
-    "targets": (gpt, epk.log_probability(TARGETS), of_targets),
+    "squares": (
+        mlp,
+        RowFunction.loss_value(torch.ones(3, C), nn.MSELoss()),
+        lambda z: (z - 1).square().mean(dim=1),
+    ),
+    "next word": (gpt, RowFunction.log_probability(CHOSEN), lambda z: at(log_p(z[:, -1]), CHOSEN)),
+    "last words": (gpt, RowFunction.log_probability(WORDS), lambda z: of_words(z).sum(dim=1)),
+    "targets": (gpt, RowFunction.log_probability(TARGETS), of_targets),
     "words apart": (gpt, epk.RowFunction(of_words, WORDS), of_words),
     "words untied": (partial(gpt, tied=False), epk.RowFunction(of_words, WORDS), of_words),
-    "two words": (gpt, epk.logit_difference(4, OTHERS), lambda z: z[:, -1, 4] - at(z[:, -1], OTHERS)),
-    "loss of texts": (gpt, epk.loss_value(TARGETS, nn.CrossEntropyLoss()), lambda z: -of_targets(z)),
-    "label": (bert, epk.log_probability(CHOSEN), lambda z: at(log_p(z.logits), CHOSEN)),
+    "two words": (gpt, RowFunction.logit_difference(4, OTHERS), lambda z: z[:, -1, 4] - at(z[:, -1], OTHERS)),
+    "loss of texts": (gpt, RowFunction.loss_value(TARGETS, nn.CrossEntropyLoss()), lambda z: -of_targets(z)),
+    "label": (bert, RowFunction.log_probability(CHOSEN), lambda z: at(log_p(z.logits), CHOSEN)),
     "own of logits": (bert, lambda z: z.logits[:, :2], None),
 }
 
@@ -211,10 +216,10 @@ def test_pieces_workers_and_checkpoints_change_nothing(tmp_path, monkeypatch):
 def test_rows_have_their_own_data_in_any_order():
     result = gpt()
     order = torch.tensor([2, 0, 1, 0])
-    asked = epk.attribute(result.trajectory, result.X_test, function=epk.log_probability(TARGETS))
-    moved = epk.attribute(result.trajectory, result.X_test[order], function=epk.log_probability(TARGETS[order]))
+    asked = epk.attribute(result.trajectory, result.X_test, function=RowFunction.log_probability(TARGETS))
+    moved = epk.attribute(result.trajectory, result.X_test[order], function=RowFunction.log_probability(TARGETS[order]))
     assert torch.allclose(moved.samples, asked.samples[order], rtol=0, atol=1e-12)
-    alone = epk.attribute(result.trajectory, result.X_test[1:2], function=epk.log_probability(TARGETS[1:2]))
+    alone = epk.attribute(result.trajectory, result.X_test[1:2], function=RowFunction.log_probability(TARGETS[1:2]))
     assert torch.allclose(alone.samples, asked.samples[1:2], rtol=0, atol=1e-12)
 
 
@@ -269,7 +274,7 @@ def test_influence_is_the_slope_of_retraining():
     """Finite differences of the trained numbers in the weight of a sample."""
     result = mlp()
     run, X = result.trajectory, result.X_test
-    effect = epk.influence(run, X, function=epk.log_probability(CHOSEN))
+    effect = epk.influence(run, X, function=RowFunction.log_probability(CHOSEN))
     assert effect.certified
     assert "on 3 points × 1 number" in str(effect)
     weights = torch.ones(2, run.num_points, dtype=torch.float64)
@@ -281,10 +286,10 @@ def test_influence_is_the_slope_of_retraining():
 def test_influence_on_a_text_is_that_on_its_logits():
     result = gpt()
     run, X = result.trajectory, result.X_test
-    words = epk.influence(run, X, function=epk.log_probability(CHOSEN))
+    words = epk.influence(run, X, function=RowFunction.log_probability(CHOSEN))
     of_outputs = epk.influence(run, X, classes=CHOSEN, head="log_softmax")
     assert torch.allclose(words.values, of_outputs.values, rtol=1e-8, atol=1e-10)
-    texts_apart = epk.influence(run, X, function=epk.log_probability(TARGETS))
+    texts_apart = epk.influence(run, X, function=RowFunction.log_probability(TARGETS))
     together = epk.influence(run, X, function=lambda z: of_targets(z).sum())
     assert together.values.shape == (1, 1, 8)
     assert torch.allclose(together.values[0, 0], texts_apart.values[:, 0].sum(dim=0), rtol=1e-8, atol=1e-10)
@@ -302,15 +307,15 @@ REFUSED = {
     "fails": (lambda z: z.logits, ValueError, r"Tensor with \(3, 5, 7\), and the data .* it fails: .*logits"),
     "is not finite": (lambda z: (z[:, -1] - 9).log(), ValueError, "must return finite numbers: those of row 0"),
     "is no function": ("log p", TypeError, "function must map what the network returns to numbers"),
-    "has other rows": (epk.log_probability(CHOSEN[:2]), ValueError, r"for each of the 3 inputs: got shape \(2,\)"),
-    "is no word": (epk.log_probability(torch.tensor([0, 7, 1])), ValueError, r"must be in 0..6, .*: got 7"),
-    "has too many": (epk.log_probability(torch.ones(3, 6).long()), ValueError, r"answers \(3, 6\) must fit scores"),
-    "has no such logit": (epk.logit_difference(1, 9), ValueError, r"must be in 0..6, .*: got 9"),
-    "does not fit": (epk.loss_value(torch.ones(3, 2).long()), ValueError, r"answers \(3, 2\) must fit scores"),
-    "leaves a row out": (epk.log_probability(torch.tensor([[1], [-100], [2]])), ValueError, "each row must have a"),
-    "leaves a target out": (epk.loss_value(torch.tensor([1, -100, 2])), ValueError, "each row must have a class or"),
-    "is negative": (epk.log_probability(torch.tensor([1, -2, 0])), ValueError, "must be in 0..6, or -100 .*: got -2"),
-    "has no difference": (epk.logit_difference(1, -100), ValueError, "each row must have a class or word"),
+    "has other rows": (RowFunction.log_probability(CHOSEN[:2]), ValueError, r"each of the 3 inputs: got shape \(2,\)"),
+    "is no word": (RowFunction.log_probability(torch.tensor([0, 7, 1])), ValueError, r"must be in 0..6, .*: got 7"),
+    "has too many": (RowFunction.log_probability(torch.ones(3, 6).long()), ValueError, r"answers \(3, 6\) must fit"),
+    "has no such logit": (RowFunction.logit_difference(1, 9), ValueError, r"must be in 0..6, .*: got 9"),
+    "does not fit": (RowFunction.loss_value(torch.ones(3, 2).long()), ValueError, r"answers \(3, 2\) must fit scores"),
+    "leaves a row out": (RowFunction.log_probability(torch.tensor([[1], [-100], [2]])), ValueError, "each row must"),
+    "leaves a target out": (RowFunction.loss_value(torch.tensor([1, -100, 2])), ValueError, "each row must have"),
+    "is negative": (RowFunction.log_probability(torch.tensor([1, -2, 0])), ValueError, "in 0..6, or -100 .*: got -2"),
+    "has no difference": (RowFunction.logit_difference(1, -100), ValueError, "each row must have a class or word"),
 }  # fmt: skip
 
 
@@ -326,7 +331,7 @@ def test_a_function_is_refused_before_any_work(name, monkeypatch):
 
 
 def test_arguments_of_functions_are_checked():
-    run, X, asked = gpt().trajectory, gpt().X_test, epk.log_probability(CHOSEN)
+    run, X, asked = gpt().trajectory, gpt().X_test, RowFunction.log_probability(CHOSEN)
     for call, error, message in (
         (lambda: epk.attribute(run, X, function=asked, head="logits"), ValueError, "must not be given together"),
         (lambda: epk.attribute(run, X, function=asked, classes=CHOSEN), ValueError, "must not be given together"),
@@ -334,10 +339,22 @@ def test_arguments_of_functions_are_checked():
         (lambda: epk.influence(run, X, function=asked, classes=CHOSEN), ValueError, "must not be given together"),
         (lambda: epk.attribute(run, X[:1], function=lambda z: z / z.sum(0)), ValueError, "got shape"),
         (lambda: epk.attribute(run, X[:1], function=lambda z: z[:, 0] - z[:, 0].mean(0)), ValueError, "on other rows"),
-        (lambda: epk.log_probability(TARGETS.double()), TypeError, "answers must be numbers of classes or words"),
-        (lambda: epk.logit_difference(1.0, 2), TypeError, "classes or words must be numbers"),
-        (lambda: epk.loss_value(CHOSEN, UnstatedLoss()), ValueError, "loss_value needs the loss as a function"),
-        (lambda: epk.log_probability(CHOSEN, dim=0), ValueError, "dim must be 1 for classes second, -1 for"),
+        (
+            lambda: RowFunction.log_probability(TARGETS.double()),
+            TypeError,
+            "answers must be numbers of classes or words",
+        ),
+        (lambda: RowFunction.logit_difference(1.0, 2), TypeError, "classes or words must be numbers"),
+        (
+            lambda: RowFunction.loss_value(CHOSEN, UnstatedLoss()),
+            ValueError,
+            "loss_value needs the loss as a function",
+        ),
+        (
+            lambda: RowFunction.log_probability(CHOSEN, dim=0),
+            ValueError,
+            "dim must be 1 for classes second, -1 for",
+        ),
         (lambda: epk.RowFunction(of_words, [1, 2]), TypeError, "data of a function must be"),
     ):
         with pytest.raises(error, match=message):
@@ -362,12 +379,12 @@ def test_what_a_loss_leaves_out_is_left_out():
     t = trained_case(case)
     X, y = t.X[:2], torch.tensor([[0, 2, -100], [1, 0, 2]])
     z = t.net.scores(X)[:, -3:].log_softmax(dim=-1)
-    asked = [epk.log_probability(y), epk.log_probability(y, ignore_index=2)]
+    asked = [RowFunction.log_probability(y), RowFunction.log_probability(y, ignore_index=2)]
     found = [epk.attribute(t.run, X, function=own).network[:, 0] for own in asked]
     assert torch.allclose(found[0], torch.stack([z[0, 1, 2], z[1, 0, 1] + z[1, 2, 2]]))
     assert torch.allclose(found[1], torch.stack([z[0, 0, 0], z[1, 0, 1] + z[1, 1, 0]]))
     whole = y.new_full((2, case.length), 0).index_copy(1, torch.arange(case.length - 3, case.length), y)
-    own = epk.attribute(t.run, X, function=epk.loss_value(whole)).network[:, 0]
+    own = epk.attribute(t.run, X, function=RowFunction.loss_value(whole)).network[:, 0]
     assert torch.allclose(own, -found[0])
 
 
@@ -407,8 +424,8 @@ def test_scores_with_classes_second_give_what_those_with_classes_last_give(answe
                 nn.functional.cross_entropy(z if swaps else z.mT, Y).backward()
                 recorder.batch(torch.arange(6))
                 optimizer.step()
-        asked = [epk.log_probability(answers), epk.loss_value(Y[:3])]
-        asked += [epk.logit_difference(answers, 1)] if answers.ndim == 1 else []
+        asked = [RowFunction.log_probability(answers), RowFunction.loss_value(Y[:3])]
+        asked += [RowFunction.logit_difference(answers, 1)] if answers.ndim == 1 else []
         parts = [epk.attribute(recorder.trajectory, X[:3], function=function) for function in asked]
         found.append(torch.cat([torch.cat([own.samples[:, 0], own.network], dim=1) for own in parts]))
     assert torch.allclose(*found, rtol=0, atol=1e-12), found

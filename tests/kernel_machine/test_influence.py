@@ -118,7 +118,7 @@ def test_classes_and_functions_are_combinations_of_all_outputs(run, whole):
     chosen = epk.influence(run, X, classes=CHOSEN)
     assert close(chosen.values[:, 0], columns)
     assert close(chosen.outputs[:, 0], whole.outputs[torch.arange(3), CHOSEN])
-    losses = epk.influence(run, X, function=epk.loss_value(CHOSEN))
+    losses = epk.influence(run, X, function=epk.RowFunction.loss_value(CHOSEN))
     assert close(losses.values[:, 0], -columns)
     joint = epk.influence(run, X, function=lambda z: F.cross_entropy(z, CHOSEN))
     assert joint.values.shape == (1, 1, POINTS)
@@ -137,12 +137,12 @@ def test_axes_sum_what_single_samples_and_steps_add(run, whole):
         _ = split.std
 
 
-def test_self_influence_is_each_samples_own_derivative(run):
+def test_the_own_influence_is_each_samples_own_derivative(run):
     inputs, y = LOOP.data
-    every = epk.influence(run, inputs, function=epk.loss_value(y))
-    own = epk.self_influence(run)
+    every = epk.influence(run, inputs, function=epk.RowFunction.loss_value(y))
+    own = epk.influence(run, own=True).values[:, 0, 0]
     assert close(own, every.values[:, 0].diagonal())
-    assert close(epk.self_influence(run, torch.tensor([4, 1])), own[[4, 1]])
+    assert close(epk.influence(run, own=torch.tensor([4, 1])).values[:, 0, 0], own[[4, 1]])
 
 
 def test_predictions_and_the_jackknife_follow_from_the_values(whole):
@@ -222,7 +222,9 @@ def test_wrong_arguments_are_refused(run, whole):
         (lambda: epk.influence(run, X, by=[by_parameter(run)]), ValueError, "has no part of one"),
         (lambda: epk.Smoothing(low=1.0, high=1.0), ValueError, "0 <= low < high: got 1.0 and 1.0"),
         (lambda: whole.predict(torch.ones(3).double()), ValueError, r"one weight per sample, \(..., 12\): got shape"),
-        (lambda: epk.self_influence(run, torch.tensor([3, 12])), ValueError, r"points must lie in 0..11: got 3..12"),
+        (lambda: epk.influence(run, own=torch.tensor([3, 12])), ValueError, r"own must lie in 0..11: got 3..12"),
+        (lambda: epk.influence(run, own=[3]), TypeError, r"own must be a torch.Tensor: got list"),
+        (lambda: epk.influence(run, X, own=True), ValueError, r"own= asks for the losses .*must be left out"),
     ):
         with pytest.raises(kind, match=message):
             call()

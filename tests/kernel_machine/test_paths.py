@@ -220,7 +220,7 @@ def test_a_single_machine_follows_the_path_of_its_kernel():
     assert (K - straight).abs().max() > 1e-3 * K.abs().max()  # the control: another kernel, the same sum
     assert_close(torch.einsum("ncmd,md->nc", straight, machine.coefficients), sums, rounding=1e5)
     with pytest.warns(epk.CertificateWarning, match="single kernel machine is not certified: its sum .*a fixed rule"):
-        assert not single_machine(run, queries(), rule=epk.left_endpoint(), path=path).certified
+        assert not single_machine(run, queries(), rule=epk.QuadratureRule.left_endpoint(), path=path).certified
 
 
 @pytest.mark.parametrize("is_faulty", ["secant", "network"])

@@ -40,7 +40,9 @@ def test_one_node_does_not_equal_the_network(name):
     """The negative control: without the integral the same sum is off (Figure 7)."""
     case = make_case(name)
     with pytest.warns(epk.CertificateWarning, match="the quadrature of a step leaves .*; a fixed rule"):
-        result = epk.reconstruct(case.trajectory, case.test, head=case.heads[-1], rule=epk.left_endpoint())
+        result = epk.reconstruct(
+            case.trajectory, case.test, head=case.heads[-1], rule=epk.QuadratureRule.left_endpoint()
+        )
     assert not result.certified
     assert result.max_error > 1e-3 * result.network.abs().max()
 

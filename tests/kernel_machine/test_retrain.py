@@ -255,7 +255,7 @@ def test_what_a_run_leaves_unexplained_is_no_certified_derivative(edit):
     calls = (
         lambda: epk.influence(run, loop.test_points),
         lambda: epk.influence(run, loop.test_points, smoothing=epk.Smoothing(2, low=0.5, high=1.5)),
-        lambda: epk.self_influence(run),
+        lambda: epk.influence(run, own=True),
         lambda: epk.retrain(run, LEFT_OUT),
     )
     for call in calls:
@@ -476,7 +476,7 @@ def test_what_the_recorded_options_do_not_explain_is_not_certified(loop, plant, 
     run, finding = plant(loop.record()), f"step {step} is not the one that the optimizer's recorded options"
     assert any(finding in each for each in epk.retrain(run, WEIGHTS[:1]).findings)
     with pytest.warns(epk.CertificateWarning, match=finding):
-        epk.self_influence(run, torch.arange(2))
+        epk.influence(run, own=torch.arange(2))
     if plant is unrecorded_changes:
         smoothed = epk.influence(run, loop.test_points, smoothing=epk.Smoothing(2))
         assert all(any(f"run {n} " in each for each in smoothed.findings) for n in range(2))

@@ -94,7 +94,7 @@ def test_terms_are_those_pushed_through_the_optimizer_by_hand(rate):
     """Of each question's own sequences; the batch's masks are drawn for all of its rows, whichever are asked about."""
     run, net, made = trained(rate)
     expected = by_hand(net, made, TEST, ANSWERS)
-    function = epk.log_probability(ANSWERS)
+    function = epk.RowFunction.log_probability(ANSWERS)
     asked = epk.attribute(run, TEST, function=function, rule=RULE)
     torch.testing.assert_close(asked.samples[:, 0], expected.sum(dim=2), rtol=1e-11, atol=1e-13)
     sequences = asked.top(3)
@@ -131,7 +131,7 @@ def test_outputs_apart_and_adjoints_in_a_file_give_the_same(monkeypatch):
 
 def test_an_interrupted_pass_goes_on(tmp_path, monkeypatch):
     run, _, _ = trained()
-    ask = {"rule": RULE, "sequences": torch.tensor([0, 1]), "function": epk.log_probability(ANSWERS)}
+    ask = {"rule": RULE, "sequences": torch.tensor([0, 1]), "function": epk.RowFunction.log_probability(ANSWERS)}
     whole, real, left = epk.attribute_tokens(run, TEST, **ask), adjoint.propagate_step, [3]
 
     def interrupted(*args):

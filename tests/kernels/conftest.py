@@ -28,11 +28,10 @@ def counter(monkeypatch):
     def counting(name):
         original = getattr(PathKernel, name)
 
-        def wrapped(kernel, *arguments):
-            *sets, options = arguments
+        def wrapped(kernel, *sets, **options):
             count.points += sum(len(points) for points in sets)
             count.calls.append(name)
-            return original(kernel, *sets, options)
+            return original(kernel, *sets, **options)
 
         return wrapped
 

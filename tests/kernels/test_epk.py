@@ -8,7 +8,7 @@ from epk_gp.core.inputs import Points
 from epk_gp.gram.path_kernel import PathKernel, gram_block
 from epk_gp.kernels.epk import EPKKernel
 from epk_gp.kernels.tagging import test_copy, train_copy
-from epk_gp.quadrature.rules import chords, gauss_legendre, layerwise, left_endpoint
+from epk_gp.quadrature.rules import QuadratureRule, chords, gauss_legendre, layerwise
 from helpers import make_case
 from kernel_cases import MODES, C, D, assert_close, make_run, mixed, path_kernel_block, reduced
 
@@ -61,7 +61,7 @@ def test_the_gram_matrix_over_both_copies_is_positive_semi_definite(trajectory, 
     assert torch.linalg.eigvalsh(K).min() > -200 * torch.finfo(K.dtype).eps * K.abs().max()
     half = K.shape[-1] // 2
     assert (K[..., :half, :half] - K[..., half:, half:]).abs().max() > 1e-3 * K.abs().max()  # copies differ
-    same = EPKKernel(trajectory, outputs, rule=left_endpoint())(test_copy(X)).to_dense()
+    same = EPKKernel(trajectory, outputs, rule=QuadratureRule.left_endpoint())(test_copy(X)).to_dense()
     assert_close(same, K[..., :half, :half])
 
 

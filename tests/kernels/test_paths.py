@@ -76,7 +76,7 @@ def test_a_process_along_another_path_is_the_formula(options):
     gp = epk.LogitGP(run, noise=0.1, **options)
     along, asked = run, {"rule": RULE, "path": options.get("path", epk.straight())}
     if "nodes" in options:
-        along, asked = nodes_trajectory(run, 8, path=asked["path"]), {"rule": epk.left_endpoint()}
+        along, asked = nodes_trajectory(run, 8, path=asked["path"]), {"rule": epk.QuadratureRule.left_endpoint()}
     both = epk.Points(torch.cat([run.inputs, X]), torch.arange(13) < 10)
     K = epk.gram_block(along, both, both, head="logits", **asked).reshape(39, 39) / gp.kernel.scale
     assert_close(K[:30, :30].diagonal().mean(), torch.tensor(1.0, dtype=torch.float64))

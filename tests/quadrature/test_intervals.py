@@ -16,7 +16,7 @@ from epk_gp.quadrature.intervals import (
     rising_stages,
     spectrum,
 )
-from epk_gp.quadrature.rules import QuadratureRule, gauss_legendre, left_riemann
+from epk_gp.quadrature.rules import QuadratureRule, gauss_legendre
 
 NODES = {"midpoint": ((0.5,), (0.2, 0.5, 0.8)), "four_nodes": (gauss_legendre(4).nodes, gauss_legendre(4).nodes)}
 SIZES = range(3, 22, 2)
@@ -62,7 +62,7 @@ def test_a_midpoint_is_raised_to_the_gauss_legendre_rules_of_odd_orders() -> Non
 
 def test_rules_are_extended_where_there_is_an_extension() -> None:
     """Four nodes have no best extension by six."""
-    assert extend(left_riemann(6)) is None  # its weights would not be positive
+    assert extend(QuadratureRule.left_riemann(6)) is None  # its weights would not be positive
     assert extend(gauss_legendre(4), 6) is None
     for count in (5, 10):  # the positive control
         assert exactness(extend(gauss_legendre(4), count)) >= 4 + 2 * count - 1

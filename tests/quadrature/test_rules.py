@@ -9,11 +9,11 @@ import epk_gp as epk
 from epk_gp.quadrature.rules import QuadratureRule
 
 RULES = {
-    "left_endpoint": (epk.left_endpoint(), 0, 1),
-    "left_riemann_1": (epk.left_riemann(1), 0, 1),
-    "left_riemann_10": (epk.left_riemann(10), 0, 10),
-    "midpoint_1": (epk.midpoint(1), 1, 1),
-    "midpoint_7": (epk.midpoint(7), 1, 7),
+    "left_endpoint": (epk.QuadratureRule.left_endpoint(), 0, 1),
+    "left_riemann_1": (epk.QuadratureRule.left_riemann(1), 0, 1),
+    "left_riemann_10": (epk.QuadratureRule.left_riemann(10), 0, 10),
+    "midpoint_1": (epk.QuadratureRule.midpoint(1), 1, 1),
+    "midpoint_7": (epk.QuadratureRule.midpoint(7), 1, 7),
     **{f"gauss_legendre_{n}": (epk.gauss_legendre(n), 2 * n - 1, n) for n in (1, 2, 3, 4, 8, 16)},
 }
 
@@ -37,11 +37,11 @@ def test_a_rule_is_exact_up_to_its_degree_and_no_further_with_positive_weights(r
 
 
 def test_left_riemann_is_algorithm_1_and_midpoints_lie_between_its_nodes():
-    rule = epk.left_riemann(4)
+    rule = epk.QuadratureRule.left_riemann(4)
     assert rule.nodes == (0.0, 0.25, 0.5, 0.75)
     assert rule.weights == (0.25,) * 4
-    assert epk.left_riemann(1).nodes == epk.left_endpoint().nodes
-    assert epk.midpoint(4).nodes == (0.125, 0.375, 0.625, 0.875)
+    assert epk.QuadratureRule.left_riemann(1).nodes == epk.QuadratureRule.left_endpoint().nodes
+    assert epk.QuadratureRule.midpoint(4).nodes == (0.125, 0.375, 0.625, 0.875)
 
 
 def test_rules_are_values():
@@ -56,7 +56,7 @@ def test_rules_are_values():
         rules[0].nodes = (0.5,)
 
 
-LARGEST = {epk.gauss_legendre: 1000, epk.left_riemann: 10_000, epk.midpoint: 10_000}
+LARGEST = {epk.gauss_legendre: 1000, epk.QuadratureRule.left_riemann: 10_000, epk.QuadratureRule.midpoint: 10_000}
 NODES = r"nodes must lie in \[0, 1\]"
 REFUSED = {
     **{

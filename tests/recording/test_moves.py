@@ -269,7 +269,7 @@ def test_what_needs_steps_that_follow_from_gradients_refuses_moves():
     trajectory, _ = recorded("lookahead")
     for call in (
         lambda: epk.influence(trajectory, queries()),
-        lambda: epk.self_influence(trajectory),
+        lambda: epk.influence(trajectory, own=True),
         lambda: epk.retrain(trajectory, torch.ones(12)),
     ):
         with pytest.raises(ValueError, match=r"after step 2 the loop moved the weights without one .*epk_gp.attribute"):

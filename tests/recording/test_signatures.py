@@ -18,7 +18,7 @@ from helpers import assert_close
 from loops import record as record_loop
 from loops import sgd
 
-RULE = epk.midpoint(1)
+RULE = epk.QuadratureRule.midpoint(1)
 LABELS = torch.arange(NUM_POINTS) % NUM_CLASSES
 
 

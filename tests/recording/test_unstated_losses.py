@@ -16,7 +16,6 @@ from torch.utils._pytree import tree_leaves, tree_map
 import epk_gp as epk
 from epk_gp.core.step import NOT_OF_DATA
 from epk_gp.kernel_machine.axes import by_step
-from epk_gp.kernel_machine.influence import self_influence
 from helpers import refusal
 from loops import data, mlp, sgd
 
@@ -225,7 +224,7 @@ def assert_refused_with_its_loss(run, message):
     calls = (
         lambda: epk.influence(run, X_TEST),
         lambda: epk.retrain(run, torch.ones(10)),
-        lambda: self_influence(run),
+        lambda: epk.influence(run, own=True),
     )
     assert [refusal(ValueError, message, call) for call in calls] == [None] * 3
 

@@ -25,7 +25,7 @@ def pictures(tmp_path_factory):
     """Few points of which no view has one layer and one range; not certified."""
     folder, case = tmp_path_factory.mktemp("pictures"), report_case("images")
     with pytest.warns(epk.CertificateWarning):
-        made = written(folder, *case, explained=3, rule=epk.left_riemann(1), kernel_points=6)
+        made = written(folder, *case, explained=3, rule=epk.QuadratureRule.left_riemann(1), kernel_points=6)
     return lessen(made, 10, 10)
 
 

@@ -47,7 +47,9 @@ def problem(tmp_path_factory):
 def path_cosines(trajectory, X):
     """Return the path kernel between points, by 20 nodes, and the cosines."""
     points = epk.Points(X, is_train=False)
-    K = epk.PathKernel(nodes_trajectory(trajectory, 20), None, epk.left_endpoint()).trace_block(points, points)
+    K = epk.PathKernel(nodes_trajectory(trajectory, 20), None, epk.QuadratureRule.left_endpoint()).trace_block(
+        points, points
+    )
     d = K.diagonal().sqrt()
     return K, K / (d[:, None] * d)
 
@@ -88,7 +90,7 @@ def test_probabilities_and_scores_are_those_of_the_process(problem):
         assert torch.allclose(posterior.mean[n].softmax(dim=0), p[n])
         for c, (low, high) in enumerate(point["band"]):
             assert 0 <= low <= high <= 1
-            centre = epk.softmax_uncertainty(posterior, 1024, torch.Generator().manual_seed(0)).mean[n, c]
+            centre = posterior.softmax_uncertainty(1024, torch.Generator().manual_seed(0)).mean[n, c]
             assert low - 1e-3 <= float(centre) <= high + 1e-3 or low <= point["probabilities"][c] <= high
         scores = {name: value for name, value, _ in point["scores"]}
         assert scores["error score"] == pytest.approx(float(u.error[n]), rel=1e-3)
@@ -248,7 +250,7 @@ def test_a_posterior_of_the_points_gives_probabilities_too(problem, tmp_path):
     X = problem["X"]
     gp = epk.LogitGP(problem["trajectory"], points=[0, 13, 30], rule=epk.gauss_legendre(1))
     posterior = gp.logit_posterior(X)
-    u = epk.softmax_uncertainty(posterior, 1024, torch.Generator().manual_seed(0))
+    u = posterior.softmax_uncertainty(1024, torch.Generator().manual_seed(0))
     for given in (gp, posterior):
         options = {"explained": [3], "outputs": 1, "posterior": given, "rule": epk.adaptive(1e-8)}
         (point,) = written(tmp_path, problem["trajectory"], X, **options)["points"]

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import epk_gp as epk
-from epk_gp.report.text import Text
+from epk_gp.report.text import Text, sentences
 from epk_gp.report.write import lessen
 from report_cases import ALPHABET, letters_run, report_case, written
 
@@ -149,11 +149,11 @@ def test_the_changes_of_the_words_that_were_asked_for_add_up_to_the_change_of_th
     if asked != "every word":
         targets[:, : {"some words": 2, "the last two": T - 2, "the next": T - 1}[asked]] = -100
     answers = {"the last two": targets[:, -2:], "the next": targets[:, -1]}.get(asked, targets)
-    content = written(tmp_path, run, X, function=epk.log_probability(answers), tokenizer=ALPHABET, top=3)
+    content = written(tmp_path, run, X, function=epk.RowFunction.log_probability(answers), tokenizer=ALPHABET, top=3)
     assert content["outputs"]["name"] == content["outputs"]["classes"][0] == "log probability"
     assert len(content["points"]) == len(X)  # all of them, where a function is explained
     expected = (log_probabilities(run, X, targets, -1) - log_probabilities(run, X, targets, 0)) * (targets >= 0)
-    parts = epk.attribute(run, X, function=epk.log_probability(answers))
+    parts = epk.attribute(run, X, function=epk.RowFunction.log_probability(answers))
     quantum = content["quantum"]
     for n, point in enumerate(content["points"]):
         (explanation,) = point["explanations"].values()
@@ -196,7 +196,7 @@ def test_any_function_is_explained_with_all_of_its_numbers(tmp_path, monkeypatch
 
 def test_a_class_is_no_word_of_the_text(tmp_path):
     run, X, y = report_case("words")
-    content = written(tmp_path, run, X, function=epk.log_probability(y), tokenizer="abcdefghi", explained=1)
+    content = written(tmp_path, run, X, function=epk.RowFunction.log_probability(y), tokenizer="abcdefghi", explained=1)
     (explanation,) = content["points"][0]["explanations"].values()
     assert "words" not in explanation
     assert content["points"][0]["input"]["words"] == ["abcdefghi"[k] for k in X[0].tolist()]
@@ -215,13 +215,13 @@ def test_a_class_is_no_word_of_the_text(tmp_path):
 def test_what_cannot_be_asked_is_refused(tmp_path, given, message):
     run, X, y = letters_run()
     with pytest.raises((TypeError, ValueError), match=message):
-        epk.write_report(tmp_path / "a.html", run, X, **{"function": epk.log_probability(y)} | given)
+        epk.write_report(tmp_path / "a.html", run, X, **{"function": epk.RowFunction.log_probability(y)} | given)
 
 
 def test_sentences_are_those_that_moved_a_number_most():
     run, X, y = letters_run()
-    asked = epk.attribute(run, X, function=epk.log_probability(y))
-    lines = epk.sentences(asked, run, X, ALPHABET, top=2).splitlines()
+    asked = epk.attribute(run, X, function=epk.RowFunction.log_probability(y))
+    lines = sentences(asked, run, X, ALPHABET, top=2).splitlines()
     assert len(lines) == 4 * len(X)
     for n in range(len(X)):
         title, ends, *texts = lines[4 * n : 4 * n + 4]
@@ -232,7 +232,7 @@ def test_sentences_are_those_that_moved_a_number_most():
             text = "".join(ALPHABET[k] for k in ids)
             assert line == f"    {asked.samples[n, 0, i]:+.4g}  #{i}  {text!r}"
     with pytest.raises(ValueError, match="X must be the 3 texts that were asked: got 1"):
-        epk.sentences(asked, run, X[:1], ALPHABET)
+        sentences(asked, run, X[:1], ALPHABET)
 
 
 @pytest.mark.parametrize("asked", ["function", "classes"])
@@ -266,6 +266,8 @@ def test_shares_of_words_that_cannot_be_had_or_are_not_certified_are_said(tmp_pa
     monkeypatch.setattr("epk_gp.kernel_machine.tokens.relative_rounding", lambda dtype: 0.0)
     run, X, y = letters_run()
     with pytest.warns(epk.CertificateWarning, match="the report is not certified: the terms of a sequence miss its"):
-        content = written(tmp_path, run, X, tokenizer=ALPHABET, function=epk.log_probability(y), explained=1)
+        content = written(
+            tmp_path, run, X, tokenizer=ALPHABET, function=epk.RowFunction.log_probability(y), explained=1
+        )
     assert not content["certificate"]["certified"]
     assert any("The terms of a sequence miss" in sentence for sentence in content["certificate"]["sentences"])

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.slow
 def texts(tmp_path_factory):
     """Texts of which the log-probability of every word is explained."""
     run, X, y = letters_run()
-    asked = {"function": epk.log_probability(y), "tokenizer": ALPHABET, "top": 3}
+    asked = {"function": epk.RowFunction.log_probability(y), "tokenizer": ALPHABET, "top": 3}
     return written(tmp_path_factory.mktemp("texts"), run, X, **asked)
 
 

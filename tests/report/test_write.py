@@ -50,7 +50,7 @@ def test_the_certificate_is_that_of_the_attribution_and_a_report_that_has_none_s
     assert "NOT CERTIFIED" not in " ".join(found["sentences"])
     assert f"{expected.max_step_mismatch:.1e}" in found["sentences"][1]
     with pytest.warns(epk.CertificateWarning, match="the report is not certified: the quadrature of a step"):
-        content = written(tmp_path, trajectory, X, y, explained=1, outputs=1, rule=epk.left_riemann(1))
+        content = written(tmp_path, trajectory, X, y, explained=1, outputs=1, rule=epk.QuadratureRule.left_riemann(1))
     assert content["certificate"]["certified"] is False
     sentences = content["certificate"]["sentences"]
     assert sentences[0].startswith("NOT CERTIFIED.")

@@ -115,7 +115,7 @@ def test_an_attribution_resumes_where_it_was_stopped(tmp_path, monkeypatch, opti
 def test_a_checkpoint_of_something_else_is_refused(run, points, tmp_path):
     epk.gram_block(run, points, points, rule=RULE, checkpoint=tmp_path / "a")
     with pytest.raises(ValueError, match=COMPUTATION):
-        epk.gram_block(run, points, points, rule=epk.midpoint(2), checkpoint=tmp_path / "a")
+        epk.gram_block(run, points, points, rule=epk.QuadratureRule.midpoint(2), checkpoint=tmp_path / "a")
     (tmp_path / "b").mkdir()
     (tmp_path / "b" / "thesis.txt").write_text("mine")
     with pytest.raises(ValueError, match="new or empty folder"):

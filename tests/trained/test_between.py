@@ -235,7 +235,7 @@ def test_heads_are_given_and_never_guessed(texts):
 def test_numbers_of_a_text_are_split_as_outputs_are(texts):
     """A function of what the network returns is explained in place of its outputs."""
     net, states, X = texts
-    split = epk.between(net, states, X, function=epk.logit_difference(2, 5))
+    split = epk.between(net, states, X, function=epk.RowFunction.logit_difference(2, 5))
     z = [outputs_at(net, state, X) for state in (states[0], states[-1])]
     expected = (z[1] - z[0])[:, 2] - (z[1] - z[0])[:, 5]
     torch.testing.assert_close(split.by_module().values.sum(dim=2)[:, 0], expected, rtol=0, atol=1e-12)
@@ -436,7 +436,7 @@ def test_a_function_needs_no_outputs():
     """A model that returns (n, T, words) is asked for a number without saying what its outputs are."""
     torch.manual_seed(0)
     net, X = nn.Sequential(nn.Embedding(7, 8), nn.GELU(), nn.Linear(8, 7)).double(), torch.randint(7, (3, 5))
-    split = epk.between(net, moved(net, 0.1), X, function=epk.log_probability(torch.randint(7, (3,))))
+    split = epk.between(net, moved(net, 0.1), X, function=epk.RowFunction.log_probability(torch.randint(7, (3,))))
     assert split.certified
     assert split.network.shape == (3, 1)
 

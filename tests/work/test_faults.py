@@ -28,6 +28,7 @@ from distributed_cases import (
     same,
     squares,
 )
+from epk_gp.core.checks import ComputeOptions
 from epk_gp.gram.tiles import DiagonalWork, GramWork
 from epk_gp.kernel_machine.reconstruct import ReconstructionWork
 from epk_gp.kernel_machine.terms import AttributionWork
@@ -154,7 +155,7 @@ def test_a_damaged_piece_is_never_used_and_what_killed_writers_left_is_removed(f
 
 
 def test_a_folder_serves_one_job_at_a_time(folder, work):
-    first = carry_out(work, epk.ComputeOptions(checkpoint=folder), "squares")
+    first = carry_out(work, ComputeOptions(checkpoint=folder), "squares")
     assert int(next(first)[1].added["value"]) == 0
     with pytest.raises(BlockingIOError, match="a checkpoint must serve one job at a time: another is in"):
         squares(work, None, folder, COUNT)
@@ -211,7 +212,9 @@ def test_another_copy_of_the_run_is_refused(tmp_path, folder):
             return super().submit(function, *arguments)
 
     with pytest.raises(ValueError, match=r"Or another run was recorded there"):
-        epk.gram_block(run, mixed(2), mixed(2), rule=epk.left_endpoint(), executor=Elsewhere(), checkpoint=folder)
+        epk.gram_block(
+            run, mixed(2), mixed(2), rule=epk.QuadratureRule.left_endpoint(), executor=Elsewhere(), checkpoint=folder
+        )
 
 
 @pytest.mark.parametrize("error", [StopError, KeyboardInterrupt])

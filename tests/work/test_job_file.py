@@ -6,8 +6,8 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-import epk_gp as epk
 from distributed_cases import Shuffled
+from epk_gp.core.checks import ComputeOptions
 from epk_gp.storage.partial_sums import PartialSums
 from epk_gp.work import run as jobs
 from epk_gp.work.run import Piece, Sums
@@ -53,7 +53,7 @@ def test_a_job_is_private_and_removed_when_it_ends(tmp_path, place):
     file.with_name("job.pickle.part").write_text("left by another, for all to read")
     executor = Told(file)
     try:
-        list(carry_out(Ones(place), epk.ComputeOptions(executor=executor, checkpoint=file.parent), "ones"))
+        list(carry_out(Ones(place), ComputeOptions(executor=executor, checkpoint=file.parent), "ones"))
     except KeyError:
         assert place < 0
     assert executor.modes == [0o600]
