@@ -1,5 +1,6 @@
 """Contributions along any axes: samples, labels, steps, layers, parameters; in blocks of points, or of outputs."""
 
+import io
 import itertools
 import sys
 
@@ -174,11 +175,14 @@ def test_a_request_is_parsed_once(run, options):
     assert {name: calls.count(name) for name in parsers} == dict.fromkeys(parsers, 1)
 
 
-def test_a_call_shows_its_progress_where_it_is_asked_to(run, capsys):
+def test_a_call_shows_its_progress_where_it_is_asked_to(run, monkeypatch):
+    terminal = io.StringIO()
+    monkeypatch.setattr(terminal, "isatty", lambda: True, raising=False)
+    monkeypatch.setattr(sys, "stderr", terminal)
     epk.attribute(*run)
-    assert capsys.readouterr().err == ""
+    assert terminal.getvalue() == ""
     epk.attribute(*run, progress=True)
-    assert "attribution: 100%" in capsys.readouterr().err
+    assert "attribution: 100%" in terminal.getvalue()
 
 
 # Where the adjoints of all outputs of a point do not fit into the budget, outputs go through the run apart
