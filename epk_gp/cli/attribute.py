@@ -12,7 +12,6 @@ from torch import Tensor
 from epk_gp.analysis.breakdown import COLUMNS, extremes, prediction_breakdown, step_ranges, summarise, table_rows
 from epk_gp.cli import options as opt
 from epk_gp.cli.data import read_points
-from epk_gp.cli.gram import show_plan
 from epk_gp.cli.networks import open_run
 from epk_gp.cli.workers import computing
 from epk_gp.core.show import CertificateWarning
@@ -22,7 +21,6 @@ from epk_gp.kernel_machine.attribute import attribute as attribution_of
 from epk_gp.kernel_machine.axes import by_sample
 from epk_gp.kernel_machine.influence import Smoothing
 from epk_gp.kernel_machine.influence import influence as influence_of
-from epk_gp.kernel_machine.plan import plan_attribution
 from epk_gp.plots.contributions import attribution_figure, datamodel_figure, influence_figure
 from epk_gp.plots.style import class_labels, save_figure
 from epk_gp.provenance import Stopwatch, write_arrays, write_json, write_table
@@ -46,7 +44,6 @@ def attribute(
     path: opt.PathOption | None = None,
     outputs: opt.Explained = "all",
     memory: opt.Memory = 1.0,
-    estimate: opt.Estimate = None,
     points: opt.PointsFile = None,
     network: opt.Network = None,
     dtype: opt.RunDtype = None,
@@ -69,10 +66,6 @@ def attribute(
     typer.echo(f"explaining {chosen}")
     groupings = [[by_sample(trajectory)], [step_ranges(trajectory)]]
     asked: dict[str, Any] = {"by": groupings, "rule": quadrature, "path": along, **explained}
-    if estimate is not None:
-        plan = plan_attribution(trajectory, X, **asked, seconds=estimate, memory_budget=int(memory * 2**30))
-        show_plan(plan, workers)
-        return
     folder = opt.make_folder(out)
     partial = folder / opt.PARTIAL
     with computing(memory, workers, scheduler, quiet, partial) as settings, warnings.catch_warnings():

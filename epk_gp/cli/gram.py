@@ -1,4 +1,4 @@
-"""`epk-gp gram`: a block of the exact path kernel, or what it costs."""
+"""`epk-gp gram`: a block of the exact path kernel."""
 
 import shutil
 from collections.abc import Iterator, Sequence
@@ -7,7 +7,6 @@ from typing import Annotated, Any, Literal
 
 import torch
 import typer
-from tqdm import tqdm
 
 from epk_gp.cli import options as opt
 from epk_gp.cli.data import cast_points, draw_rows, read_points
@@ -17,7 +16,6 @@ from epk_gp.core.inputs import Points
 from epk_gp.core.losses import resolve_head
 from epk_gp.core.trajectory import Trajectory
 from epk_gp.gram.path_kernel import PathKernel
-from epk_gp.kernel_machine.plan import Plan, plan_gram
 from epk_gp.provenance import Stopwatch, write_arrays, write_json
 
 Side = Literal["test", "train"]
@@ -38,7 +36,6 @@ def gram(
     rule: opt.RuleOption = "gauss-legendre:4",
     path: opt.PathOption = "straight",
     memory: opt.Memory = 1.0,
-    estimate: opt.Estimate = None,
     points: opt.PointsFile = None,
     network: opt.Network = None,
     dtype: opt.RunDtype = None,
@@ -62,9 +59,6 @@ def gram(
     own: dict[str, Any] = {"dtype": opt.DTYPES.get(dtype), "seed": seed}
     (a, rows_are), (b, columns_are) = _read_sides(trajectory, run, points, sides, **own)
     kernel = PathKernel(trajectory, resolved, quadrature, path=along)
-    if estimate is not None:
-        show_plan(plan_gram(kernel, a, b, seconds=estimate, memory_budget=int(memory * 2**30)), workers)
-        return
     folder = opt.make_folder(out)
     with computing(memory, workers, scheduler, quiet, folder / opt.PARTIAL) as settings:
         K = kernel.block(a, b, **settings)
@@ -95,11 +89,3 @@ def _read_sides(
             said = f"training copies of {len(X)} of {trajectory.num_points} training inputs"
         typer.echo(f"{name}: {said}")
         yield Points(X, is_train=side == "train"), said
-
-
-def show_plan(plan: Plan, workers: int | None) -> None:
-    """Say how a computation is divided, and what it costs."""
-    of_use = max(1, min(workers or 1, plan.pieces))
-    typer.echo(f"pieces:  {plan.pieces}, of up to {tqdm.format_sizeof(plan.piece_bytes, 'B')}")
-    typer.echo(f"result:  {tqdm.format_sizeof(plan.result_bytes, 'B')}")
-    typer.echo(f"time:    {plan.seconds:.3g} s of one process; {plan.seconds / of_use:.3g} s with {of_use} workers")

@@ -103,8 +103,6 @@ _EXPLAINED = (
     "of the classes or words that the file of --points holds as `answers`."
 )
 Explained = Annotated[ExplainedOutputs, typer.Option(help=_EXPLAINED)]
-_ESTIMATE = "Only estimate pieces, bytes and seconds, measuring for so many seconds; nothing is written."
-Estimate = Annotated[float | None, number(_ESTIMATE, 0.1, below=1e5)]
 TopListed = Annotated[int, count("Training points listed and drawn of either sign, at most 50.", 1, 50)]
 Quiet = Annotated[bool, typer.Option("--quiet", help="No progress bars.")]
 

@@ -301,6 +301,5 @@ def test_answers_beside_the_inputs_of_texts_are_explained(tmp_path, monkeypatch,
     for index, value, derivative in explanation["views"]["*|*"]["raised"]:
         assert value * quantum == pytest.approx(float(parts.samples[0, 0, index]), abs=1e-10)
         assert derivative == pytest.approx(float(effect.values[0, 0, index]), rel=1e-4)
-    assert run("attribute", *asked, "--out", tmp_path / "plan", "--estimate", 1) == 0
     said = refused(capsys, "attribute", *asked, "--out", tmp_path / "no", "--head", "logits")
     assert "--outputs answers explains the log-probability of `answers`" in said

@@ -119,13 +119,13 @@ USES = OF_TYPER | {
     "must hold a recorded run": "{info,verify,gram} nowhere",
     "--rule must be adaptive[:TOL], gauss-legendre:N":
         "{verify,attribute,gram,uncertainty} run --rule gauss-legendre:100000; report run --rule simpson; "
-        "gram run --rule left-endpoint:3 --estimate 1; gram run --rule {left-riemann:1000000000,midpoint:10001}; "
+        "gram run --rule left-endpoint:3; gram run --rule {left-riemann:1000000000,midpoint:10001}; "
         f"gram run --rule gauss-legendre:{{{'9' * 5000},\u00b2}}; verify run --rule adaptive:{{nan,inf,0,-1,abc}}; "
         "verify run --rule {simpson,gauss-legendre:0,gauss-legendre:2.5,gauss-legendre,gauss-legendre:}",
     "--points must have a side": "gram run --rows train --points ok.npz",
     "chords:K or layerwise[:K]: got":
         "gram run --path chords; attribute run --path chords:0; verify run --path straight:2; "
-        "attribute run --path zigzag --estimate 1; uncertainty run --path chords:-1; report run --path layerwise:0",
+        "attribute run --path zigzag; uncertainty run --path chords:-1; report run --path layerwise:0",
     "leaves a rule no part: got nodes=4": "uncertainty run --nodes 4 --rule midpoint:2 --out full",
     "or chords(every=k): got layerwise(every=1)": "uncertainty run --nodes 4 --path layerwise --out full",
     "integrates along a path of the weights": "verify run --path layerwise",
@@ -182,7 +182,6 @@ USES = OF_TYPER | {
     "--clip-norm must be positive and finite": "OWN --clip-norm {0,-1,nan}",
     "--commit-seconds must be positive and finite": "OWN --commit-seconds {0,-1,nan,inf}",
     "--margin must be at least 0 and below 1000": "uncertainty run --margin {-1,nan,inf}",
-    "--estimate must be at least 0.1 and below 100000": "{gram,attribute} run --estimate 0",
     "--tol must be at least 0 and finite": "verify run --tol {-1,nan,inf}",
     **{f"Invalid value for '{option}'": f"{uses} {option} {{{values}}}" for option, uses, values in (
         ("--num-classes", "OWN", "1,1000000000"),

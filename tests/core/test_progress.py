@@ -30,4 +30,4 @@ def test_nothing_is_written_where_progress_is_not_shown_or_there_is_no_error_str
 def test_every_bar_of_the_package_is_made_here():
     importing = re.compile(r"^ *(import|from) tqdm\b", re.MULTILINE)
     users = {file.relative_to(ROOT).as_posix() for file in ROOT.rglob("*.py") if importing.search(file.read_text())}
-    assert users == {"core/show.py", "work/run.py", "cli/gram.py"}  # the last takes the format of sizes alone
+    assert users == {"core/show.py", "work/run.py"}
