@@ -71,6 +71,26 @@ def test_imports_point_from_later_layers_to_earlier_ones():
     assert of_commands == ["result_bytes.py"]  # it calls the commands, whose results are compared
 
 
+def pictured_names(page):
+    """List the names before the subjects in the picture of docs/design.md."""
+    picture = page.partition("## The house and its import order")[2].partition("```\n")[2].partition("\n```")[0]
+    return [name for line in picture.splitlines() for name in re.split(r" {2,}", line)[0].split(", ")]
+
+
+def is_in_order(names):
+    """Return whether every layer's names stand there once, and no earlier layer after a later one."""
+    ranks = [RANK.get(name, -1) for name in names]
+    return sorted(names) == sorted(RANK) and ranks == sorted(ranks)
+
+
+def test_the_picture_of_the_design_page_has_the_layers_in_their_order():
+    """The negative controls: a layer in the wrong place, and one that is missing."""
+    names = pictured_names((ROOT.parent / "docs" / "design.md").read_text())
+    assert is_in_order(names)
+    assert not is_in_order([*names[1:], names[0]])
+    assert not is_in_order(names[1:])
+
+
 def test_modules_do_not_import_each_other_in_a_circle():
     graph = {name: imported_by(file) & MODULES.keys() for name, file in MODULES.items()}
     try:
