@@ -154,3 +154,55 @@ def test_every_file_has_one_capability_and_one_folder_and_code_is_counted():
     assert [name for name, (_, files) in capabilities.items() if not files] == []
     assert size.capability("cli/report.py") == "the report"  # the longest pattern decides
     assert size.capability("cli/gram.py") == "the command line"
+
+
+SENTENCES = '''"""How a module begins."""
+
+
+def f(a, b, c):
+    """Return what is found.
+
+    Args:
+        a: Of the left points.
+        b: The right points.
+            Which goes on here.
+        c (int): Those that are left.
+
+    Returns:
+        What does not count: no argument.
+    """
+
+
+def g(a):
+    """Return whether it is so.
+
+    Args:
+        a: Whether it was asked for.
+    """
+
+
+def h():
+    """Check that it is so."""
+
+
+class C:
+    """Those that are left."""
+'''
+
+
+def test_sentences_that_begin_with_a_relative_word_are_counted_and_refused():
+    size = load(ROOT.parent / "docs" / "size.py")
+    assert sorted(size.sentence_faults(SENTENCES)) == [
+        (1, size.DOCSTRINGS),
+        (5, size.DOCSTRINGS),
+        (8, size.ARGUMENTS),
+        (11, size.ARGUMENTS),
+        (31, size.DOCSTRINGS),
+    ]
+    figures = size.house()
+    assert set(size.LIMITS) <= set(figures)
+    assert size.above(figures) == []
+    assert size.above({**figures, size.DOCSTRINGS: 21}) == [size.DOCSTRINGS]
+    assert figures[size.NAMES] == len(epk_gp.__all__)
+    assert "ABOVE" in size.shown(size.DOCSTRINGS, 21)
+    assert "ABOVE" not in size.shown(size.DOCSTRINGS, 20)

@@ -117,7 +117,7 @@ class ChosenPoints:
         labels: Their classes, or None where they are not known.
         rows: Their rows in the source, ascending.
         available: Number of points that they were chosen from.
-        origin: What they are: "held-out points", "points of FILE" or training inputs.
+        origin: Description of the points: "held-out points", "points of FILE" or training inputs.
         answers: Classes or words whose log-probability is explained, (n, ...), or None where there are none.
     """
 
@@ -129,7 +129,7 @@ class ChosenPoints:
     answers: Shaped[Tensor, "n ..."] | None = None
 
     def __str__(self) -> str:
-        """Say how many points there are, and which."""
+        """Describe the number and the origin of the points."""
         chosen = len(self.X)
         return f"{chosen} {self.origin}" if chosen == self.available else f"{chosen} of {self.available} {self.origin}"
 

@@ -25,7 +25,7 @@ _Size = Annotated[int, Field(ge=0, lt=1 << 31)]
 
 
 class NetworkSpec(Record):
-    """How a network is made.
+    """The construction of a network.
 
     Attributes:
         name: "mlp" (one hidden layer), "cnn" (two convolutions with pooling), or "package.module:factory".
@@ -43,7 +43,7 @@ class NetworkSpec(Record):
 
 
 class Manifest(Record):
-    """What the command line writes beside a run: its network, the options of the recording, and its held-out points."""
+    """Files of the command line next to a run: its network, the options of the recording, and its held-out points."""
 
     network: NetworkSpec
     recorded_with: dict[str, Any]

@@ -137,7 +137,7 @@ def parse_path(text: str) -> rules.WeightPath:
 
 
 def _parse_named(text: str, kinds: Mapping[str, Callable[..., _Made]], message: str) -> _Made:
-    """Return what a name stands for, made with the number after its colon if there is one."""
+    """Return the value for a name, made with the number after its colon if there is one."""
     name, colon, value = text.partition(":")
     try:
         number = float if name == "adaptive" else int

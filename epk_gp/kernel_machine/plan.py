@@ -1,4 +1,4 @@
-"""What an attribution costs, counted before it is computed: pieces, bytes and trainings."""
+"""Cost of an attribution, counted before it is computed: pieces, bytes and trainings."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -23,16 +23,16 @@ from epk_gp.quadrature.rules import Rule, WeightPath, adaptive
 
 @dataclass(frozen=True)
 class Plan:
-    """How an attribution is divided, and what it costs.
+    """The division of an attribution into pieces, and its cost.
 
     Attributes:
-        pieces: Number of pieces, which workers share: more workers than pieces are of no use.
-        result_bytes: Of the result.
-        piece_bytes: Of the largest piece.
-        disk_bytes: The run's chunks and temporary files at most.
-        memory_bytes: The vectors of weights that it holds in memory: adjoints, residuals, states.
-        trainings: What it takes by parts, as multiples of the run's training, by operations: "states" made again,
-            "steps" compared with the recorded ones, the "test side", the "training side".
+        pieces: Number of pieces, which workers share: more workers than pieces do not help.
+        result_bytes: Bytes of the result.
+        piece_bytes: Bytes of the largest piece.
+        disk_bytes: Bytes of the run's chunks and, at most, of temporary files.
+        memory_bytes: Bytes of the vectors of weights in memory: adjoints, residuals, states.
+        trainings: Operations of its parts, as multiples of the run's training: "states" made again, "steps" compared
+            with the recorded ones, the "test side", the "training side".
     """
 
     pieces: int
@@ -55,21 +55,21 @@ def plan_attribution(
     function: Function | None = None,
     **options: Unpack[ComputeSettings],
 ) -> Plan:
-    """Count what `attribute` costs with the same arguments, and compute nothing of it.
+    """Count the cost of `attribute` with the same arguments, without computing it.
 
     Args:
         trajectory: The run.
         X: n inputs, taken as test copies.
-        by: As of `attribute`.
-        head: As of `attribute`.
-        rule: As of `attribute`.
-        path: As of `attribute`.
-        classes: As of `attribute`.
-        function: As of `attribute`.
+        by: The argument of `attribute`.
+        head: The argument of `attribute`.
+        rule: The argument of `attribute`.
+        path: The argument of `attribute`.
+        classes: The argument of `attribute`.
+        function: The argument of `attribute`.
         options: `memory_budget`; see `ComputeOptions`.
 
     Raises:
-        TypeError, ValueError: As of `attribute`.
+        TypeError, ValueError: As in `attribute`.
     """
     parsed = parse_options("plan_attribution", ("accumulate", "checkpoint", "executor"), **options)
     kernel, X, groupings = parse_request(trajectory, X, by, (head, rule, path), (classes, function))

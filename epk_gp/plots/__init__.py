@@ -1,7 +1,7 @@
 """Drawing functions: each takes computed numbers and an Axes, draws into it and returns it; `..._figure` are whole.
 
-Start with `style` (colours and sizes, each with one meaning) and `contributions`. What a figure shows is computed in
-`epk_gp.analysis` and before; nothing is computed here.
+Start with `style` (colours and sizes, each with one meaning) and `contributions`. The numbers of a figure are computed
+in `epk_gp.analysis` and other folders; nothing is computed here.
 """
 
 from epk_gp.plots.contributions import attribution_bars as attribution_bars

@@ -1,9 +1,9 @@
-"""A training of several processes as one run: each rank records its own forward passes, rank 0 gathers and writes them.
+"""A training with several processes as one run: each rank records its own forward passes, rank 0 writes them all.
 
-`DistributedDataParallel` averages the gradients of W ranks in the backward pass. So a step is one on the rows of all
-ranks, with their weights divided by W; gradients, weights and optimizers are the same on all ranks, and rank 0 checks
-and records the step. The moving statistics of the run are those of rank 0. In a step the passes of other ranks come
-before those of rank 0, whose last one leaves the statistics of the run.
+`DistributedDataParallel` averages the gradients of W ranks in the backward pass. So a step uses the rows of all ranks,
+with their weights divided by W; gradients, weights and optimizers are the same on all ranks, and rank 0 checks and
+records the step. The moving statistics of the run are those of rank 0. In a step the passes of other ranks come before
+those of rank 0, whose last pass leaves the statistics of the run.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -26,10 +26,10 @@ from epk_gp.recording.seen import MadeStep
 from epk_gp.recording.setup import TrainingSetup
 from epk_gp.storage.training_state import TrainingState
 
-OTHER_RANKS = "other ranks"  # name of their states in the training state of the run
+OTHER_RANKS = "other ranks"  # their name in the training state of the run
 
 _INTEGER = {torch.float64: torch.int64, torch.float32: torch.int32}
-_DIFFERENCES = {  # what differs between ranks whose weights differ, in the order in which it is looked for
+_DIFFERENCES = {  # causes of different weights on ranks, in the order of the search
     "gradient": (
         "its gradient is its own. DDP averages gradients in the backward pass of net(X): call the wrapped network, not "
         "net.module(X), end a step outside of no_sync(), and leave gradients as they are"
@@ -44,14 +44,14 @@ _OwnStep = tuple[tuple[Step, ...], Tensor, Tensor]
 
 
 class Ranks:
-    """The processes that train one network together; of a training in one process this one alone.
+    """The processes that train one network together; only the present one if there are no others.
 
     Attributes:
         net: The network without its wrapper.
         rank: Number of this process among them.
-        size: How many they are.
+        size: Number of processes.
         is_writer: Whether this process checks and writes the steps.
-        warning: The likeliest cause, as a clause, of a step that is not explained: processes without a wrapper.
+        warning: The likeliest cause, as a clause, of an unexplained step: processes without a wrapper.
     """
 
     def __init__(self, net: Any, optimizer: Optimizers, ddp: DistributedDataParallel | None) -> None:
@@ -71,7 +71,7 @@ class Ranks:
         if count:
             _validate_whole(self.net, as_optimizers(optimizer))
         if self._wrapper is None:
-            if count > 1:  # each may train a network of its own, or it may be wrapped later
+            if count > 1:  # each may train a separate network, or it may be wrapped later
                 self.warning = (
                     f"the gradient was averaged over the {count} processes of torch.distributed: give the recorder the "
                     "network that DistributedDataParallel has wrapped, or ddp= where it has wrapped a larger module"
@@ -90,7 +90,7 @@ class Ranks:
                 "BatchNorm, with statistics of each rank's batch, or a normalisation of single rows, such as GroupNorm."
             )
         if self.size > 1:
-            # a group of its own: no collective of the loop comes between, and the loop's may not be on the CPU
+            # a separate group: the loop's collectives do not interfere, and may not be on the CPU
             self.group = dist.new_group(members, backend="gloo", use_local_synchronization=True)
 
     def gather(self, value: _Value) -> list[_Value]:
@@ -108,10 +108,10 @@ class Ranks:
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        """Raise on all ranks what the writing rank raises inside.
+        """Raise the writing rank's exceptions on all ranks.
 
         Raises:
-            Exception: That one.
+            Exception: The one that was raised on the writing rank.
         """
         try:
             yield
@@ -122,10 +122,10 @@ class Ranks:
             raise raised
 
     def validate(self, data_digest: str) -> None:
-        """Raise on the writing rank if another one has other training data.
+        """Raise on the writing rank if another rank has different training data.
 
         Raises:
-            ValueError: It has.
+            ValueError: The data differ.
         """
         digests = self.gather(data_digest)
         if odd := [rank for rank, own in enumerate(digests) if own != digests[0]]:
@@ -134,12 +134,12 @@ class Ranks:
     def whole_step(
         self, record: Callable[[], _OwnStep], setup: TrainingSetup, made: MadeStep, end: Float[Tensor, " P"]
     ) -> _OwnStep | None:
-        """Return the step on the rows of all ranks, on the writing rank; None on the others.
+        """Return the step on the rows of all ranks on the writing rank, and None on the others.
 
         Args:
             record: Returns this rank's part of the step, with all moving statistics of its passes.
             setup: The training.
-            made: The step as this rank saw it; it learns what other ranks did not see.
+            made: The step as this rank saw it; observations of other ranks are added to it.
             end: The weights after the step.
 
         Raises:
@@ -153,7 +153,7 @@ class Ranks:
                     "Leave it out, and give each rank as many (DistributedSampler does, or drop_last)."
                 )
             own = record()
-        except Exception as raised:  # of any kind: the other ranks wait for this one
+        except Exception as raised:  # any exception, because the other ranks wait for this one
             error = str(raised) if isinstance(raised, ValueError) else f"{type(raised).__name__}: {raised}"
         numbers = {"options": torch.cat([v.double().flatten() for v in made.update.tensors()])}
         numbers |= {"gradient": made.gradient, "weights": end}
@@ -172,7 +172,7 @@ class Ranks:
             made.doubt = made.doubt or (doubt and f"on rank {rank} {doubt}")
         if own is None or not self.is_writer:
             return None
-        made.announced = ()  # what one rank saw says nothing of the whole step
+        made.announced = ()  # one rank's observations do not describe the whole step
         _, before, after = own
         of_ranks = [steps for steps, *_ in reversed(parts)]
         count = max(map(len, of_ranks))
@@ -180,30 +180,30 @@ class Ranks:
         return tuple(joined), before, after
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the states that the other ranks send; none before the first step."""
+        """Return the states that the other ranks send; empty before the first step."""
         return {"size": self.size, "states": self.gather({}) if self._sends_states else []}
 
     def load_state_dict(self, state: dict[str, Any], /) -> None:
         """Keep the states of the other ranks until `restore`.
 
         Raises:
-            ValueError: The run was recorded by another number of processes.
+            ValueError: Another number of processes recorded the run.
         """
         if state["size"] != self.size:
             raise ValueError(f"a run of {state['size']} processes must be resumed by as many: got {self.size}")
         self._loaded = state["states"]
 
     def complete_iteration(self, own: TrainingState) -> None:
-        """Send what this rank goes on from to the writing rank."""
+        """Send this rank's training state to the writing rank."""
         if self._sends_states and not self.is_writer:
             self.gather({"state": own.state_dict(), "buffers": {n: b.cpu() for n, b in self.net.named_buffers()}})
 
     def restore(self, optimizers: Sequence[Optimizer], own: TrainingState, steps: Sequence[Step]) -> list[Step]:
-        """Bring all ranks to where the writing rank has resumed a run, and let them send their states from now on.
+        """Bring all ranks to the state from which the writing rank resumed a run; from now on they send their states.
 
         Args:
             optimizers: The optimizers, whose state is that of the writing rank.
-            own: What this rank goes on from beside them, which becomes what it was on this rank.
+            own: This rank's training state; it is restored to this rank's stored one.
             steps: The recorded steps, on the writing rank.
 
         Returns:
@@ -246,7 +246,7 @@ def _validate_whole(net: Any, optimizers: Sequence[Optimizer]) -> None:
 
 
 def _joined(steps: Sequence[Step], setup: TrainingSetup, before: Tensor, after: Tensor) -> Step:
-    """Join the parts of a step, whose rows have the weights of their own rank divided by the number of ranks."""
+    """Join the parts of a step; the weights of each rank's rows are divided by the number of ranks."""
     parts = [data for step in steps for data in passes_of(step, setup.X, setup.y, setup.loss)]
 
     def unless(value: Tensor | None, known: Tensor) -> Tensor | None:
