@@ -9,7 +9,6 @@ import os
 import pickle
 import platform
 import shutil
-import sys
 import zlib
 from abc import ABC, abstractmethod
 from collections import deque
@@ -24,34 +23,19 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
-from tqdm.auto import tqdm
 from tqdm.std import tqdm as std_tqdm
 
 import epk_gp
 from epk_gp.autodiff.dense import PlannedModel
 from epk_gp.core.checks import ComputeOptions, SupportsSubmit
 from epk_gp.core.plans import DifferentiationPlan
+from epk_gp.core.show import new_bar
 from epk_gp.core.torch_overrides import disable_fused_attention
 from epk_gp.core.trajectory import Trajectory
 from epk_gp.storage.chunks import require_same_run
 from epk_gp.storage.files import atomic_write, checksum
 from epk_gp.storage.partial_sums import PartialSums
 from epk_gp.work.workers import only_owner, pickled, scratch_folder, submit, threads_of_workers, wait
-
-
-def progress_bar(total: int, desc: str, *, unit: str = "it", initial: int = 0, shown: bool = True) -> std_tqdm:  # type: ignore[type-arg]
-    """Return tqdm's bar, for use in a `with` statement; `update(n)` advances it.
-
-    Args:
-        total: Number of items of the whole call.
-        desc: Name of the counted work, such as "training".
-        unit: Name of an item.
-        initial: Number of items that were done earlier.
-        shown: Whether to show any output.
-    """
-    hidden = not shown or sys.stderr is None
-    return tqdm(total=total, desc=desc, unit=unit, initial=initial, disable=hidden, dynamic_ncols=True)
-
 
 Place = tuple[int, ...]
 
@@ -253,7 +237,7 @@ def _bar(work: Work, stored: PartialSums | None, options: ComputeOptions, what: 
         counts = [piece.steps if is_here else 1 for piece in pieces]
         size, done = size + sum(counts), done + sum(counts[: _num_joined(stored, pieces)])
     unit = "step" if is_here else "piece"
-    return progress_bar(size, what, unit=unit, initial=done, shown=options.progress)
+    return new_bar(None, what, shown=options.progress, total=size, unit=unit, initial=done)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

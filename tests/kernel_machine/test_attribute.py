@@ -1,6 +1,5 @@
 """Contributions along any axes: samples, labels, steps, layers, parameters; in blocks of points, or of outputs."""
 
-import io
 import itertools
 import sys
 
@@ -18,7 +17,7 @@ from epk_gp.kernel_machine.attribute import Attribution, GroupedAttribution
 from epk_gp.kernel_machine.axes import Axis, by_label, by_layer, by_parameter, by_sample, by_step
 from epk_gp.kernel_machine.descent import FactoredTerms
 from epk_gp.kernel_machine.terms import TERMS, AttributionWork
-from helpers import NETWORKS, assert_close, make_case
+from helpers import NETWORKS, Terminal, assert_close, make_case
 
 AXES = {
     "sample": by_sample,
@@ -176,8 +175,7 @@ def test_a_request_is_parsed_once(run, options):
 
 
 def test_a_call_shows_its_progress_where_it_is_asked_to(run, monkeypatch):
-    terminal = io.StringIO()
-    monkeypatch.setattr(terminal, "isatty", lambda: True, raising=False)
+    terminal = Terminal()
     monkeypatch.setattr(sys, "stderr", terminal)
     epk.attribute(*run)
     assert terminal.getvalue() == ""
