@@ -4,6 +4,8 @@ import io
 import re
 from pathlib import Path
 
+import pytest
+
 import epk_gp
 from epk_gp.core.show import new_bar, tracked
 from helpers import Terminal
