@@ -56,7 +56,7 @@ from epk_gp.optimizers.update_rules import LinearStep, stack_coefficients
 from epk_gp.quadrature.adaptive import Integral
 from epk_gp.quadrature.rules import adaptive, layerwise, straight
 from epk_gp.trained.checkpoints import Checkpoint, CheckpointStates, Named, listed
-from epk_gp.trained.network import as_trajectory
+from epk_gp.trained.ntk import as_trajectory
 from epk_gp.work.run import Sums, run
 
 SplitBy = Literal["stretch", "module", "parameter", "head"]

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import epk_gp as epk
-from epk_gp.trained.network import as_trajectory
+from epk_gp.trained.ntk import as_trajectory
 
 
 def small_net() -> nn.Module:
