@@ -55,8 +55,8 @@ def imported_by(file):
 
 
 def layer(module):
-    """Return the folder of a module."""
-    return module.split(".")[0]
+    """Return the folder of a module; `python -m epk_gp` is the command line."""
+    return "cli" if module == "__main__" else module.split(".")[0]
 
 
 def test_imports_point_from_later_layers_to_earlier_ones():
@@ -153,7 +153,7 @@ def test_every_file_has_one_capability_and_one_folder_and_code_is_counted():
         assert sum(found[k] for found in folders.values()) == sum(found[k] for found in capabilities.values()) > 100
     assert [name for name, (_, files) in capabilities.items() if not files] == []
     assert size.capability("cli/report.py") == "the report"  # the longest pattern decides
-    assert size.capability("cli/gram.py") == "the command line"
+    assert size.capability("cli/verify.py") == "the command line"
 
 
 SENTENCES = '''"""How a module begins."""

@@ -61,7 +61,7 @@ def test_command_lines_of_the_pages_are_understood():
     blocks = re.findall(r"^```sh\n(.*?)^```$", pages, flags=re.MULTILINE | re.DOTALL)
     lines = [line.partition("#")[0] for block in blocks for line in block.splitlines()]
     commands = [shlex.split(line)[1:] for line in lines if line.startswith("epk-gp")]
-    assert len(commands) >= 20
+    assert len(commands) >= 15
     for words in commands:
         assert exit_status([*words, "--help"]) == 0
         assert exit_status([*words, "--no-such-option"]) == 1

@@ -10,12 +10,12 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
+from importlib.util import find_spec
 from typing import Any, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
-from tqdm.auto import tqdm
 from tqdm.std import tqdm as std_tqdm
 
 from epk_gp.core.plans import TensorSpec
@@ -282,8 +282,20 @@ Item = TypeVar("Item")
 
 
 def tracked(items: Iterable[Item], desc: str, *, shown: bool = True, **options: Any) -> Iterator[Item]:
-    """Iterate over items with a tqdm progress bar; the options are tqdm's `total`, `unit` and `initial`."""
-    return iter(tqdm(items, desc, disable=not shown or sys.stderr is None, dynamic_ncols=True, **options))
+    """Return items as a bar shows how many are done, with tqdm's options `total`, `unit` and `initial`."""
+    return iter(new_bar(items, desc, shown=shown, **options))
+
+
+def new_bar(items: Iterable[Any] | None, desc: str, *, shown: bool, **options: Any) -> std_tqdm:  # type: ignore[type-arg]
+    """Return tqdm's bar, which shows in a terminal and in a notebook; a file or a pipe gets none.
+
+    In a notebook it is a widget, or text where ipywidgets is not installed.
+    """
+    in_notebook = type(sys.stderr).__module__.startswith("ipykernel.")  # which is no terminal, but is seen
+    shown = shown and (in_notebook or getattr(sys.stderr, "isatty", bool)())
+    is_widget = shown and in_notebook and find_spec("ipywidgets") is not None
+    kind: Any = import_module("tqdm.notebook").tqdm if is_widget else std_tqdm
+    return kind(items, desc, disable=not shown, dynamic_ncols=True, **options)  # type: ignore[no-any-return]
 
 
 def write_line(line: str) -> None:

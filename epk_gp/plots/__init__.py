@@ -16,7 +16,6 @@ from epk_gp.plots.maps import uncertainty_map as uncertainty_map
 from epk_gp.plots.scores import check_figure as check_figure
 from epk_gp.plots.scores import risk_coverage as risk_coverage
 from epk_gp.plots.scores import score_histogram as score_histogram
-from epk_gp.plots.scores import suspicion_bars as suspicion_bars
 from epk_gp.plots.scores import verification_figure as verification_figure
 from epk_gp.plots.style import COLORMAP as COLORMAP
 from epk_gp.plots.style import PALETTE as PALETTE

@@ -1,4 +1,4 @@
-"""Pictures of the contributions of training points and steps, and of the dependence of outputs on points' weights."""
+"""Pictures of the contributions of training points and steps."""
 
 import itertools
 import math
@@ -14,7 +14,6 @@ from torch import Tensor
 from epk_gp.analysis.breakdown import PredictionBreakdown
 from epk_gp.core.losses import Head
 from epk_gp.core.trajectory import Trajectory
-from epk_gp.kernel_machine.influence import Influence
 from epk_gp.plots import style
 
 _SIGNS = (style.RAISED, style.LOWERED)  # colours of the signs
@@ -226,75 +225,3 @@ def _draw_images(
         part.suptitle(title, x=0.01, ha="left", fontsize=style.SMALL)
         axes = part.subplots(math.ceil(shown / _IMAGES_PER_ROW), min(shown, _IMAGES_PER_ROW), squeeze=False)
         image_row(axes.flat, [(training[i], style.short(value, sign=True), value, below[i]) for i, value in entries])
-
-
-@style.styled
-def influence_figure(
-    effect: Influence,
-    predicted: Int64[Tensor, " n"],
-    chosen: Sequence[int],
-    top: int,
-    trajectory: Trajectory,
-    *,
-    head: Head | None = None,
-    number: str | None = None,
-) -> Figure:
-    """Draw the training points on whose weights predicted outputs depend most, and the adjoint along the run.
-
-    The adjoint, the derivative of the output in the weights of each state, is relative to its value at the run's end.
-
-    Args:
-        effect: The derivatives of all outputs of n points, or of the predicted ones.
-        predicted: The predicted class of each point.
-        chosen: Indices of the drawn points, one below the other.
-        top: Number of training points drawn for each sign.
-        trajectory: The run.
-        head: The head of the outputs, for their names.
-        number: Word for a point's number, if it is not an output.
-    """
-    known = style.class_labels(trajectory.targets)
-    figure = style.new_figure((1.3 + 0.36 * min(top, trajectory.num_points)) * len(chosen))
-    for part, n in zip(figure.subfigures(len(chosen), 1, squeeze=False)[:, 0], chosen, strict=True):
-        k = 0 if effect.outputs.shape[1] == 1 else int(predicted[n])
-        output = number or style.output_name(int(predicted[n]), head, is_class=known is not None)
-        value, std = style.short(float(effect.outputs[n, k])), style.short(float(effect.std[n, k]))
-        left, curve = _sides(part, f"point {n}: {output} {value} ± {std} (jackknife)")
-        ax = attribution_bars(left.subplots(), effect.values[n, k], known, top=top, title="", output=output)
-        total = f"all bars together: {style.short(float(effect.values[n, k].sum()), sign=True)}"
-        ax.set_xlabel(
-            f"{style.DOWN} its weight lowers     derivative in the sample's weight     {style.UP} raises\n{total}"
-        )
-        norms = style.as_numpy("norms", effect.adjoint_norms[n, k])
-        curve.plot(np.arange(len(norms)), norms / (norms[-1] or 1.0), color=style.EXACT, linewidth=1.6)
-        curve.axhline(1.0, color=style.GREY, linewidth=0.8, linestyle="--")
-        curve.set(xlabel="training step", ylabel="adjoint, relative to its end", yscale="log")
-    return figure
-
-
-@style.styled
-def datamodel_figure(
-    scores: Float[Tensor, "n M"],
-    without: Float[Tensor, "m k"],
-    names: Sequence[str],
-    top: int,
-    labels: Int64[Tensor, " M"] | None,
-) -> Figure:
-    """Draw the samples whose absence changes numbers most, and the numbers without the largest of them.
-
-    Args:
-        scores: Change of each number by the whole of each sample.
-        without: The first m numbers, which are drawn, without the 0 .. k - 1 samples that raise them most.
-        names: Name of each number.
-        top: Number of samples drawn for each sign.
-        labels: Classes of the samples; None if they have none.
-    """
-    figure = style.new_figure((1.3 + 0.36 * min(top, scores.shape[1])) * len(without))
-    for n, part in enumerate(figure.subfigures(len(without), 1, squeeze=False)[:, 0]):
-        left, curve = _sides(part, f"point {n}: {names[n]} is {style.short(float(without[n, 0]))}")
-        ax = attribution_bars(left.subplots(), scores[n], labels, top=top, title="", output=names[n])
-        ax.set_xlabel(f"{style.DOWN} its absence raises     score     {style.UP} its absence lowers")
-        curve.plot(style.as_numpy("without", without[n]), color=style.EXACT, marker="o", markersize=3, linewidth=1.6)
-        limits = curve.get_ylim()
-        curve.axhline(0, color=style.GREY, linewidth=0.8, linestyle="--")  # if 0 is inside their range
-        curve.set(xlabel="largest scores left out", ylabel=f"{names[n]}, predicted", ylim=limits)
-    return figure

@@ -1,7 +1,6 @@
-"""Pictures of scores: the risk of the kept predictions, distributions, and suspicious labels."""
+"""Pictures of scores: the risk of the kept predictions, and distributions."""
 
-import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 
 import numpy as np
 from jaxtyping import Bool, Float, Int64, Shaped
@@ -9,7 +8,6 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from torch import Tensor
 
-from epk_gp.analysis.labels import LabelErrors
 from epk_gp.analysis.score_check import CheckedScores, ScoreCheck
 from epk_gp.core.show import count
 from epk_gp.datamodels.model import Verification
@@ -75,29 +73,6 @@ def score_histogram(ax: Axes, scores: Mapping[str, Float[style.Numbers, " n"]], 
         )  # fmt: skip
     ax.set(xlabel=style.plain(label), ylabel="share of points", xlim=(0, 1))
     ax.legend(fontsize=style.SMALL)
-    return ax
-
-
-def suspicion_bars(ax: Axes, margins: Float[style.Numbers, " m"], names: Sequence[str]) -> Axes:
-    """Draw the margins of suspicious labels, the worst on top: below 0 another class is expected.
-
-    Args:
-        ax: Axes to draw into.
-        margins: Margin of each label.
-        names: Name of each label.
-
-    Returns:
-        The Axes.
-
-    Raises:
-        ValueError: There is not one name per margin, or a margin is not finite.
-    """
-    values = style.as_numpy("margins", margins)
-    if len(names) != len(values):
-        raise ValueError(f"names must name each label: got {len(names)} names for {len(values)} margins.")
-    colours = [style.WRONG if value < 0 else style.IN_DISTRIBUTION for value in values]
-    style.signed_bars(ax, values, colours, [style.plain(name) for name in names])
-    ax.set(xlabel="margin of the label: below 0 another class is expected")
     return ax
 
 
@@ -213,33 +188,4 @@ def verification_figure(verification: Verification) -> Figure:
     ax.set_title(f"{count(s, 'network')}, {count(Q, 'question')}: correlation {verification.correlation:.2f}")
     ax.set(xlabel="predicted change", ylabel="measured change", xlim=ends, ylim=ends, aspect="equal")
     figure.legend(loc="outside right center", fontsize=style.SMALL)
-    return figure
-
-
-@style.styled
-def suspicious_labels_figure(
-    found: LabelErrors, inputs: Shaped[Tensor, "M ..."], labels: Int64[Tensor, " M"], top: int
-) -> Figure:
-    """Draw the most suspicious labels: the images, with label and expected class, or the margins if there are none.
-
-    Args:
-        found: The judged training points.
-        inputs: Their inputs.
-        labels: Their labels.
-        top: Number of labels to draw.
-    """
-    chosen = found.indices[:top].tolist()
-    places = [int((found.points == i).nonzero()) for i in chosen]
-    names = [f"{int(labels[i])} → {int(found.predicted[k])}" for i, k in zip(chosen, places, strict=True)]
-    images, title = style.as_images(inputs), "most suspicious first: label → expected class"
-    if images is None:
-        figure = style.new_figure(1.0 + 0.24 * len(chosen))
-        words = [f"#{i}:  {name}" for i, name in zip(chosen, names, strict=True)]
-        suspicion_bars(figure.subplots(), found.margin[places], words).set_title(title)
-        return figure
-    rows = math.ceil(len(chosen) / _SHOWN)
-    figure = style.new_figure(0.35 + 1.0 * rows)
-    figure.suptitle(title, x=0.01, ha="left")
-    entries = [(images[i], f"#{i}\n{name}", 0.0, "") for i, name in zip(chosen, names, strict=True)]
-    image_row(figure.subplots(rows, _SHOWN, squeeze=False).flat, entries)
     return figure

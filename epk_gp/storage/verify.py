@@ -4,8 +4,6 @@ import os
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor
-
 from epk_gp.core.show import tracked
 from epk_gp.core.step import Step
 from epk_gp.storage.chunks import read_steps
@@ -20,7 +18,6 @@ class RunSummary:
 
     Attributes:
         header: The run's header.
-        data: Inputs, targets, frozen state and fingerprint outputs.
         chunks: Its committed chunks.
         steps: Its steps.
         finished: Whether the recording was finished.
@@ -28,7 +25,6 @@ class RunSummary:
     """
 
     header: dict[str, Any]
-    data: dict[str, Tensor]
     chunks: tuple[Chunk, ...]
     steps: tuple[Step, ...]
     finished: bool
@@ -39,11 +35,6 @@ class RunSummary:
         """Number S of steps."""
         return len(self.steps)
 
-    @property
-    def num_passes(self) -> int:
-        """Number of recorded forward passes of all steps."""
-        return sum(len(step.passes) for step in self.steps)
-
 
 def check_run(folder: str | os.PathLike[str], *, progress: bool = False) -> RunSummary:
     """Read every file of a run and compare it with its committed form.
@@ -53,7 +44,8 @@ def check_run(folder: str | os.PathLike[str], *, progress: bool = False) -> RunS
         ValueError: A file is damaged; the message names it and its states.
     """
     header = read_header(folder)
-    schema, data, journal = chunk_schema(header), read_data(folder, header), read_journal(folder)
+    read_data(folder, header)
+    schema, journal = chunk_schema(header), read_journal(folder)
     steps = list[Step]()
     for chunk in tracked(journal.chunks, "checking", unit="chunk", shown=progress):
         own = read_steps(folder, schema, chunk)
@@ -67,4 +59,4 @@ def check_run(folder: str | os.PathLike[str], *, progress: bool = False) -> RunS
         if read_journal(folder).bytes == journal.bytes:  # a writer that commits another chunk removes it
             raise
     files = len((HEADER, DATA, JOURNAL, resume_name(number), *journal.chunks)) + journal.finished
-    return RunSummary(header, data, journal.chunks, tuple(steps), journal.finished, files)
+    return RunSummary(header, journal.chunks, tuple(steps), journal.finished, files)

@@ -248,7 +248,7 @@ class RunWriter:
     @property
     def _advice(self) -> str:
         count = self.chunks[-1].last if self.chunks else 0
-        return f"check with epk-gp info that its {count} committed steps are there. {_RESUME}"
+        return f"check with epk-gp verify that its {count} committed steps are there. {_RESUME}"
 
     def _require_same_journal(self) -> None:
         """Raise if the journal in the folder is not the open one: anything written there would be lost.

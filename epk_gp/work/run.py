@@ -9,7 +9,6 @@ import os
 import pickle
 import platform
 import shutil
-import sys
 import time
 import zlib
 from abc import ABC, abstractmethod
@@ -25,14 +24,13 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
-from tqdm.auto import tqdm
 from tqdm.std import tqdm as std_tqdm
 
 import epk_gp
 from epk_gp.autodiff.dense import PlannedModel
 from epk_gp.core.checks import ComputeOptions, SupportsSubmit
 from epk_gp.core.plans import DifferentiationPlan
-from epk_gp.core.show import SlowCallWarning, warn_caller
+from epk_gp.core.show import SlowCallWarning, new_bar, warn_caller
 from epk_gp.core.torch_overrides import disable_fused_attention
 from epk_gp.core.trajectory import Trajectory
 from epk_gp.storage.chunks import require_same_run
@@ -100,20 +98,19 @@ class SlowCallNotice(std_tqdm):  # type: ignore[type-arg]
 def progress_bar(
     total: int, desc: str, *, unit: str = "it", initial: int = 0, shown: bool = True, advice: Advice | None = None
 ) -> std_tqdm:  # type: ignore[type-arg]
-    """Return tqdm's bar, for use in a `with` statement; `update(n)` advances it.
+    """Return a bar (`new_bar`), to be used in a `with` statement and advanced by `update(n)`.
 
     Args:
         total: Number of items of the whole call.
         desc: Name of the counted work, such as "training".
         unit: Name of an item.
-        initial: Number of items that were done earlier.
-        shown: Whether to show any output.
-        advice: The message of a call without output if it will take long.
+        initial: Number of items that were done before.
+        shown: Whether a bar is wanted.
+        advice: What a call that shows no bar says if it will be long.
     """
     if not shown and advice is not None:
         return SlowCallNotice(total - initial, desc, advice)
-    hidden = not shown or sys.stderr is None
-    return tqdm(total=total, desc=desc, unit=unit, initial=initial, disable=hidden, dynamic_ncols=True)
+    return new_bar(None, desc, shown=shown, total=total, unit=unit, initial=initial)
 
 
 Place = tuple[int, ...]
