@@ -303,7 +303,7 @@ def _rules(saved: dict) -> str:
 
 def _scores(saved: dict) -> str:
     """Return a score a line: the ranges of its means over the problems with tanh and with ReLU."""
-    keys = {"leave-one-out": "leave-one-out", "half": "LDS, half left out", "most": "LDS, a tenth left out"}
+    keys = {"leave-one-out": "leave-one-out", "half": "LDS, half left out"}
     table = saved["results"]["table"]
     rows = [
         [score]

@@ -250,7 +250,7 @@ JUDGED = {
 def test_tables_of_judged_scores_say_who_noticed_what(load):
     report = load("report")
     assert report.judged_table(JUDGED).splitlines()[2:] == [
-        "| sound | 50 % | 0.10 | 1.00 | 0.50 (0.40 to 0.60) | 0.90 | -1 / -2 | 12 (2.0) |",
+        "| sound | 50 % | 0.10 | 1.00 | 0.50 (0.40 to 0.60) | 0.90 | 12 (2.0) |",
         "",
         "Not computed: away, gone (no such package).",
     ]
