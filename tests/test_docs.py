@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 PAPER = DOCS / "paper" / "paper.md"  # no page of the site: test_paper.py
 PAGES = sorted(page.relative_to(DOCS).as_posix() for page in DOCS.rglob("*.md") if page != PAPER)
-TUTORIALS = "tutorials/"  # test_tutorials.py runs them
+TUTORIALS = "tutorials/"  # test_experiments.py runs them
 EXPAND = pages_tool()
 WITH_CODE = [  # of their own: what they show of the README runs there
     page
