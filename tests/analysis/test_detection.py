@@ -8,7 +8,6 @@ import torch
 from sklearn.metrics import roc_auc_score
 
 from epk_gp.analysis.measures import calibration, error_detection, ood_metrics, reliability_bins, roc_curve
-from label_suspicion import precision_at_k
 
 SCORES = torch.tensor([0.1, 0.2, 0.2, 0.2, 0.9, 0.9], dtype=torch.float64)
 MARKED = torch.tensor([False, True, False, False, True, False])
@@ -45,20 +44,11 @@ def test_a_score_that_knows_all_errors_leaves_only_the_risk_of_full_coverage():
         assert (found.auroc, found.aurc) == (None, same)
 
 
-@pytest.mark.parametrize("k", [1, 2, 3, 6, None])
-def test_precision_is_the_mean_over_all_orders_of_ties(k):
-    first = int(MARKED.sum()) if k is None else k
-    shares = [MARKED[order[:first]].double().mean() for order in orders(SCORES, descending=True)]
-    assert precision_at_k(SCORES, MARKED, k) == pytest.approx(float(sum(shares)) / len(shares))
-
-
 def test_bad_input_is_an_error_that_says_what_to_do(unchecked):
     for ask, error, message in (
         (lambda: error_detection(SCORES, MARKED[:3]), ValueError, "wrong must have one entry per score: got 3 entries"),
         (lambda: error_detection(SCORES, MARKED.long()), TypeError, "wrong must be a mask of torch.bool: got"),
         (lambda: error_detection(SCORES[:0], MARKED[:0]), ValueError, "scores must hold finite scores, at least one"),
-        (lambda: precision_at_k(SCORES, ~MARKED & MARKED), ValueError, "k must lie in 1..6, the number of scores"),
-        (lambda: precision_at_k(SCORES, MARKED, 7), ValueError, "the number of scores: got 7"),
     ):
         with pytest.raises(error, match=message):
             ask()

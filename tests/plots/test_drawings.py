@@ -8,7 +8,6 @@ from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
 from matplotlib.text import Text
 
-from drawings import compare_outputs, error_against_evaluations, term_bars
 from epk_gp.analysis.measures import ROCCurve
 from epk_gp.plots.contributions import attribution_bars, training_image
 from epk_gp.plots.maps import map_handles, region_handles, uncertainty_map
@@ -69,45 +68,6 @@ def test_the_frame_of_an_image_tells_the_sign_without_colours(ax, contribution, 
     training_image(ax, np.eye(4), "caption", contribution)
     assert {spine.get_linestyle() for spine in ax.spines.values()} == {style}
     assert {spine.get_linewidth() > 1 for spine in ax.spines.values()} == {contribution != 0}
-
-
-def test_a_machine_is_drawn_against_its_network_and_the_largest_error_is_named(ax):
-    network = torch.tensor([[0.0, 1.0], [2.0, 3.0]], requires_grad=True)
-    machine = network + torch.tensor([[0.0, -0.25], [0.125, 0.0]])
-    for show, drawn, said in (
-        ("outputs", [0, 0.75, 2.125, 3], "midpoint: largest |error| 0.25"),
-        ("differences", [0, -0.25, 0.125, 0], "midpoint: largest 0.25"),
-    ):
-        axes = ax.figure.add_subplot()
-        compare_outputs(axes, network, machine, show, label="midpoint")
-        compare_outputs(axes, network, network, show)
-        assert np.array_equal(axes.collections[0].get_offsets().T, [[0, 1, 2, 3], drawn])
-        assert words(axes.get_legend().get_texts())[0] == said
-        assert len(axes.lines) == 1  # two rules share one line
-        assert not np.array_equal(*(marks.get_facecolor() for marks in axes.collections))
-
-
-def test_errors_below_the_rounding_are_drawn_in_its_band(ax):
-    network = torch.tensor([1.0, -4.0, 2.0], dtype=torch.float64)
-    compare_outputs(ax, network, network + torch.tensor([1e-3, 0.0, 1e-6]), "errors")
-    compare_outputs(ax, network, network, "errors", label="exact")
-    errors, rounding = np.asarray(ax.collections[0].get_offsets())[:, 1], 4 * np.finfo(np.float64).eps / 2
-    (band,) = ax.patches
-    assert band.get_extents().transformed(ax.transData.inverted()).y1 == pytest.approx(rounding)
-    assert errors[[0, 2]] == pytest.approx([1e-3, 1e-6])
-    assert 0 < errors[1] < rounding
-    assert words(ax.get_legend().get_texts())[0] == "below the rounding of float64"
-
-
-def test_rules_stand_at_cost_and_error_zero_is_named_and_names_keep_clear_of_each_other(ax):
-    error_against_evaluations(ax, ["a", "b"], torch.tensor([1.0, 2.0]), torch.tensor([0.5, 0.0]))
-    assert words(ax.texts) == ["a", "b (error 0)"]
-    assert [tuple(line.get_xydata()[0]) for line in ax.lines] == [(1, 0.5), (2, 0.25), (2, 0.25)]
-    assert (ax.lines[2].get_marker(), ax.lines[2].get_markerfacecolor()) == ("v", "white")
-    other = ax.figure.add_subplot()
-    error_against_evaluations(other, ["first rule", "second rule", "third rule"], [100, 100, 101], [1e-3, 1e-3, 1.1e-3])
-    boxes = [text.get_window_extent() for text in other.texts]
-    assert not any(a.overlaps(b) for i, a in enumerate(boxes) for b in boxes[:i])
 
 
 def test_curves_run_from_a_few_points_to_all_of_them(ax):
@@ -175,14 +135,10 @@ TWO, CLASSES = np.ones(2), np.array([0, 1])
         (attribution_bars, (np.array([0, np.inf, 0]), None), "contributions must be finite"),
         (lambda ax: attribution_bars(ax, TWO, CLASSES, top=0), (), "at least one entry: got 0 of 2"),
         (lambda ax: attribution_bars(ax, TWO, CLASSES, names=["cat"]), (), "none for class 1"),
-        (compare_outputs, (TWO, np.ones(1), "errors"), r"one shape and an output: got \(2,\) and \(1,\)"),
-        (compare_outputs, (np.ones(1), np.array([np.nan]), "outputs"), "machine must be finite: got 1 entries"),
-        (term_bars, (["a", "b"], np.ones(1)), r"values must have shape \(2,\): got \(1,\)"),
-        (error_against_evaluations, (["a", "b"], [1], [1, 1]), "evaluations must have shape"),
         (risk_coverage, ({},), "at least one curve: got none"),
         (suspicion_bars, (TWO, ["#1"]), "names must name each label: got 1 names for 2 margins"),
     ],
-    ids=range(11),
+    ids=range(7),
 )
 def test_what_cannot_be_drawn_is_refused(ax, draw, arguments, message):
     with pytest.raises(ValueError, match=message):
@@ -205,9 +161,6 @@ DRAWINGS = {
     "bars": lambda ax, name: attribution_bars(ax, -TWO, CLASSES, names=[name] * 2, title=name, output=name),
     "map": map_of,
     "image": lambda ax, name: training_image(ax, np.eye(4), name),
-    "terms": lambda ax, name: term_bars(ax, [name], ONE, output=name),
-    "machine": lambda ax, name: compare_outputs(ax, ONE, ONE, "errors", label=name),
-    "rules": lambda ax, name: error_against_evaluations(ax, [name, f"{name} 2"], [1, 2], [0.1, 0.2]),
     "risk": lambda ax, name: risk_coverage(ax, {name: np.zeros(3)}),
     "histogram": lambda ax, name: score_histogram(ax, {name: ONE}, label=name),
     "suspicion": lambda ax, name: suspicion_bars(ax, ONE, [name]),
