@@ -319,20 +319,6 @@ def test_a_weight_of_two_is_the_row_twice(kind):
     torch.testing.assert_close(alike, unweighted.attribute(new).network, rtol=1e-10, atol=1e-12)
 
 
-def test_a_row_of_weight_zero_is_no_data_of_the_processes():
-    X, classes, targets = table(45, 0)
-    used = WEIGHTS > 0
-    model = epk.EPKClassifier(steps=10, random_state=0).fit(X, classes, sample_weight=WEIGHTS)
-    assert set(model.label_errors(nodes=3).to_frame().index) == set(X.index[used])
-    held_out, labels, _ = table(30, 1)
-    process = model.uncertain_classifier(held_out, labels, nodes=3).process_
-    assert len(process.weights) == used.sum()
-    for name in ("path", "inputs"):
-        own = epk.EPKRegressor(steps=10, random_state=0, process=name).fit(X, targets, sample_weight=WEIGHTS).process_
-        rows = own.points if name == "path" else own.targets[0].process.X_train_
-        assert len(rows) == used.sum()
-
-
 def test_results_are_those_of_a_fit_without_the_rows_of_weight_zero():
     X, classes, targets = table(45, 0)
     used = WEIGHTS > 0
@@ -343,6 +329,7 @@ def test_results_are_those_of_a_fit_without_the_rows_of_weight_zero():
         for data in ((X, classes, used), (X[used], classes[used]))
     )
     first, second = (model.label_errors(nodes=3).to_frame() for model in (weighted, fewer))
+    assert set(first.index) == set(X.index[used])
     np.testing.assert_allclose(first["margin"], second["margin"][first.index], atol=0.02)  # each sketches on its own
     first, second = (model.uncertain_classifier(new, labels, nodes=3) for model in (weighted, fewer))
     lengths = [own.process_.kernel.lengthscale for own in (first, second)]
@@ -354,6 +341,8 @@ def test_results_are_those_of_a_fit_without_the_rows_of_weight_zero():
     )
     np.testing.assert_allclose(mean, expected_mean, rtol=1e-9)
     np.testing.assert_allclose(std, expected_std, rtol=0.01)
+    of_path = epk.EPKRegressor(steps=10, random_state=0, process="path").fit(X, targets, sample_weight=used)
+    assert len(of_path.process_.points) == used.sum()
 
 
 def test_rows_of_weight_zero_are_unseen_validation_points():

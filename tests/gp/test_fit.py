@@ -9,7 +9,6 @@ import torch
 
 from epk_gp.gp.models import LogitGP
 from epk_gp.gram.path_kernel import PathKernel
-from epk_gp.kernels.tagging import test_copy
 from gp_cases import MEANS, OUTPUTS, TARGETS
 
 CASES = [*itertools.product(OUTPUTS, MEANS[:3], TARGETS), *itertools.product(["trace"], MEANS[:3], ["labels"])]
@@ -50,15 +49,6 @@ def test_fit_takes_the_steps_of_gpytorchs_marginal_likelihood_on_one_gram_matrix
         optimizer.step()
     for mine, theirs in zip(gp.parameters(), peer.parameters(), strict=True):
         torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-8)
-
-
-def test_a_prediction_after_fit_uses_the_new_hyperparameters(trajectory, X_test):
-    gp = LogitGP(trajectory)
-    before = gp(test_copy(X_test)).mean.detach()
-    gp.fit(steps=20)
-    after = gp(test_copy(X_test)).mean.detach()
-    assert (after - before).abs().max() > 1e-6
-    torch.testing.assert_close(after, gp.logit_posterior(X_test).mean, rtol=0, atol=1e-9)
 
 
 @pytest.mark.parametrize(("mean", "count"), [("initial", 1), ("zero", 1), ("constant", 7)])

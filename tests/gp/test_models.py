@@ -55,16 +55,6 @@ def test_batches_of_test_points_predict_like_single_ones(trajectory, X_test, out
     torch.testing.assert_close(variance, single[1].diagonal(dim1=-2, dim2=-1), rtol=0, atol=1e-9)
 
 
-def test_single_precision_runs_are_conditioned_in_double():
-    X = torch.randn(M, D)
-    run = make_run(make_net(torch.float32), X, torch.arange(M) % C)
-    gp = LogitGP(run)
-    gp.fit(steps=3)
-    posterior = gp.logit_posterior(X)
-    assert gp.train_inputs[0].dtype == posterior.mean.dtype == posterior.covariance.dtype == torch.float64
-    posterior.softmax_uncertainty()
-
-
 @pytest.mark.mostly_slow
 @pytest.mark.parametrize("outputs", ["independent", "full", "trace"])
 def test_a_call_takes_points_in_any_precision_and_integers(outputs):
