@@ -69,6 +69,6 @@ def test_command_lines_of_the_pages_are_understood():
 
 def test_the_readme_s_links_lead_somewhere():
     targets = re.findall(r"\]\((?!http)([^)#]+)", README.read_text())
-    assert {"docs/design.md", "docs/format.md", "docs/notation.md", "LICENSE"} <= set(targets)
+    assert {"docs/design.md", "docs/format.md", "docs/glossary.md", "LICENSE"} <= set(targets)
     for target in targets:
         assert (README.parent / target).is_file(), target

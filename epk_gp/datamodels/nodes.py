@@ -159,7 +159,7 @@ class CheckpointNodes(PathNodes):
     """Checkpoints at even times, of a training of which nothing else is known; its time is found out later.
 
     Adam's metric is that of the gradient of the whole loss, squared and averaged over the checkpoints; what it loses
-    against the recorded one stands in docs/attribution_benchmarks.md.
+    against the recorded one stands in docs/judging.md.
 
     Attributes:
         diagonal: The metric of a whole run of time 1, (P,).

@@ -16,7 +16,7 @@ def test_a_test_point_without_a_direction_is_named_by_its_number(trajectory, mon
     gp = LogitGP(trajectory, "trace", "zero", "labels", normalize="cosine")
     original = PathKernel.diagonal_blocks
     monkeypatch.setattr(
-        PathKernel, "diagonal_blocks", lambda k, a, o: original(k, a, o) * (a.X[:, :1, None] != 7.0).double()
+        PathKernel, "diagonal_blocks", lambda k, a, **o: original(k, a, **o) * (a.X[:, :1, None] != 7.0).double()
     )
     X = torch.ones(9, D, dtype=torch.float64)
     X[7, 0] = 7.0
