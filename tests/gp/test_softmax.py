@@ -162,6 +162,15 @@ def test_a_point_does_not_depend_on_the_others_nor_on_the_chunks(monkeypatch):
     assert not torch.equal(posterior.softmax_uncertainty(50).mean, whole.mean)  # negative control: other samples
 
 
+def test_a_negative_eigenvalue_within_rounding_is_set_to_zero_and_reported():
+    covariance = torch.diag_embed(torch.tensor([[1.0, -1e-12]], dtype=torch.float64))
+    mean = torch.zeros(1, 2, dtype=torch.float64)
+    u = LogitPosterior(mean, covariance, eigenvalue_tolerance=1e-11).softmax_uncertainty(100)
+    assert u.max_clipped_eigenvalue == pytest.approx(1e-12)
+    clean = LogitPosterior(mean, covariance.clamp_min(0)).softmax_uncertainty(100)
+    assert clean.max_clipped_eigenvalue == 0
+
+
 def test_one_variance_for_all_logits_needs_no_matrices():
     mean = torch.randn(5, 4, dtype=torch.float64)
     variance = torch.linspace(0, 3, 5, dtype=torch.float64)
