@@ -104,7 +104,6 @@ SCHEMES: tuple[Callable[[Draw, int], list[str]], ...] = (
 
 
 def draw_names(seed: int) -> list[str]:
-    """Draw names of files in the order in which they were saved."""
     draw = random.Random(seed)
     names = SCHEMES[seed % len(SCHEMES)](draw, draw.randint(2, 6))
     suffix = draw.choice([".pt", ".ckpt", ".pth", ".pth.tar", ".safetensors"])

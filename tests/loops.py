@@ -37,7 +37,6 @@ def flat(net: nn.Module) -> Tensor:
 
 
 def file_hashes(folder: Path) -> dict[str, str]:
-    """Name and content of every file below a folder."""
     files = sorted(file for file in folder.rglob("*") if file.is_file())
     return {str(file.relative_to(folder)): hashlib.sha256(file.read_bytes()).hexdigest() for file in files}
 
@@ -77,8 +76,6 @@ def record(
 
 
 class Tokens(nn.Module):
-    """Integer inputs."""
-
     def __init__(self) -> None:
         super().__init__()
         self.embed, self.out = nn.Embedding(7, 5), nn.Linear(5, 3)
@@ -136,7 +133,6 @@ def by_hand(
 
 
 def trained(case: RunCase, path: Path | None = None) -> epk.Trajectory:
-    """Train with `epk.train`."""
     net, (X, y) = case.make_net(), case.make_data()
     optimizer = case.make_optimizer(net)
     return epk.train(

@@ -42,7 +42,6 @@ def mlp() -> nn.Module:
 
 
 def cnn() -> nn.Module:
-    """A small network of airbench94's layers: convolution, BatchNorm whose scale is frozen, GELU, pooling."""
     norm = nn.BatchNorm2d(3, momentum=0.4)
     norm.weight.requires_grad = False
     layers = [nn.Unflatten(1, (1, 2, 2)), nn.Conv2d(1, 3, 2, padding=1), norm, nn.GELU(), nn.AvgPool2d(2)]
@@ -97,7 +96,6 @@ def nested(net: nn.Module, step: int, memory: Memory) -> None:
 
 
 def undone(net: nn.Module, step: int, memory: Memory) -> None:
-    """A step that is undone, and half of one."""
     if step in (3, 6):
         with torch.no_grad():
             for name, value in net.state_dict().items():

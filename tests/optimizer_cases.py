@@ -76,8 +76,6 @@ CASES = {
 
 
 class Embedded(nn.Module):
-    """An embedding with sparse gradients, and nothing else."""
-
     def __init__(self) -> None:
         super().__init__()
         self.embed = nn.Embedding(9, 3, sparse=True)
@@ -87,7 +85,6 @@ class Embedded(nn.Module):
 
 
 def problem(name: str) -> tuple[nn.Module, Tensor, Tensor]:
-    """A small network that an optimizer can train, 11 points and their labels."""
     torch.manual_seed(3)
     y = torch.randint(0, 3, (11,))
     if name == "SparseAdam":
@@ -177,5 +174,4 @@ def recorded(
 
 
 def zero_matrices(update: UpdateCoefficients) -> UpdateCoefficients:
-    """The same coefficients with the identity in the place of matrices."""
     return replace(update, left={}, right={})

@@ -128,7 +128,6 @@ class Loop:
             p.copy_(own.lerp_(p, 1 - self.pulls))
 
     def batches(self, size: int) -> list[list[Tensor]]:
-        """The rows of each step, by rank."""
         generator = torch.Generator().manual_seed(3)
         found = []
         for _ in range(self.steps):
@@ -158,7 +157,6 @@ LOOPS = {
 
 
 def wrap(loop: Loop, net: nn.Module) -> tuple[Any, torch.optim.Optimizer]:
-    """Return the network as the processes share it, and its optimizer."""
     if loop.kind == "fully_shard":
         for layer in net:
             if any(True for _ in layer.parameters()):

@@ -59,7 +59,6 @@ def flip(file, position):
 
 
 def opened(run, net=None, **options):
-    """Open a run as a trajectory, and read its forward passes."""
     trajectory = epk.load_trajectory(run, mlp() if net is None else net, **options)
     for step in trajectory.steps:
         list(step.passes)
@@ -91,7 +90,6 @@ def resumed(path, net=None, optimizer=sgd, X=None, y=None, **options):
 
 
 def step(recorder, batch=None):
-    """A step on a batch, or on all points."""
     rows = slice(None) if batch is None else batch
     recorder.optimizer.zero_grad()
     F.cross_entropy(recorder.net(recorder.X[rows]), recorder.y[rows]).backward()
@@ -125,7 +123,6 @@ def replace_chunk(run, content, name=CHUNK):
 
 
 def changed(change):
-    """Change the tensors of a chunk, with all checksums."""
     return lambda run: replace_chunk(run, save(change(load_file(run / CHUNK))))
 
 
@@ -138,8 +135,6 @@ def without(name):
 
 
 def entry(name, position, value):
-    """Another number in a tensor."""
-
     def change(tensor):
         tensor = tensor.clone()
         tensor.view(-1)[position] = value
@@ -241,7 +236,6 @@ def random_passes(generator, num_rows, **options):
 
 
 def same_passes(read, written):
-    """Whether passes are equal, bit for bit."""
     return len(read) == len(written) and all(
         equal_values(getattr(a, name), getattr(b, name))
         for a, b in zip(read, written, strict=True)

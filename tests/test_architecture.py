@@ -55,7 +55,6 @@ def imported_by(file):
 
 
 def layer(module):
-    """Return the folder of a module."""
     return module.split(".")[0]
 
 

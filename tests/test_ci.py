@@ -40,7 +40,6 @@ def run(tmp_path):
 
 
 def write(file, body):
-    """Write a program."""
     file.write_text(f"#!{shutil.which('bash')}\n{body}\n")
     file.chmod(0o755)
 

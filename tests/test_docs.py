@@ -69,7 +69,6 @@ def wide_lines(text: str) -> list[str]:
 
 
 def headings(page: Path) -> list[str]:
-    """The headings of a page, without the marks of code."""
     text = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
     return [heading.replace("`", "") for heading in re.findall(r"^#+ (.*)$", text, flags=re.MULTILINE)]
 

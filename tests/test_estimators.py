@@ -432,8 +432,6 @@ def test_a_run_is_resumed_with_the_recorded_weights_only(options, tmp_path):
 
 
 class Weighted(nn.Module):
-    """A network of three weights."""
-
     def __init__(self):
         super().__init__()
         self.w = nn.Parameter(torch.tensor([0.3, -0.2, 0.5], dtype=torch.float64))

@@ -35,7 +35,6 @@ from helpers import make_case
 
 @pytest.fixture(scope="module")
 def shares(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Shared]:
-    """A network's runs by a name."""
     return cache(lambda name, network="relu": share(network, tmp_path_factory.mktemp(name)))
 
 

@@ -70,7 +70,6 @@ class Shared:
 
     @property
     def points(self) -> tuple[epk.Points, epk.Points]:
-        """Test copies and training copies."""
         return epk.Points(self.test, False), epk.Points(self.run.inputs, True)
 
     def single(self, is_train: bool) -> epk.Points:
@@ -117,8 +116,6 @@ def _seed() -> torch.Generator:
 
 
 def _gradient(values: Callable[[Shared, Tensor], Tensor]) -> Callable[[Shared], Tensor]:
-    """The gradient of a kernel's values in the test points, if they are numbers."""
-
     def work(shared: Shared) -> Tensor:
         x = epk.test_copy(shared.test.double())
         if not shared.test.is_floating_point():
@@ -194,7 +191,6 @@ def _attributed_by(axis: Callable[[epk.Trajectory], Any]) -> Callable[[Shared], 
 
 
 def _asked(door: Door) -> Callable[[Shared], object]:
-    """A door's question about the test points."""
     return lambda s: door.ask(s.run, s.test, **door.options(rule=RULE))
 
 

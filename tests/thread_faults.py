@@ -12,14 +12,11 @@ from thread_tools import SECONDS, THREADS, at_once, content, switching_often
 
 @dataclass
 class Count:
-    """How many calls were made in several threads at once, and which of them were wrong."""
-
     calls: int
     faults: list[str]
 
 
 def outcome(call: str, shared: Shared) -> object:
-    """Make a call, and return the content of its result or of the error that it raises."""
     try:
         return content(CALLS[call](shared))
     except Exception as error:
@@ -27,7 +24,6 @@ def outcome(call: str, shared: Shared) -> object:
 
 
 def expected_results(name: str, calls: Sequence[str] = tuple(CALLS)) -> dict[str, object]:
-    """Make each call in one thread, one after another."""
     with tempfile.TemporaryDirectory() as folder:
         shared = share(name, Path(folder))
         return {call: outcome(call, shared) for call in calls}

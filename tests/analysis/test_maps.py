@@ -21,7 +21,6 @@ from epk_gp.plots.maps import map_figure
 
 @pytest.fixture(scope="module")
 def people():
-    """Ages, incomes and numbers of children."""
     rng = np.random.default_rng(0)
     X = np.c_[rng.uniform(20, 70, 30), rng.lognormal(10.8, 0.5, 30), rng.integers(1, 4, 30)]
     model = epk.EPKClassifier(steps=20, random_state=0).fit(X, X[:, 1] > 1000 * X[:, 0])
@@ -105,7 +104,6 @@ COLUMNS = ["age", "income", "sex", "region", "children"]
 
 
 def table(n, seed):
-    """Rows of numbers and of categories, and their classes."""
     rng = np.random.default_rng(seed)
     X = pd.DataFrame(
         {
@@ -122,7 +120,6 @@ def table(n, seed):
 
 @pytest.fixture(scope="module")
 def judged():
-    """A classifier with a process, its training table, and the validation table."""
     (X, y), (held_out, labels) = table(60, 0), table(30, 1)
     model = epk.EPKClassifier(steps=15, random_state=0).fit(X, y)
     return model.uncertain_classifier(held_out, labels, nodes=2), X, held_out

@@ -49,8 +49,6 @@ def texts(n: int, seed: int) -> tuple[Tensor, Tensor]:
 
 @dataclass(frozen=True)
 class Problem:
-    """A recorded run, what is asked of it, and its own loop's terms."""
-
     run: epk.Trajectory
     net: nn.Module
     X: Tensor
@@ -278,7 +276,6 @@ def test_a_planted_fault_is_named(name: str) -> None:
 
 
 def of_queries(values: Tensor, queries: list[int], change: Callable[[Tensor], Tensor]) -> Tensor:
-    """Return scores of which only some queries are wrong."""
     return values.index_copy(0, torch.tensor(queries), change(values[queries]))
 
 

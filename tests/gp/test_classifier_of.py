@@ -19,7 +19,6 @@ NAMES = ["ant", "bee", "cat", "dog", "eel"]
 
 
 def trained_net(seed: int = 0, *, frozen: bool = False) -> tuple[nn.Module, torch.Tensor, torch.Tensor]:
-    """Return a convolution, a normalisation with moving statistics and a layer, a little trained, and its data."""
     torch.manual_seed(seed)
     X = torch.randn(50, 1, 5, 5, dtype=torch.float64)
     y = (2 * (X[:, 0, 0, 0] > 0) + (X[:, 0, 2, 2] > 0.3) + (X[:, 0, 4, 4] > 1)).long()
@@ -52,7 +51,6 @@ def gradients_of(net: nn.Module, X: torch.Tensor) -> torch.Tensor:
 
 
 def kernel_of(J: torch.Tensor, K: torch.Tensor, X: torch.Tensor, Y: torch.Tensor, length: float) -> torch.Tensor:
-    """Return the square of the cosine of sum_c J_c J_c^T times the RBF kernel."""
     products = torch.einsum("ncp,mcp->nm", J, K)
     cosine = products / J.square().sum((1, 2)).sqrt()[:, None] / K.square().sum((1, 2)).sqrt()
     return (cosine * torch.exp(-torch.cdist(X.flatten(1), Y.flatten(1)).square() / (2 * length**2))) ** 2
@@ -188,8 +186,6 @@ def test_targets_of_data_sets_are_numbers_of_outputs_whatever_the_names(names):
 
 
 class Changed(nn.Module):
-    """A network whose outputs are changed by a function."""
-
     def __init__(self, net: nn.Module, change) -> None:
         super().__init__()
         self.net, self.change = net, change

@@ -56,7 +56,6 @@ def test_points_have_the_colours_of_their_classes_and_the_legend_that_maps_share
 
 
 def line_of(ax):
-    """The vertices of the decision boundary."""
     lines = [artist for artist in ax.collections if isinstance(artist, ContourSet) and not artist.filled]
     return np.concatenate([path.vertices for artist in lines for path in artist.get_paths()] or [np.zeros((0, 2))])
 

@@ -136,7 +136,6 @@ def test_a_report_shows_the_words_of_texts_and_of_the_training_texts(tmp_path):
 
 
 def log_probabilities(run, X, targets, state):
-    """Return the log-probability of a target at each position."""
     with torch.no_grad():
         z = run.model.returned(run.weights(state), X).log_softmax(dim=2)
     return z.gather(2, targets.clamp(min=0)[:, :, None])[:, :, 0]
