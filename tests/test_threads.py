@@ -13,8 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from thread_calls import CALLS, KERNELS, Shared, share
-from thread_faults import count_faults, expected_results, outcome
+from thread_faults import CALLS, KERNELS, Shared, count_faults, expected_results, outcome, share
 from thread_tools import THREADS, at_once, switching_often
 from torch import Tensor, nn
 
