@@ -62,6 +62,7 @@ def test_interpreters_and_environments_are_used_where_there_are_any(load, tmp_pa
     assert row["failure"] == "no Python 3.12 or later on this machine"
 
 
+@pytest.mark.slow
 def test_contenders_of_tangent_kernels_compute_the_same_blocks(monkeypatch):
     """Those in torch: of attention, moving statistics, and a layer that is used several times."""
     for load in page_code.imported(monkeypatch, FOLDER / "contenders"):
