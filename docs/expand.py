@@ -247,14 +247,15 @@ def headline() -> str:
         ],
         [
             "What does a question cost?",
-            f"**{one[0]}** (SGD) and **{one[1]}** (Adam) trainings of a small network (2-32-32-3, 300 points, 200 steps)",
+            f"**{one[0]}** (SGD) and **{one[1]}** (Adam) trainings of a small network "
+            "(2-32-32-3, 300 points, 200 steps)",
             f"ten questions {ten[0]} and {ten[1]}; three, one state at a time: {small['together'][0]['1']:.0f}",
         ],
         [
             "What does recording cost?",
             f"a step takes **{_range([row['later'] for row in recording], 2)}** times as long "
             f"({len(recording)} networks of 0.7 to 22.7 million weights)",
-            f"copying the weights alone: {_range([row['floor'] for row in recording], 2)}; a network of 25,450 weights: "
+            f"copying weights alone: {_range([row['floor'] for row in recording], 2)}; a network of 25,450 weights: "
             f"{_range([row['parts']['recording'] / row['training'] for row in halves if _is_small(row)], 1)} trainings",
         ],
     ]
@@ -327,15 +328,14 @@ def _language_costs(saved: dict) -> str:
         [
             row["network"],
             str(row["questions"]),
-            str(row["steps"]),
-            "each step" if row["every"] == 1 else f"{row['every']} steps",
+            f"{row['steps']}; {row['every']}",
             f"{row['trainings']:.1f}",
             f"{row['bytes_beside'] / row['bytes_of_adjoints']:.1f}",
             f"{row['error']:.0e}",
         ]
         for _, row in sorted(saved["cost"].items())
     ]
-    head = ["training", "questions", "steps", "stretch", "trainings", "memory", "sum against the network"]
+    head = ["training", "questions", "steps; per stretch", "trainings", "memory", "sum is off by"]
     r = saved["float32"]
     found = [
         f"In float32 with `keep_every={r['keep_every']}`, {r['steps']} steps of the GPT on 64 letters: "

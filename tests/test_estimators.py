@@ -504,7 +504,11 @@ def test_wrong_weights_and_calls_are_refused(classifier, regressor, unchecked):
         (lambda: epk.EPKRegressor(cv=[]).fit(X, targets), ValueError, "none of its 0 folds does"),
         (lambda: epk.EPKRegressor(cv=[([0, 1], [])]).fit(X, targets), ValueError, "cv must give rows to train on"),
         (lambda: epk.EPKRegressor(cv=[([0], [45])]).fit(X, targets), ValueError, "positions of the 45 rows: index 45"),
-        (lambda: epk.EPKRegressor([line, line], lr=1e9, steps=20, cv=2).fit(X, targets), ValueError, "training diverged: after no number of steps"),
+        (
+            lambda: epk.EPKRegressor([line, line], lr=1e9, steps=20, cv=2).fit(X, targets),
+            ValueError,
+            "training diverged: after no number of steps",
+        ),
         (lambda: epk.EPKRegressor().fit(X * 0, targets * 0), ValueError, "samples that differ"),
         (
             lambda: epk.EPKRegressor(nn.Linear(3, 3)).fit(X, targets),

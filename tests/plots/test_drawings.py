@@ -12,8 +12,8 @@ from matplotlib.text import Text
 from epk_gp.analysis.measures import ROCCurve
 from epk_gp.plots import PALETTE, class_regions, map_handles, region_handles, shades_of, uncertainty_map
 from epk_gp.plots.contributions import attribution_bars, training_image
-from epk_gp.plots.scores import risk_coverage, score_histogram, suspicion_bars
-from epk_gp.plots.style import IN_DISTRIBUTION, LOWERED, RAISED, REST, WRONG, output_name, plain
+from epk_gp.plots.scores import risk_coverage, score_histogram
+from epk_gp.plots.style import LOWERED, RAISED, REST, output_name, plain
 from epk_gp.report.overview import kernel_matrix, reliability_diagram, roc, spectrum, target_scatter
 
 
@@ -89,15 +89,6 @@ def test_histograms_of_different_sizes_have_one_area(ax):
     assert [patch.get_fill() for patch in ax.patches] == [True, False]  # told apart without colours
 
 
-def test_labels_that_another_class_is_expected_for_stand_out(ax):
-    suspicion_bars(ax, torch.tensor([-0.5, 0.1]), ["#3", "#4"])
-    assert widths(ax) == pytest.approx([-0.5, 0.1])
-    assert colours(ax) == [WRONG, IN_DISTRIBUTION]
-    assert words(ax.get_yticklabels()) == ["#3", "#4"]
-    low, high = ax.get_ylim()
-    assert low > high  # the worst stands on top
-
-
 def test_marks_and_curves_stand_where_their_numbers_are(ax):
     first, second, third, fourth = (ax.figure.add_subplot() for _ in range(4))
     reliability_diagram(first, torch.tensor([0.5, 0.9]), torch.tensor([0.4, 1.0]), torch.tensor([2, 10]))
@@ -137,9 +128,8 @@ TWO, CLASSES = np.ones(2), np.array([0, 1])
         (lambda ax: attribution_bars(ax, TWO, CLASSES, top=0), (), "at least one entry: got 0 of 2"),
         (lambda ax: attribution_bars(ax, TWO, CLASSES, names=["cat"]), (), "none for class 1"),
         (risk_coverage, ({},), "at least one curve: got none"),
-        (suspicion_bars, (TWO, ["#1"]), "names must name each label: got 1 names for 2 margins"),
     ],
-    ids=range(7),
+    ids=range(6),
 )
 def test_what_cannot_be_drawn_is_refused(ax, draw, arguments, message):
     with pytest.raises(ValueError, match=message):
@@ -164,7 +154,6 @@ DRAWINGS = {
     "image": lambda ax, name: training_image(ax, np.eye(4), name),
     "risk": lambda ax, name: risk_coverage(ax, {name: np.zeros(3)}),
     "histogram": lambda ax, name: score_histogram(ax, {name: ONE}, label=name),
-    "suspicion": lambda ax, name: suspicion_bars(ax, ONE, [name]),
     "matrix": lambda ax, name: kernel_matrix(ax, torch.eye(2), torch.from_numpy(CLASSES), [name] * 2),
     "output": lambda ax, name: ax.set_title(output_name(0, None, [name])),
 }
