@@ -101,11 +101,9 @@ def zero_last_layer() -> nn.Module:
 
 
 FAULTY = {
-    "straight_through": StraightThrough,
-    "stop_gradient": StopGradient,
-    "gradient_reversal": GradientReversal,
+    "straight_through": StraightThrough, "stop_gradient": StopGradient, "gradient_reversal": GradientReversal,
     "cast_inside": CastInside,
-}
+}  # fmt: skip
 SOUND = {
     "tanh": Base,
     "relu": lambda: Base(torch.relu),

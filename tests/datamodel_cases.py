@@ -242,13 +242,10 @@ def node_states(states: list[State]) -> list[tuple[State, float]]:
 
 
 def dense(
-    loop: Loop,
-    *,
-    coordinates: Callable[[Tensor], Tensor] | None = None,
-    numbers: Callable[[Tensor], Tensor] | None = None,
-    loss: Callable[[Tensor], Tensor] | None = None,
+    loop: Loop, *, coordinates: Callable[[Tensor], Tensor] | None = None,
+    numbers: Callable[[Tensor], Tensor] | None = None, loss: Callable[[Tensor], Tensor] | None = None,
     metric: Callable[[Tensor], Tensor] = lambda H: H,
-) -> Dense:
+) -> Dense:  # fmt: skip
     """Compute everything from Jacobians of the loop's own states; of the margins unless others are given.
 
     Args:

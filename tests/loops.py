@@ -42,21 +42,10 @@ def file_hashes(folder: Path) -> dict[str, str]:
 
 
 def record(
-    net: nn.Module,
-    optimizer: Any,
-    X: Any,
-    y: Tensor,
-    batches: Iterable[Any],
-    *,
-    value: Losses = F.cross_entropy,
-    call: Callable[[Any, Any], Any] = lambda net, x: net(x),
-    before: Callable[[int], object] = id,
-    weight: Any = 1.0,
-    targets: Any = None,
-    clear: bool = True,
-    stepped: Any = None,
-    **options: Any,
-) -> epk.Recorder:
+    net: nn.Module, optimizer: Any, X: Any, y: Tensor, batches: Iterable[Any], *, value: Losses = F.cross_entropy,
+    call: Callable[[Any, Any], Any] = lambda net, x: net(x), before: Callable[[int], object] = id, weight: Any = 1.0,
+    targets: Any = None, clear: bool = True, stepped: Any = None, **options: Any,
+) -> epk.Recorder:  # fmt: skip
     """Record one's own loop over batches, None for all rows; `before` is called before each step with its number.
 
     The loop steps the recorded optimizers, or `stepped`, which moves the weights in their place.

@@ -18,12 +18,9 @@ from epk_gp.recording.observer import states_before
 
 TENSOR = torch.tensor(0.01)
 COMMON: dict[str, dict[str, Any]] = {
-    "plain": {},
-    "decay": {"weight_decay": 0.1},
-    "foreach": {"foreach": True, "weight_decay": 0.1},
-    "maximize": {"maximize": True},
-    "tensor_lr": {"lr": TENSOR, "weight_decay": 0.1},
-}
+    "plain": {}, "decay": {"weight_decay": 0.1}, "foreach": {"foreach": True, "weight_decay": 0.1},
+    "maximize": {"maximize": True}, "tensor_lr": {"lr": TENSOR, "weight_decay": 0.1},
+}  # fmt: skip
 FUSED = {"fused": {"fused": True, "weight_decay": 0.1}}
 ADAM = {"amsgrad": {"amsgrad": True}, "tensor_betas": {"lr": TENSOR, "betas": (torch.tensor(0.9), torch.tensor(0.99))}}
 DECOUPLED = {
@@ -32,13 +29,10 @@ DECOUPLED = {
 }
 SPARSE = {"plain": {}, "maximize": {"maximize": True}, "tensor_lr": {"lr": TENSOR}, "betas": {"betas": (0.5, 0.9)}}
 NEWTON = {
-    "plain": {"weight_decay": 0.0},
-    "decay": {"weight_decay": 0.2},
-    "not_nesterov": {"nesterov": False},
-    "match_rms_adamw": {"adjust_lr_fn": "match_rms_adamw"},
-    "three_iterations": {"ns_steps": 3, "momentum": 0.5},
+    "plain": {"weight_decay": 0.0}, "decay": {"weight_decay": 0.2}, "not_nesterov": {"nesterov": False},
+    "match_rms_adamw": {"adjust_lr_fn": "match_rms_adamw"}, "three_iterations": {"ns_steps": 3, "momentum": 0.5},
     "tensor_lr": {"lr": TENSOR},
-}
+}  # fmt: skip
 OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
     "SGD": COMMON
     | FUSED

@@ -66,12 +66,9 @@ def reference_jacobian(net, trajectory, state, X, head="logits"):
 
 def mlp(activation=nn.Tanh, *, affine=True, momentum=0.1, width=6):
     return nn.Sequential(
-        nn.BatchNorm1d(4, affine=affine, momentum=momentum),
-        nn.Linear(4, width),
-        nn.BatchNorm1d(width, affine=affine, momentum=momentum),
-        activation(),
-        nn.Linear(width, 3),
-    ).double()
+        nn.BatchNorm1d(4, affine=affine, momentum=momentum), nn.Linear(4, width),
+        nn.BatchNorm1d(width, affine=affine, momentum=momentum), activation(), nn.Linear(width, 3),
+    ).double()  # fmt: skip
 
 
 def cnn(activation=nn.ReLU, *, affine=True, momentum=0.1, channels=4, norm=nn.BatchNorm2d):
@@ -79,16 +76,10 @@ def cnn(activation=nn.ReLU, *, affine=True, momentum=0.1, channels=4, norm=nn.Ba
     if norm is nn.InstanceNorm2d:
         keys["track_running_stats"] = True
     return nn.Sequential(
-        nn.Conv2d(1, channels, 3),
-        norm(channels, **keys),
-        activation(),
-        nn.MaxPool2d(2),
-        nn.Conv2d(channels, channels, 2),
-        norm(channels, **keys),
-        activation(),
-        nn.Flatten(),
+        nn.Conv2d(1, channels, 3), norm(channels, **keys), activation(), nn.MaxPool2d(2),
+        nn.Conv2d(channels, channels, 2), norm(channels, **keys), activation(), nn.Flatten(),
         nn.Linear(4 * channels, 3),
-    ).double()
+    ).double()  # fmt: skip
 
 
 class Shared(nn.Module):

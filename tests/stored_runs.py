@@ -272,15 +272,9 @@ def begin(path, *, net=None, statistics=STATISTICS, unexplained=None, optimizer=
     history = RunHistory(start, digest, (), moving)
     commits = CommitSchedule(writer, storage, history, training)
     return SimpleNamespace(
-        net=net,
-        history=history,
-        commits=commits,
-        training=training,
-        states=[start],
-        updates=[],
-        statistics=[moving],
+        net=net, history=history, commits=commits, training=training, states=[start], updates=[], statistics=[moving],
         steps=[],
-    )
+    )  # fmt: skip
 
 
 def add(run, passes, batch=None, generator=None, *, weights=None, lr=0.1, update=None):

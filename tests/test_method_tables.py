@@ -36,11 +36,9 @@ def measures(tables):
 
 def test_means_are_over_all_networks_the_best_is_bold_and_a_partial_mean_is_in_brackets(tables):
     assert tables.method_table(TABLE, measures(tables)).splitlines()[2:] == [
-        "| softmax | 0.850 | 0.25 |",
-        "| kNN | **0.980** | – |",
-        "| slow | (1.000) | (0.10) |",
+        "| softmax | 0.850 | 0.25 |", "| kNN | **0.980** | – |", "| slow | (1.000) | (0.10) |",
         "| ours | 0.960 | **0.15** |",
-    ]
+    ]  # fmt: skip
     saved = {"columns": ["AUROC", "NLL"], "table": TABLE}
     other = tables.Measure("AUROC", tables._of_columns(saved, "AUROC", data="kmnist"))
     assert tables.method_means(TABLE, other) == ({}, set())  # other data sets do not count

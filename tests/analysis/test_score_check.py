@@ -76,12 +76,9 @@ def flat(values: dict[str, Tensor], start: int = 1) -> Tensor:
 
 
 def by_hand(
-    problem: Problem,
-    *,
-    rounding: torch.dtype = torch.float64,
-    forget_at: int | None = None,
+    problem: Problem, *, rounding: torch.dtype = torch.float64, forget_at: int | None = None,
     row_loss: Callable[[Tensor, Tensor], Tensor] | None = None,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """Compute contributions as another system might: row by row, with the optimizer's memory of each row.
 
     Args:
