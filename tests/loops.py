@@ -125,17 +125,10 @@ def trained(case: RunCase, path: Path | None = None) -> epk.Trajectory:
     net, (X, y) = case.make_net(), case.make_data()
     optimizer = case.make_optimizer(net)
     return epk.train(
-        net,
-        X,
-        y,
-        optimizer=optimizer,
-        steps=case.steps,
-        loss=case.loss,
-        batch_size=case.batch_size,
+        net, X, y, optimizer=optimizer, steps=case.steps, loss=case.loss, batch_size=case.batch_size,
         generator=torch.Generator().manual_seed(3),
-        scheduler=None if case.make_scheduler is None else case.make_scheduler(optimizer),
-        folder=path,
-    )
+        scheduler=None if case.make_scheduler is None else case.make_scheduler(optimizer), folder=path,
+    )  # fmt: skip
 
 
 def frozen_batch_norm() -> nn.Module:

@@ -108,16 +108,10 @@ MOVES: dict[str, Move] = {"lookahead": lookahead, "restored": restored, "nested"
 
 
 def run(
-    make_net: Callable[[], nn.Module],
-    make_optimizer: Callable[[nn.Module], torch.optim.Optimizer],
-    move: Move,
-    steps: int = 11,
-    *,
-    look: Callable[[nn.Module, Tensor], object] | None = None,
-    after: Callable[[nn.Module, Memory], object] | None = None,
-    is_recorded: bool = True,
-    **options: Any,
-) -> tuple[Any, nn.Module]:
+    make_net: Callable[[], nn.Module], make_optimizer: Callable[[nn.Module], torch.optim.Optimizer], move: Move,
+    steps: int = 11, *, look: Callable[[nn.Module, Tensor], object] | None = None,
+    after: Callable[[nn.Module, Memory], object] | None = None, is_recorded: bool = True, **options: Any,
+) -> tuple[Any, nn.Module]:  # fmt: skip
     """Train; `look` is called before each step with the batch, `after` at the end, inside of the `with` statement."""
     torch.manual_seed(1)
     net, (X, y) = make_net().double().train(), data()

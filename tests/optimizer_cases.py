@@ -152,18 +152,11 @@ def recorded(
         )
         states.append(flat(net))
     run = epk.Trajectory(
-        model=model,
-        inputs=X,
-        targets=y,
-        loss=epk.CrossEntropy(),
-        update_rule=rule.name,
-        states=tuple(states),
+        model=model, inputs=X, targets=y, loss=epk.CrossEntropy(), update_rule=rule.name, states=tuple(states),
         updates=tuple(updates),
-        steps=tuple(Step(s, learning_rate(list(optimizers)), batch) for s, batch in enumerate(steps)),
-        num_outputs=3,
-        digest="by hand",
-        data_digest="by hand",
-    )
+        steps=tuple(Step(s, learning_rate(list(optimizers)), batch) for s, batch in enumerate(steps)), num_outputs=3,
+        digest="by hand", data_digest="by hand",
+    )  # fmt: skip
     return run, gradients
 
 

@@ -174,17 +174,13 @@ STATISTICS = ("1.running_mean", "1.running_var")
 
 
 WHOLE = ForwardPass(
-    num_rows=2,
-    modes=torch.arange(6) % 2 == 0,
+    num_rows=2, modes=torch.arange(6) % 2 == 0,
     inputs=SeenRows(torch.tensor([1, 0]), torch.linspace(0, 1, 8).reshape(2, 4).double()),
     targets=SeenRows(torch.tensor([0]), torch.tensor([[0.25, 0.5, 0.25]]).double()),
-    random_state=torch.Generator().manual_seed(3).get_state(),
-    device_random_state=torch.arange(16, dtype=torch.uint8),
-    statistics=torch.arange(12.0).double(),
-    statistics_after=torch.arange(12.0).double() + 1,
-    autocast=torch.bfloat16,
+    random_state=torch.Generator().manual_seed(3).get_state(), device_random_state=torch.arange(16, dtype=torch.uint8),
+    statistics=torch.arange(12.0).double(), statistics_after=torch.arange(12.0).double() + 1, autocast=torch.bfloat16,
     memory_order=torch.tensor([1, 0]),
-)
+)  # fmt: skip
 
 
 def norm_net():

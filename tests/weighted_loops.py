@@ -19,15 +19,9 @@ def cross_entropy(net: nn.Module, X: Tensor, y: Tensor) -> Tensor:
 
 
 def record(
-    net: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    X: Tensor,
-    y: Tensor,
-    batches: Iterable[Any],
-    *,
-    loss: Callable[[nn.Module, Tensor, Tensor], Tensor] = cross_entropy,
-    **options: Any,
-) -> epk.Trajectory:
+    net: nn.Module, optimizer: torch.optim.Optimizer, X: Tensor, y: Tensor, batches: Iterable[Any], *,
+    loss: Callable[[nn.Module, Tensor, Tensor], Tensor] = cross_entropy, **options: Any,
+) -> epk.Trajectory:  # fmt: skip
     with epk.Recorder(net.train(), optimizer, X, y, **options) as recorder:
         for batch in batches:
             rows = slice(None) if batch is None else batch

@@ -107,14 +107,12 @@ def table(n, seed):
     rng = np.random.default_rng(seed)
     X = pd.DataFrame(
         {
-            "age": rng.uniform(20, 70, n),
-            "income": rng.lognormal(10.8, 0.5, n),
-            "sex": rng.random(n) < 0.4,
+            "age": rng.uniform(20, 70, n), "income": rng.lognormal(10.8, 0.5, n), "sex": rng.random(n) < 0.4,
             "region": pd.Categorical(rng.choice([1, 2, 4], n, p=[0.2, 0.3, 0.5]), [1, 2, 4]),
             "children": rng.integers(0, 5, n),
         },
         index=[f"person {i}" for i in range(n)],
-    )
+    )  # fmt: skip
     return X, np.where(X["age"] + 8 * X["sex"] + X["income"] / 4000 > 60, "yes", "no")
 
 
