@@ -167,14 +167,6 @@ def test_another_number_and_a_word_that_cannot_be_read_are_found():
 
 
 TUTORIALS = {  # what their text says of the numbers that come out
-    "out_of_distribution": [
-        "all(areas['process: ' + name] > areas['network: entropy'] + 0.02"
-        " for name in ('mutual information', 'entropy', 'out of distribution'))",
-        "areas['pixels: nearest training image'] > areas['process: out of distribution']",
-        "areas['process: out of distribution'] > areas['process: error score'] + 0.02",
-        "noise['process: out of distribution'] > 0.999 > 0.99 > noise['network: entropy']",
-        "refused['known'] < 0.12 < 0.8 < refused['unknown']",
-    ],
     "regression": [
         "all(function['RBF'][k] < function['path kernel'][k] < function['network'][k] for k in (0, 1))",
         "abs(function['path kernel'][2] - 0.9) < 0.03",
