@@ -40,7 +40,6 @@ def record(kind):
 
 
 def losses(net, X, y):
-    """The loss of each row."""
     z = net(X)
     return (z - y).square().mean(1) if y.is_floating_point() else F.cross_entropy(z, y, reduction="none")
 
@@ -60,7 +59,6 @@ def states(kind, weights=None):
 
 
 def losses_of_test_points(kind, weights):
-    """The losses of the test points after training with weights."""
     net = network()
     net.load_state_dict(states(kind, weights)[-1])
     return losses(net, *data(kind)[1].tensors).detach()

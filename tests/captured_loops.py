@@ -18,8 +18,6 @@ FEATURES = (
 
 
 class Odd(nn.Module):
-    """A network that does something of its own in training mode."""
-
     def __init__(self, kind: str) -> None:
         super().__init__()
         self.first, self.last, self.kind, self.count = nn.Linear(4, 6), nn.Linear(6, CLASSES), kind, 0

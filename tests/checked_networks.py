@@ -8,8 +8,6 @@ from torch.nn import functional as F
 
 
 class Base(nn.Module):
-    """Two hidden layers."""
-
     def __init__(self, activation: Callable[[Tensor], Tensor] = torch.tanh) -> None:
         super().__init__()
         self.a, self.b, self.c = nn.Linear(4, 12), nn.Linear(12, 12), nn.Linear(12, 3)
@@ -23,8 +21,6 @@ class Base(nn.Module):
 
 
 class StraightThrough(Base):
-    """Quantised weights, whose gradient is passed through."""
-
     def forward(self, x: Tensor) -> Tensor:
         w = self.b.weight
         w = w + ((8 * w).round() / 8 - w).detach()
@@ -32,8 +28,6 @@ class StraightThrough(Base):
 
 
 class StopGradient(Base):
-    """A branch without a gradient."""
-
     def forward(self, x: Tensor) -> Tensor:
         h = self.hidden(x)
         return self.c(self.activation(self.b(h)) + 0.3 * h.detach())
@@ -63,16 +57,12 @@ class TopOneExperts(Base):
 
 
 class Autocast(Base):
-    """Computes in bfloat16 where the weights are float32."""
-
     def forward(self, x: Tensor) -> Tensor:
         with torch.autocast("cpu", dtype=torch.bfloat16):
             return super().forward(x).to(x.dtype)
 
 
 class CastInside(Base):
-    """Rounds its hidden units to bfloat16."""
-
     def forward(self, x: Tensor) -> Tensor:
         return self.c(self.activation(self.b(self.hidden(x).bfloat16().to(x.dtype))))
 
@@ -94,8 +84,6 @@ class SingleNorm(Base):
 
 
 class Attentive(nn.Module):
-    """Attention, layer normalisation and a residual connection."""
-
     def __init__(self) -> None:
         super().__init__()
         self.layer = nn.TransformerEncoderLayer(4, 2, 8, dropout=0.0, batch_first=True)
@@ -113,11 +101,9 @@ def zero_last_layer() -> nn.Module:
 
 
 FAULTY = {
-    "straight_through": StraightThrough,
-    "stop_gradient": StopGradient,
-    "gradient_reversal": GradientReversal,
+    "straight_through": StraightThrough, "stop_gradient": StopGradient, "gradient_reversal": GradientReversal,
     "cast_inside": CastInside,
-}
+}  # fmt: skip
 SOUND = {
     "tanh": Base,
     "relu": lambda: Base(torch.relu),

@@ -44,16 +44,10 @@ def _steps_of_an_epoch(draw: Draw, count: int) -> list[str]:
 def _measured(draw: Draw, count: int) -> list[str]:
     form = draw.choice(
         [
-            "iter_{}_acc{}",
-            "acc{1}_iter_{0}",
-            "model_acc{1}",
-            "loss{1}",
-            "{0}_{1}",
-            "model_{}_f{}",
-            "{1}_acc",
+            "iter_{}_acc{}", "acc{1}_iter_{0}", "model_acc{1}", "loss{1}", "{0}_{1}", "model_{}_f{}", "{1}_acc",
             "model_{1}_hits",
         ]
-    )
+    )  # fmt: skip
     return [form.format(k, draw.randrange(10, 99)) for k in _ascending(draw, count)]
 
 
@@ -68,18 +62,10 @@ def _dates(draw: Draw, count: int) -> list[str]:
     times = [start + timedelta(minutes=minutes * k) for k in _ascending(draw, count)]
     form = draw.choice(
         [
-            "%Y-%m-%d",
-            "%d-%m-%Y",
-            "%d%m%Y",
-            "%m%d%y",
-            "%Hh%M",
-            "%Y-%m-%d_%H-%M-%S",
-            "%d.%m",
-            "%d.%m_%H",
-            "%b%d",
+            "%Y-%m-%d", "%d-%m-%Y", "%d%m%Y", "%m%d%y", "%Hh%M", "%Y-%m-%d_%H-%M-%S", "%d.%m", "%d.%m_%H", "%b%d",
             "%m.%d-v%H",
         ]
-    )
+    )  # fmt: skip
     before = draw.choice(["", "ckpt_", "model-", "epoch_of_"])
     return [before + time.strftime(form) for time in times]
 
@@ -104,7 +90,6 @@ SCHEMES: tuple[Callable[[Draw, int], list[str]], ...] = (
 
 
 def draw_names(seed: int) -> list[str]:
-    """Draw names of files in the order in which they were saved."""
     draw = random.Random(seed)
     names = SCHEMES[seed % len(SCHEMES)](draw, draw.randint(2, 6))
     suffix = draw.choice([".pt", ".ckpt", ".pth", ".pth.tar", ".safetensors"])

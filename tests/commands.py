@@ -13,7 +13,6 @@ SMALL = ("--num-train", "24", "--num-test", "6", "--width", "5", "--steps", "4")
 
 
 def run(*arguments: object) -> int:
-    """Run a command in this process and give its exit status."""
     try:
         main([str(argument) for argument in arguments])
     except SystemExit as end:

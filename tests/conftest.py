@@ -11,9 +11,8 @@ torch.set_num_threads(int(os.environ.get("EPK_GP_TEST_THREADS", "1")))
 
 # Their slow tests run every page, tutorial, experiment and picture, the benchmarks, or a browser: `make test-pages`.
 PAGES = {
-    "test_attribution_benchmark.py", "test_benchmarks.py", "test_browser.py", "test_docs.py", "test_experiments.py",
-    "test_gallery.py", "test_notebooks.py", "test_readme.py", "test_text_browser.py", "test_tutorials.py",
-    "test_uncertainty_experiments.py",
+    "test_benchmarks.py", "test_browser.py", "test_docs.py", "test_experiments.py", "test_notebooks.py",
+    "test_readme.py", "test_text_browser.py",
 }  # fmt: skip
 
 

@@ -24,7 +24,6 @@ Metric = Callable[[dict[str, Any], dict[str, Any], int], Any]
 
 
 def internals(name: str) -> ModuleType:
-    """Return a module of the package's folder."""
     return importlib.import_module(f"epk_gp.datamodels.{name}")
 
 
@@ -70,7 +69,6 @@ def adam_metric(group: dict[str, Any], state: dict[str, Any], step: int) -> Tens
 
 
 def sgd_metric(group: dict[str, Any], state: dict[str, Any], step: int) -> float:
-    """lr times the sum of the momentum's powers so far."""
     mu = group["momentum"]
     q = sum(mu**k for k in range(step))
     return float(group["lr"] * (1 + mu * q if group["nesterov"] else q))
@@ -81,7 +79,6 @@ def rmsprop_metric(group: dict[str, Any], state: dict[str, Any], step: int) -> T
 
 
 def halves(net: nn.Module) -> list[dict[str, Any]]:
-    """The parameters in two groups, the second of which has another learning rate."""
     p = list(net.parameters())
     return [{"params": p[len(p) // 2 :]}, {"params": p[: len(p) // 2], "lr": 0.02}]
 
@@ -99,7 +96,6 @@ OPTIMIZERS: dict[str, tuple[Callable[[nn.Module], Optimizer], Metric]] = {
 
 
 def margin(z: Tensor, y: Tensor) -> Tensor:
-    """log p_y - log(1 - p_y)."""
     log_p = z.log_softmax(dim=1).gather(1, y[:, None])[:, 0]
     return log_p - torch.log1p(-log_p.exp())
 
@@ -117,8 +113,6 @@ class State:
 
 @dataclass(frozen=True, eq=False)
 class Loop:
-    """A training loop, recorded or not."""
-
     network: str = "mlp"
     optimizer: str = "sgd"
     batch: int | None = None
@@ -142,7 +136,6 @@ class Loop:
         return NETWORKS[self.network][0]().double()
 
     def record(self, **options: Any) -> epk.Trajectory:
-        """Record the run."""
         trajectory: epk.Trajectory = self._train(True, **options)[1].trajectory
         return trajectory
 
@@ -152,11 +145,9 @@ class Loop:
 
     @functools.cached_property
     def model(self) -> Any:
-        """The datamodel of the run's log-odds."""
         return epk.datamodel(self.run, *self.asked)
 
     def states(self) -> list[State]:
-        """Train without the package."""
         return self._train(False)[0]
 
     def _train(self, is_recorded: bool, **options: Any) -> tuple[list[State], Any]:
@@ -219,7 +210,6 @@ class Dense:
 
     @property
     def force(self) -> Tensor:
-        """Mean force along the path."""
         return -torch.stack([jacrev(self.loss)(u) for u in self.path]).mean(dim=0)
 
     @functools.cached_property
@@ -252,13 +242,10 @@ def node_states(states: list[State]) -> list[tuple[State, float]]:
 
 
 def dense(
-    loop: Loop,
-    *,
-    coordinates: Callable[[Tensor], Tensor] | None = None,
-    numbers: Callable[[Tensor], Tensor] | None = None,
-    loss: Callable[[Tensor], Tensor] | None = None,
+    loop: Loop, *, coordinates: Callable[[Tensor], Tensor] | None = None,
+    numbers: Callable[[Tensor], Tensor] | None = None, loss: Callable[[Tensor], Tensor] | None = None,
     metric: Callable[[Tensor], Tensor] = lambda H: H,
-) -> Dense:
+) -> Dense:  # fmt: skip
     """Compute everything from Jacobians of the loop's own states; of the margins unless others are given.
 
     Args:

@@ -46,7 +46,6 @@ def record(kind: str, steps: int = STEPS, dtype: torch.dtype = torch.float64, pa
 
 @lru_cache
 def recorded(kind: str, steps: int = STEPS, dtype: torch.dtype = torch.float64) -> Any:
-    """The same run in memory, which tests share."""
     return record(kind, steps, dtype)
 
 
@@ -59,14 +58,11 @@ def mixed(count: int, dtype: torch.dtype = torch.float64) -> epk.Points:
 
 
 def same(one: Any, other: Any) -> bool:
-    """Whether two results have the same bytes."""
     return content(one) == content(other)
 
 
 @dataclass(frozen=True)
 class Call:
-    """A long call: its name, the run that it needs, and what is called."""
-
     name: str
     kind: str
     compute: Callable[..., Any]
@@ -78,8 +74,6 @@ class Call:
 
 
 def _block(left: int, right: int = 0, call: Callable[..., Any] = epk.gram_block, **fixed: Any) -> Callable[..., Any]:
-    """A block of points, with themselves by default."""
-
     def compute(run: Any, **options: Any) -> Tensor:
         a = mixed(left, run.inputs.dtype)
         return call(run, a, mixed(right) if right else a, **{"rule": RULE, **fixed, **options})
@@ -143,20 +137,16 @@ CALLS = {
 
 
 def run_of(name: str) -> Any:
-    """The run that a call needs."""
     call = CALLS[name]
     return recorded(call.kind, call.steps, call.dtype)
 
 
 @lru_cache
 def alone(name: str) -> Any:
-    """The result of a call without workers."""
     return CALLS[name](run_of(name))
 
 
 class Pending:
-    """A result of `Shuffled`."""
-
     def __init__(self, pool: "Shuffled", call: Callable[[], Any], place: Any) -> None:
         self.pool, self.call, self.place, self.found = pool, call, place, list[Any]()
 
@@ -256,14 +246,12 @@ class Squares:
         return sorted(int(file.stem) for file in files if now - file.stat().st_mtime > seconds)
 
     def noted(self, n: int, what: str) -> list[int]:
-        """The processes that have begun, or done, a piece."""
         file = Path(self.notes) / f"{n}.txt"
         lines = file.read_text().splitlines() if file.exists() else []
         return [int(line.split()[1]) for line in lines if line.startswith(what)]
 
 
 def squares(work: Squares, executor: Any, folder: Path, count: int = COUNT) -> list[int]:
-    """Compute the squares of the first numbers."""
     options = ComputeOptions(executor=executor, checkpoint=folder)
     return [int(sums.added["value"]) for _, sums in run(replace(work, count=count), options, "squares")]
 

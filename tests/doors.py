@@ -49,14 +49,12 @@ class Door:
     points: bool = True
 
     def options(self, **options: Any) -> dict[str, Any]:
-        """Those of some options that the door takes."""
         return {name: value for name, value in options.items() if name in self.takes}
 
     def numbers(self, run: epk.Trajectory, X: Tensor, **options: Any) -> Tensor:
         return self.values(self.ask(run, X, **self.options(rule=epk.gauss_legendre(2), **options)))
 
     def refusal(self, run: epk.Trajectory, X: Any, error: type[Exception], message: str, **options: Any) -> str | None:
-        """None if the door refuses a question as it should; else what it does instead."""
         return refusal(error, message, self.ask, run, X, **options)
 
 
@@ -82,7 +80,6 @@ def by_steps(run: epk.Trajectory, X: Any, **options: Any) -> Any:
 
 
 def report(run: epk.Trajectory, X: Any, **options: Any) -> dict[str, Any]:
-    """The content of a report."""
     with tempfile.TemporaryDirectory() as folder:
         file = epk.write_report(Path(folder) / "report.html", run, X, outputs="all", kernel_points=0, **options)
         return embedded(file)

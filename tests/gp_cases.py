@@ -28,7 +28,6 @@ def gaussian_net():
 
 
 def gaussians(count, seed):
-    """Inputs and labels of three Gaussians, with so many points of each."""
     data = three_gaussians(count, dim=DIM, generator=torch.Generator().manual_seed(seed))
     return data.inputs, data.labels
 

@@ -61,7 +61,6 @@ def gram_diagonal_blocks(run: epk.Trajectory, a: epk.Points, **options: Any) -> 
 
 
 def first_step(trajectory: epk.Trajectory, X: Tensor, head: str = "logits") -> WeightSegment:
-    """Return f along the first step of a run."""
     w, end = trajectory.states[:2]
     return WeightSegment(plan_for(trajectory, trajectory.model_for(X)), w, end - w, head, 1 << 30)
 
@@ -85,15 +84,12 @@ def refusal(error: Any, message: str, ask: Callable[..., object], *args: Any, **
 
 
 def with_value(X: Tensor, value: float, row: int = 3) -> Tensor:
-    """Return a copy of X with one other value in a row."""
     X = X.clone()
     X[row, 1] = value
     return X
 
 
 class Twice(nn.Module):
-    """A layer used twice, and a bare parameter."""
-
     def __init__(self) -> None:
         super().__init__()
         self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 3)
@@ -115,8 +111,6 @@ class Tied(nn.Module):
 
 
 class Attention(nn.Module):
-    """Token embedding, attention made of linear layers, layer normalisation."""
-
     def __init__(self) -> None:
         super().__init__()
         self.embed = nn.Embedding(20, 8)
@@ -130,8 +124,6 @@ class Attention(nn.Module):
 
 
 class Transformer(nn.Module):
-    """An `nn.TransformerEncoderLayer` with a learned class token."""
-
     def __init__(self) -> None:
         super().__init__()
         self.encoder = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True, dropout=0.0)
@@ -218,8 +210,6 @@ NETWORKS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...] | None]] = {
 
 @dataclass(frozen=True)
 class Case:
-    """A recorded run and test points."""
-
     name: str
     trajectory: epk.Trajectory
     test: Tensor

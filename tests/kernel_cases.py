@@ -42,7 +42,6 @@ def path_kernel_block(trajectory, x, y, **options):
 
 
 def reduced(K, outputs):
-    """What a mode makes of a block (n, C, m, C)."""
     if outputs == "full":
         return K.reshape(K.shape[0] * K.shape[1], -1)
     if outputs == "independent":

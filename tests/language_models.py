@@ -116,7 +116,6 @@ class RMSNorm(nn.Module):
 
 
 def rotated(x: Tensor) -> Tensor:
-    """Rotate halves."""
     d = x.shape[-1] // 2
     angles = torch.outer(torch.arange(x.shape[2]), 0.1 ** torch.arange(d)).to(x.dtype).repeat(1, 2)
     return x * angles.cos() + torch.cat([-x[..., d:], x[..., :d]], dim=-1) * angles.sin()

@@ -37,27 +37,15 @@ def flat(net: nn.Module) -> Tensor:
 
 
 def file_hashes(folder: Path) -> dict[str, str]:
-    """Name and content of every file below a folder."""
     files = sorted(file for file in folder.rglob("*") if file.is_file())
     return {str(file.relative_to(folder)): hashlib.sha256(file.read_bytes()).hexdigest() for file in files}
 
 
 def record(
-    net: nn.Module,
-    optimizer: Any,
-    X: Any,
-    y: Tensor,
-    batches: Iterable[Any],
-    *,
-    value: Losses = F.cross_entropy,
-    call: Callable[[Any, Any], Any] = lambda net, x: net(x),
-    before: Callable[[int], object] = id,
-    weight: Any = 1.0,
-    targets: Any = None,
-    clear: bool = True,
-    stepped: Any = None,
-    **options: Any,
-) -> epk.Recorder:
+    net: nn.Module, optimizer: Any, X: Any, y: Tensor, batches: Iterable[Any], *, value: Losses = F.cross_entropy,
+    call: Callable[[Any, Any], Any] = lambda net, x: net(x), before: Callable[[int], object] = id, weight: Any = 1.0,
+    targets: Any = None, clear: bool = True, stepped: Any = None, **options: Any,
+) -> epk.Recorder:  # fmt: skip
     """Record one's own loop over batches, None for all rows; `before` is called before each step with its number.
 
     The loop steps the recorded optimizers, or `stepped`, which moves the weights in their place.
@@ -77,8 +65,6 @@ def record(
 
 
 class Tokens(nn.Module):
-    """Integer inputs."""
-
     def __init__(self) -> None:
         super().__init__()
         self.embed, self.out = nn.Embedding(7, 5), nn.Linear(5, 3)
@@ -136,21 +122,13 @@ def by_hand(
 
 
 def trained(case: RunCase, path: Path | None = None) -> epk.Trajectory:
-    """Train with `epk.train`."""
     net, (X, y) = case.make_net(), case.make_data()
     optimizer = case.make_optimizer(net)
     return epk.train(
-        net,
-        X,
-        y,
-        optimizer=optimizer,
-        steps=case.steps,
-        loss=case.loss,
-        batch_size=case.batch_size,
+        net, X, y, optimizer=optimizer, steps=case.steps, loss=case.loss, batch_size=case.batch_size,
         generator=torch.Generator().manual_seed(3),
-        scheduler=None if case.make_scheduler is None else case.make_scheduler(optimizer),
-        folder=path,
-    )
+        scheduler=None if case.make_scheduler is None else case.make_scheduler(optimizer), folder=path,
+    )  # fmt: skip
 
 
 def frozen_batch_norm() -> nn.Module:

@@ -42,7 +42,6 @@ def mlp() -> nn.Module:
 
 
 def cnn() -> nn.Module:
-    """A small network of airbench94's layers: convolution, BatchNorm whose scale is frozen, GELU, pooling."""
     norm = nn.BatchNorm2d(3, momentum=0.4)
     norm.weight.requires_grad = False
     layers = [nn.Unflatten(1, (1, 2, 2)), nn.Conv2d(1, 3, 2, padding=1), norm, nn.GELU(), nn.AvgPool2d(2)]
@@ -97,7 +96,6 @@ def nested(net: nn.Module, step: int, memory: Memory) -> None:
 
 
 def undone(net: nn.Module, step: int, memory: Memory) -> None:
-    """A step that is undone, and half of one."""
     if step in (3, 6):
         with torch.no_grad():
             for name, value in net.state_dict().items():
@@ -110,16 +108,10 @@ MOVES: dict[str, Move] = {"lookahead": lookahead, "restored": restored, "nested"
 
 
 def run(
-    make_net: Callable[[], nn.Module],
-    make_optimizer: Callable[[nn.Module], torch.optim.Optimizer],
-    move: Move,
-    steps: int = 11,
-    *,
-    look: Callable[[nn.Module, Tensor], object] | None = None,
-    after: Callable[[nn.Module, Memory], object] | None = None,
-    is_recorded: bool = True,
-    **options: Any,
-) -> tuple[Any, nn.Module]:
+    make_net: Callable[[], nn.Module], make_optimizer: Callable[[nn.Module], torch.optim.Optimizer], move: Move,
+    steps: int = 11, *, look: Callable[[nn.Module, Tensor], object] | None = None,
+    after: Callable[[nn.Module, Memory], object] | None = None, is_recorded: bool = True, **options: Any,
+) -> tuple[Any, nn.Module]:  # fmt: skip
     """Train; `look` is called before each step with the batch, `after` at the end, inside of the `with` statement."""
     torch.manual_seed(1)
     net, (X, y) = make_net().double().train(), data()

@@ -18,12 +18,9 @@ from epk_gp.recording.observer import states_before
 
 TENSOR = torch.tensor(0.01)
 COMMON: dict[str, dict[str, Any]] = {
-    "plain": {},
-    "decay": {"weight_decay": 0.1},
-    "foreach": {"foreach": True, "weight_decay": 0.1},
-    "maximize": {"maximize": True},
-    "tensor_lr": {"lr": TENSOR, "weight_decay": 0.1},
-}
+    "plain": {}, "decay": {"weight_decay": 0.1}, "foreach": {"foreach": True, "weight_decay": 0.1},
+    "maximize": {"maximize": True}, "tensor_lr": {"lr": TENSOR, "weight_decay": 0.1},
+}  # fmt: skip
 FUSED = {"fused": {"fused": True, "weight_decay": 0.1}}
 ADAM = {"amsgrad": {"amsgrad": True}, "tensor_betas": {"lr": TENSOR, "betas": (torch.tensor(0.9), torch.tensor(0.99))}}
 DECOUPLED = {
@@ -32,13 +29,10 @@ DECOUPLED = {
 }
 SPARSE = {"plain": {}, "maximize": {"maximize": True}, "tensor_lr": {"lr": TENSOR}, "betas": {"betas": (0.5, 0.9)}}
 NEWTON = {
-    "plain": {"weight_decay": 0.0},
-    "decay": {"weight_decay": 0.2},
-    "not_nesterov": {"nesterov": False},
-    "match_rms_adamw": {"adjust_lr_fn": "match_rms_adamw"},
-    "three_iterations": {"ns_steps": 3, "momentum": 0.5},
+    "plain": {"weight_decay": 0.0}, "decay": {"weight_decay": 0.2}, "not_nesterov": {"nesterov": False},
+    "match_rms_adamw": {"adjust_lr_fn": "match_rms_adamw"}, "three_iterations": {"ns_steps": 3, "momentum": 0.5},
     "tensor_lr": {"lr": TENSOR},
-}
+}  # fmt: skip
 OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
     "SGD": COMMON
     | FUSED
@@ -76,8 +70,6 @@ CASES = {
 
 
 class Embedded(nn.Module):
-    """An embedding with sparse gradients, and nothing else."""
-
     def __init__(self) -> None:
         super().__init__()
         self.embed = nn.Embedding(9, 3, sparse=True)
@@ -87,7 +79,6 @@ class Embedded(nn.Module):
 
 
 def problem(name: str) -> tuple[nn.Module, Tensor, Tensor]:
-    """A small network that an optimizer can train, 11 points and their labels."""
     torch.manual_seed(3)
     y = torch.randint(0, 3, (11,))
     if name == "SparseAdam":
@@ -161,21 +152,13 @@ def recorded(
         )
         states.append(flat(net))
     run = epk.Trajectory(
-        model=model,
-        inputs=X,
-        targets=y,
-        loss=epk.CrossEntropy(),
-        update_rule=rule.name,
-        states=tuple(states),
+        model=model, inputs=X, targets=y, loss=epk.CrossEntropy(), update_rule=rule.name, states=tuple(states),
         updates=tuple(updates),
-        steps=tuple(Step(s, learning_rate(list(optimizers)), batch) for s, batch in enumerate(steps)),
-        num_outputs=3,
-        digest="by hand",
-        data_digest="by hand",
-    )
+        steps=tuple(Step(s, learning_rate(list(optimizers)), batch) for s, batch in enumerate(steps)), num_outputs=3,
+        digest="by hand", data_digest="by hand",
+    )  # fmt: skip
     return run, gradients
 
 
 def zero_matrices(update: UpdateCoefficients) -> UpdateCoefficients:
-    """The same coefficients with the identity in the place of matrices."""
     return replace(update, left={}, right={})

@@ -81,7 +81,6 @@ RUNS: dict[str, tuple[Callable[[], nn.Module], str]] = {
 
 @functools.cache
 def recorded(name: str, steps: int = STEPS, dtype: torch.dtype = torch.float64) -> epk.Trajectory:
-    """Record minibatches of four of ten points, in training mode."""
     torch.manual_seed(3)
     make, optimizer_name = RUNS[name]
     net = make().to(dtype).train()
@@ -96,7 +95,6 @@ def queries(count: int = 3, dtype: torch.dtype = torch.float64) -> Tensor:
 
 
 def state(run: epk.Trajectory, s: int) -> dict[str, Tensor]:
-    """Weights and moving statistics."""
     return {name: value.clone() for name, value in run.weights(s).items()}
 
 

@@ -126,7 +126,6 @@ class Loop:
             p.copy_(own.lerp_(p, 1 - self.pulls))
 
     def batches(self, size: int) -> list[list[Tensor]]:
-        """The rows of each step, by rank."""
         generator = torch.Generator().manual_seed(3)
         found = []
         for _ in range(self.steps):

@@ -27,8 +27,6 @@ def _mlp(outputs=3):
 
 
 class Words(nn.Module):
-    """Embedded words, averaged."""
-
     def __init__(self) -> None:
         super().__init__()
         self.embed, self.out = nn.Embedding(9, 4), nn.Linear(4, 3)
@@ -78,7 +76,6 @@ def letters_run():
 
 @functools.cache
 def report_case(name: str):
-    """Return a run, points, and their labels or targets."""
     torch.manual_seed(0)
     rows, points = torch.randn(12, 5, dtype=torch.float64), torch.randn(8, 5, dtype=torch.float64)
     labels, true = torch.arange(12) % 3, torch.arange(8) % 3
@@ -132,7 +129,6 @@ def report_of_everything(folder: Path) -> dict[str, Any]:
 
 
 def embedded(file: Path) -> dict[str, Any]:
-    """Return the content of a report."""
     text = re.search(r'<script type="application/json" id="content">(.*?)</script>', file.read_text(), re.DOTALL)
     assert text is not None
     content: dict[str, Any] = json.loads(text[1])
@@ -140,7 +136,6 @@ def embedded(file: Path) -> dict[str, Any]:
 
 
 def terms_of(view: dict[str, Any]) -> int:
-    """Return the sum of the terms of a view, whole numbers all of them."""
     named = sum(entry[1] for side in ("raised", "lowered") for entry in view[side])
     rest = view["rest_raised"][1] + view["rest_lowered"][1]
     return named + rest + sum(view[name] for name in ("decay", "statistics", "unexplained", "rounding"))

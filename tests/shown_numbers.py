@@ -23,7 +23,6 @@ SUPERSCRIPTS = {ord(a): b for a, b in zip("⁰¹²³⁴⁵⁶⁷⁸⁹⁻", "012
 
 
 def at(content, path):
-    """Return what stands in the content at a path."""
     for key in path.split("."):
         content = content[int(key)] if isinstance(content, list) else content[key]
     return content
@@ -51,7 +50,6 @@ def expected(content, source, state):
 
 
 def view_of(content, state):
-    """Return the explanation and the view of a state (point, class, layer, steps)."""
     point, target, layer, steps = state
     explanation = content["points"][point]["explanations"][str(target)]
     return explanation, explanation["views"][f"{layer}|{steps}"]
@@ -79,7 +77,6 @@ def exact_text(content, quanta):
 
 
 def read(text):
-    """Return a shown number and the half of its last digit's unit."""
     plain = text.replace(THIN, "").replace(MINUS, "-").replace("+", "").translate(SUPERSCRIPTS)
     percent = plain.endswith("%")
     if percent and plain[0] in "<>":
@@ -106,19 +103,16 @@ def without_names(content, text):
 
 
 def go(page, fragment):
-    """Follow a link within the report."""
     page.goto(page.url.split("#")[0] + fragment)
 
 
 def fragment_of(state):
-    """Return the link of a state (point, class, layer, steps)."""
     point, target, layer, steps = state
     chosen = [f"{name}={value}" for name, value in (("layer", layer), ("steps", steps)) if value != "*"]
     return "#" + "&".join([f"point={point}", f"class={target}", *chosen])
 
 
 def shown_sum(page):
-    """Return the sum that is shown, in quanta, and its text."""
     element = page.locator("#sum [data-source='sum of the view']")
     return int(element.get_attribute("value")), element.inner_text()
 

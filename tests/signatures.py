@@ -14,15 +14,11 @@ NUM_POINTS, NUM_TOKENS, NUM_CLASSES = 8, 4, 3
 
 @dataclass
 class ModelOutput:
-    """What Hugging Face's networks return, in small."""
-
     logits: Tensor
     hidden: Tensor | None = None
 
 
 class TwoInputs(nn.Module):
-    """Two tensors of floats, of other widths."""
-
     def __init__(self) -> None:
         super().__init__()
         self.a, self.b, self.out = nn.Linear(3, 6), nn.Linear(2, 6), nn.Linear(6, NUM_CLASSES)
@@ -55,13 +51,10 @@ def tagger_inputs(n: int = NUM_POINTS) -> dict[str, Tensor]:
 
 
 def two_inputs(n: int = NUM_POINTS) -> tuple[Tensor, Tensor]:
-    """Return inputs of `TwoInputs`."""
     return torch.randn(n, 3).double(), torch.randn(n, 1, 2).double()
 
 
 class Wrapped(nn.Module):
-    """A network that takes and returns one tensor, by hand."""
-
     def __init__(self, inner: nn.Module, call: Callable[[nn.Module, Tensor], Tensor]) -> None:
         super().__init__()
         self.inner, self.call = inner, call
@@ -76,7 +69,6 @@ def mean_logits(returned: Any) -> Tensor:
 
 
 def record(net: nn.Module, X: Any, y: Tensor, *, steps: int = 4, momentum: float = 0.0, **options: Any) -> Any:
-    """Train a network on batches, with the recorder's own loop."""
     optimizer = torch.optim.SGD(net.parameters(), lr=0.3, momentum=momentum)
     generator = torch.Generator().manual_seed(3)
     return epk.train(net, X, y, optimizer=optimizer, steps=steps, batch_size=5, generator=generator, **options)

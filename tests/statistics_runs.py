@@ -15,7 +15,6 @@ def train_by_hand(net, X, y, *, num_steps=4):
 
 
 def rows(num=24, shape=(4,), num_classes=3):
-    """Return inputs off the origin and their labels."""
     X = torch.randn(num, *shape, dtype=torch.float64) + 0.3
     return X, torch.randint(num_classes, (num,))
 
@@ -51,7 +50,6 @@ def in_plain_words(net, *, detaches=False):
 
 
 def reference_outputs(net, trajectory, state, X):
-    """Evaluate f at a flat state by the network in plain words."""
     return functional_call(in_plain_words(net).eval(), trajectory.model.unflatten(state), (X,))
 
 
@@ -68,12 +66,9 @@ def reference_jacobian(net, trajectory, state, X, head="logits"):
 
 def mlp(activation=nn.Tanh, *, affine=True, momentum=0.1, width=6):
     return nn.Sequential(
-        nn.BatchNorm1d(4, affine=affine, momentum=momentum),
-        nn.Linear(4, width),
-        nn.BatchNorm1d(width, affine=affine, momentum=momentum),
-        activation(),
-        nn.Linear(width, 3),
-    ).double()
+        nn.BatchNorm1d(4, affine=affine, momentum=momentum), nn.Linear(4, width),
+        nn.BatchNorm1d(width, affine=affine, momentum=momentum), activation(), nn.Linear(width, 3),
+    ).double()  # fmt: skip
 
 
 def cnn(activation=nn.ReLU, *, affine=True, momentum=0.1, channels=4, norm=nn.BatchNorm2d):
@@ -81,21 +76,13 @@ def cnn(activation=nn.ReLU, *, affine=True, momentum=0.1, channels=4, norm=nn.Ba
     if norm is nn.InstanceNorm2d:
         keys["track_running_stats"] = True
     return nn.Sequential(
-        nn.Conv2d(1, channels, 3),
-        norm(channels, **keys),
-        activation(),
-        nn.MaxPool2d(2),
-        nn.Conv2d(channels, channels, 2),
-        norm(channels, **keys),
-        activation(),
-        nn.Flatten(),
+        nn.Conv2d(1, channels, 3), norm(channels, **keys), activation(), nn.MaxPool2d(2),
+        nn.Conv2d(channels, channels, 2), norm(channels, **keys), activation(), nn.Flatten(),
         nn.Linear(4 * channels, 3),
-    ).double()
+    ).double()  # fmt: skip
 
 
 class Shared(nn.Module):
-    """One normalisation that is called twice."""
-
     def __init__(self):
         super().__init__()
         self.first, self.norm, self.last = nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 3)

@@ -58,7 +58,6 @@ def flip(file, position):
 
 
 def opened(run, net=None, **options):
-    """Open a run as a trajectory, and read its forward passes."""
     trajectory = epk.load_trajectory(run, mlp() if net is None else net, **options)
     for step in trajectory.steps:
         list(step.passes)
@@ -90,7 +89,6 @@ def resumed(path, net=None, optimizer=sgd, X=None, y=None, **options):
 
 
 def step(recorder, batch=None):
-    """A step on a batch, or on all points."""
     rows = slice(None) if batch is None else batch
     recorder.optimizer.zero_grad()
     F.cross_entropy(recorder.net(recorder.X[rows]), recorder.y[rows]).backward()
@@ -124,7 +122,6 @@ def replace_chunk(run, content, name=CHUNK):
 
 
 def changed(change):
-    """Change the tensors of a chunk, with all checksums."""
     return lambda run: replace_chunk(run, save(change(load_file(run / CHUNK))))
 
 
@@ -137,8 +134,6 @@ def without(name):
 
 
 def entry(name, position, value):
-    """Another number in a tensor."""
-
     def change(tensor):
         tensor = tensor.clone()
         tensor.view(-1)[position] = value
@@ -178,17 +173,13 @@ STATISTICS = ("1.running_mean", "1.running_var")
 
 
 WHOLE = ForwardPass(
-    num_rows=2,
-    modes=torch.arange(6) % 2 == 0,
+    num_rows=2, modes=torch.arange(6) % 2 == 0,
     inputs=SeenRows(torch.tensor([1, 0]), torch.linspace(0, 1, 8).reshape(2, 4).double()),
     targets=SeenRows(torch.tensor([0]), torch.tensor([[0.25, 0.5, 0.25]]).double()),
-    random_state=torch.Generator().manual_seed(3).get_state(),
-    device_random_state=torch.arange(16, dtype=torch.uint8),
-    statistics=torch.arange(12.0).double(),
-    statistics_after=torch.arange(12.0).double() + 1,
-    autocast=torch.bfloat16,
+    random_state=torch.Generator().manual_seed(3).get_state(), device_random_state=torch.arange(16, dtype=torch.uint8),
+    statistics=torch.arange(12.0).double(), statistics_after=torch.arange(12.0).double() + 1, autocast=torch.bfloat16,
     memory_order=torch.tensor([1, 0]),
-)
+)  # fmt: skip
 
 
 def norm_net():
@@ -240,7 +231,6 @@ def random_passes(generator, num_rows, **options):
 
 
 def same_passes(read, written):
-    """Whether passes are equal, bit for bit."""
     return len(read) == len(written) and all(
         equal_values(getattr(a, name), getattr(b, name))
         for a, b in zip(read, written, strict=True)
@@ -277,15 +267,9 @@ def begin(path, *, net=None, statistics=STATISTICS, unexplained=None, optimizer=
     history = RunHistory(start, digest, (), moving)
     commits = CommitSchedule(writer, storage, history, training)
     return SimpleNamespace(
-        net=net,
-        history=history,
-        commits=commits,
-        training=training,
-        states=[start],
-        updates=[],
-        statistics=[moving],
+        net=net, history=history, commits=commits, training=training, states=[start], updates=[], statistics=[moving],
         steps=[],
-    )
+    )  # fmt: skip
 
 
 def add(run, passes, batch=None, generator=None, *, weights=None, lr=0.1, update=None):

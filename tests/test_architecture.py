@@ -118,12 +118,10 @@ def test_public_functions_have_at_most_six_positional_parameters():
 def test_the_reader_of_imports_sees_every_form(tmp_path):
     """The negative control."""
     forms = {
-        "from epk_gp.gp.models import LogitGP": {"gp.models"},
-        "from epk_gp.storage import schema": {"storage.schema"},
-        "def f():\n    import epk_gp.cli": {"cli"},
-        "import torch\nfrom torch import Tensor": set(),
+        "from epk_gp.gp.models import LogitGP": {"gp.models"}, "from epk_gp.storage import schema": {"storage.schema"},
+        "def f():\n    import epk_gp.cli": {"cli"}, "import torch\nfrom torch import Tensor": set(),
         "from epk_gp import __version__": {"epk_gp"},
-    }
+    }  # fmt: skip
     for number, (source, names) in enumerate(forms.items()):
         file = tmp_path / f"{number}.py"
         file.write_text(source)

@@ -1,4 +1,7 @@
-"""The benchmarks can be imported, and those that are cheap run in their smallest form: a rename must not break them."""
+"""The benchmarks can be imported, and those that are cheap run in their smallest form: a rename must not break them.
+
+Those of attribution are judges of others: their truth is that of the recorded run, and a score that is right has a one.
+"""
 
 import json
 import subprocess
@@ -59,6 +62,7 @@ def test_interpreters_and_environments_are_used_where_there_are_any(load, tmp_pa
     assert row["failure"] == "no Python 3.12 or later on this machine"
 
 
+@pytest.mark.slow
 def test_contenders_of_tangent_kernels_compute_the_same_blocks(monkeypatch):
     """Those in torch: of attention, moving statistics, and a layer that is used several times."""
     for load in page_code.imported(monkeypatch, FOLDER / "contenders"):
@@ -105,6 +109,34 @@ def small_networks(b):
         b.typer.echo((Path(folder) / "table.md").read_text())
 
 
+def attribution(b):
+    """It goes on where it was stopped."""
+    with tempfile.TemporaryDirectory() as name:
+        b.TINY, folder = b.TINY[:1], Path(name)
+        options = {"rows": folder / "rows", "out": folder / "out", "environments": folder, "peers": False}
+        for only in ("truth|random|neighbours", "Shapley|seconds"):
+            b.main(seeds=1, subsets=6, tiny=True, only=only, **options)
+        b.typer.echo((folder / "out.md").read_text())
+
+
+def judged_or_datamodels(b, **options):
+    with tempfile.TemporaryDirectory() as folder:
+        b.main(rows=Path(folder), out=Path(folder) / "out", peers=False, tiny=True, **options)
+        b.typer.echo((Path(folder) / "out.md").read_text())
+
+
+def beside_laplace(b):
+    with tempfile.TemporaryDirectory() as name:
+        b.main(Path(name) / "rows.json", Path(name), 1.0, Path(name), quick=True)
+        b.typer.echo((Path(name) / "rows.json").read_text())
+
+
+def open_set(b):
+    with tempfile.TemporaryDirectory() as name:
+        b.main(out=Path(name) / "rows.json", epochs=1, splits=1, library=False, small=True)
+        b.typer.echo((Path(name) / "rows.json").read_text())
+
+
 SMALL = {  # benchmarks in their smallest form, and what they say
     "uncertainty_grid": (
         lambda b: b.main(grid=3, num_train=6, steps=1, outputs="independent", nodes=1, as_json=False),
@@ -131,20 +163,100 @@ SMALL = {  # benchmarks in their smallest form, and what they say
     "fewer_states": (fewer_states, '"residual": '),
     "small_networks": (small_networks, "\n| MLP | attribute of 3 | "),
     "paths": (some_paths, "\n| 2 | 1 | "),
+    "attribution/run": (attribution, "| random "),
+    "attribution/judged": (
+        lambda b: judged_or_datamodels(b, retrainings=4),
+        "Not computed: TracInCP (captum), TracIn (dattri), influence",
+    ),
+    "attribution/datamodels": (
+        lambda b: judged_or_datamodels(b, subsets=8, only="digits.*seed 0: (truth, half|path ridge|ridge)"),
+        "| digits, 0 | path ridge | ",
+    ),
+    "outside/openset": (open_set, '"epk_gp, out of distribution"'),
+    "outside/laplace": (beside_laplace, '"epk_gp, recorded path"'),
 }
 
 
 @pytest.mark.mostly_slow
 @pytest.mark.skipif(sys.platform != "linux", reason="peak memory is read from /proc")
 @pytest.mark.parametrize("name", SMALL)
-def test_a_benchmark_runs_in_its_smallest_form(load, name, capsys, monkeypatch):
-    (run, said), benchmark = SMALL[name], load(name)
-    for owner in (benchmark.PathKernel, benchmark.models) if name == "logit_posterior" else ():
-        for wrapped, value in vars(owner).copy().items():  # it wraps some of their functions: they come back
-            if callable(value) and not wrapped.startswith("__"):
-                monkeypatch.setattr(owner, wrapped, value)
-    run(benchmark)
+def test_a_benchmark_runs_in_its_smallest_form(name, capsys, monkeypatch):
+    (run, said), (folder, _, file) = SMALL[name], name.rpartition("/")
+    for load in page_code.imported(monkeypatch, *dict.fromkeys((FOLDER, FOLDER / folder))):
+        benchmark = load(file)
+        for owner in (benchmark.PathKernel, benchmark.models) if name == "logit_posterior" else ():
+            for wrapped, value in vars(owner).copy().items():  # it wraps some of their functions: they come back
+                if callable(value) and not wrapped.startswith("__"):
+                    monkeypatch.setattr(owner, wrapped, value)
+        if file == "datamodels":
+            monkeypatch.setattr(load("datamodel_systems"), "NETWORKS", 40)
+        run(benchmark)
     assert said in capsys.readouterr().out
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["tiny MLP", "tiny transformer"])
+def test_the_truth_of_attribution_is_the_recorded_run_trained_again(monkeypatch, name):
+    for load in page_code.imported(monkeypatch, FOLDER, FOLDER / "attribution"):
+        retraining, settings = load("retraining"), load("settings")
+        problem = settings.Problem(next(setting for setting in settings.TINY if setting.name == name), seed=0)
+        run, again = retraining.record(problem), retraining.retrained(problem, torch.ones(2, problem.setting.num_train))
+        # AdamW divides gradients that are rounding by their own size, so single weights may move by a step of size lr
+        atol = 2 * problem.setting.lr * run.num_steps * (1e-2 if problem.setting.optimizer == "adamw" else 1e-5)
+        for key, value in retraining.weights_at(run, run.num_steps).items():
+            torch.testing.assert_close(again[key], value.expand_as(again[key]), rtol=0, atol=atol)
+
+
+def test_scores_that_add_up_to_the_outcomes_have_a_datamodeling_score_of_one(monkeypatch):
+    for load in page_code.imported(monkeypatch, FOLDER, FOLDER / "attribution"):
+        agreement, generator = load("agreement"), torch.Generator().manual_seed(0)
+        scores = torch.randn(4, 10, generator=generator)
+        subsets = (torch.rand(30, 10, generator=generator) < 0.5).float()
+        outcomes, score = subsets @ scores.T, agreement.linear_datamodeling_score
+        assert score(scores, subsets, outcomes.exp()) == pytest.approx(1.0)
+        assert score(-scores, subsets, outcomes) == pytest.approx(-1.0)
+        assert score(torch.zeros(4, 10), subsets, outcomes) == 0.0
+        true = torch.randn(50, 80, generator=generator)
+        predicted = true + torch.randn(50, 80, generator=generator)
+        low, high = agreement.bootstrap_interval(predicted, true)
+        assert low < agreement.mean_rank_correlation(predicted, true) < high < low + 0.1
+
+
+HEAD = {"versions": {"python": "3", "epk_gp": "0"}, "machine": {"threads": 1}, "date": "a day", "repeats": "once"}
+
+
+def a_row(system, number, unit="AUROC", data="digits"):
+    values = {"number": number, "deviation": 0.25, "cost_seconds": 2.0, "note": ""}
+    return {"system": system, "judge": "a judge", "data": data, "unit": unit, **values}
+
+
+def test_a_table_of_outside_judges_has_the_best_in_bold_and_names_what_we_lose(monkeypatch):
+    """Nothing is lost where ours is the best or level or alone."""
+    rows = [a_row("epk_gp", 0.5), a_row("other", 0.75), a_row("epk_gp", 1.0, "NLL"), a_row("other", 2.0, "NLL")]
+    level = [a_row("epk_gp", 0.75), a_row("other", 0.7501), a_row("third", 0.5), a_row("epk_gp", 0.1, data="alone")]
+    share = "share within 2 error bars"
+    for load in page_code.imported(monkeypatch, FOLDER / "outside"):
+        report = load("report")
+        assert report.tables({"head": HEAD, "rows": rows}).splitlines() == [
+            "| a judge: digits | AUROC | NLL | seconds |",
+            "| --- | --- | --- | --- |",
+            "| epk_gp | 0.500 ± 0.250 | **1.000 ± 0.250** | 2 |",
+            "| other | **0.750 ± 0.250** | 2.000 ± 0.250 | 2 |",
+            "",
+            "**We lose at** digits, AUROC: other 0.750 ± 0.250, epk_gp 0.500 ± 0.250.",
+            "",
+            "*once; a day; 1 thread of a shared machine; python 3.*",
+        ]
+        assert report.lost([*level, a_row("epk_gp", 0.9, share), a_row("other", 1.0, share)]) == []
+
+
+@pytest.mark.parametrize("file", sorted((FOLDER / "outside").glob("*.json")), ids=lambda file: file.stem)
+def test_saved_rows_of_outside_judges_have_what_the_tables_need(file):
+    content = json.loads(file.read_text())
+    assert {"machine", "versions", "date", "repeats"} <= content["head"].keys()
+    keys = {"system", "judge", "data", "number", "unit", "cost_seconds", "note"}
+    assert content["rows"]
+    assert all(keys <= row.keys() for row in content["rows"])
 
 
 def test_a_result_of_other_bytes_is_told(load, monkeypatch, tmp_path, capsys):

@@ -1,8 +1,9 @@
-"""The script of all checks: it gets a browser where it can, and runs the checks in any case."""
+"""The script of all checks gets a browser where it can, and the Makefile uses the interpreter that it must."""
 
 import os
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -40,7 +41,6 @@ def run(tmp_path):
 
 
 def write(file, body):
-    """Write a program."""
     file.write_text(f"#!{shutil.which('bash')}\n{body}\n")
     file.chmod(0o755)
 
@@ -93,3 +93,36 @@ def test_pages_are_tested_again_where_anything_that_they_read_or_import_changed(
     (tmp_path / tested.NOTE).write_text(tested.content())
     shutil.rmtree(tmp_path / ".git")
     assert not tested.is_tested()  # git cannot say what is there
+
+
+ROOT = Path(__file__).parents[1]
+THIS = f"PYTHON={sys.executable}"
+RUNNING = f"{sys.version_info.major}.{sys.version_info.minor}"
+
+
+@pytest.mark.skipif(os.name == "nt" or shutil.which("make") is None, reason="needs make and sh")
+@pytest.mark.parametrize(
+    ("arguments", "is_done", "said"),
+    [
+        (("test", THIS), False, f".venv must be made by Python {RUNNING}: it was made by Python 3.10"),
+        (("test", "PYTHON=python9.9"), False, "PYTHON=python9.9 must be an interpreter: it cannot be started"),
+        (("test",), True, "-m pytest"),
+        (("test", "VENV=.venv-other", THIS), True, "-m pytest"),
+        (("clean", THIS), True, ""),
+    ],
+    ids=["another_python", "no_python", "none_named", "another_environment", "clean"],
+)
+def test_the_environment_is_used_by_the_python_that_made_it(tmp_path, arguments, is_done, said):
+    """Make prints its commands and runs none; the variables of one that runs these tests are left out."""
+    for name in ("Makefile", "pyproject.toml", "constraints.txt"):
+        shutil.copy(ROOT / name, tmp_path)
+    python = tmp_path / ".venv" / "bin" / "python"
+    python.parent.mkdir(parents=True)
+    python.write_text("#!/bin/sh\necho 3.10\n")
+    python.chmod(0o755)
+    left_out = ("MAKE", "MFLAGS", "PYTHON", "VENV", "OUT")
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(left_out)}
+    ended = subprocess.run(["make", "-n", *arguments], cwd=tmp_path, capture_output=True, text=True, env=environment)
+    assert (ended.returncode == 0) == is_done, ended.stderr
+    assert said in ended.stdout + ended.stderr
+    assert is_done or "-m pytest" not in ended.stdout

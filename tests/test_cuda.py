@@ -177,8 +177,6 @@ def test_a_second_buffer_is_read_on_the_gpu(name: str) -> None:
 
 
 class Encoder(nn.Module):
-    """A transformer's layer over the inputs as a sequence."""
-
     def __init__(self) -> None:
         super().__init__()
         self.embed, self.out = nn.Linear(1, 16), nn.Linear(16, 3)

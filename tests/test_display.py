@@ -63,14 +63,9 @@ def reconstruction(n: int = POINTS) -> Reconstruction:
 
 def influence(n: int = POINTS) -> Influence:
     return Influence(
-        outputs=drawn(n, OUTPUTS),
-        values=drawn(n, OUTPUTS, SAMPLES),
-        adjoint_norms=drawn(n, OUTPUTS, 4).abs(),
-        axes=(sample_axis(*map(str, range(SAMPLES))),),
-        max_step_mismatch=1e-16,
-        mismatch_ratio=0.5,
-        worst_step=1,
-    )
+        outputs=drawn(n, OUTPUTS), values=drawn(n, OUTPUTS, SAMPLES), adjoint_norms=drawn(n, OUTPUTS, 4).abs(),
+        axes=(sample_axis(*map(str, range(SAMPLES))),), max_step_mismatch=1e-16, mismatch_ratio=0.5, worst_step=1,
+    )  # fmt: skip
 
 
 def posterior(n: int = POINTS, outputs: int = OUTPUTS) -> LogitPosterior:

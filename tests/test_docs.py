@@ -16,7 +16,7 @@ DOCS = ROOT / "docs"
 PAPER = DOCS / "paper" / "paper.md"  # no page of the site: test_paper.py
 PAGES = sorted(page.relative_to(DOCS).as_posix() for page in DOCS.rglob("*.md") if page != PAPER)
 NOTEBOOKS = sorted(file.relative_to(DOCS).with_suffix(".md").as_posix() for file in DOCS.glob("notebooks/*.ipynb"))
-TUTORIALS = "tutorials/"  # test_tutorials.py runs them
+TUTORIALS = "tutorials/"  # test_experiments.py runs them
 EXPAND = pages_tool()
 WITH_CODE = [  # of their own: what they show of the README runs there
     page
@@ -69,7 +69,6 @@ def wide_lines(text: str) -> list[str]:
 
 
 def headings(page: Path) -> list[str]:
-    """The headings of a page, without the marks of code."""
     text = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
     return [heading.replace("`", "") for heading in re.findall(r"^#+ (.*)$", text, flags=re.MULTILINE)]
 

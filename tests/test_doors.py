@@ -43,7 +43,6 @@ every_head_door = pytest.mark.parametrize("door", HEAD_DOORS.values(), ids=HEAD_
 
 @functools.cache
 def recorded(loss: Any, outputs: int = 3, *, log_probabilities: bool = False) -> epk.Trajectory:
-    """Record three steps on all of six points."""
     torch.manual_seed(0)
     layers = [nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, outputs), *[nn.LogSoftmax(dim=1)] * log_probabilities]
     net = nn.Sequential(*layers).double()
@@ -53,7 +52,6 @@ def recorded(loss: Any, outputs: int = 3, *, log_probabilities: bool = False) ->
 
 
 def with_heads() -> tuple[tuple[epk.Trajectory, str], ...]:
-    """A classification and a regression, each with the head of its loss."""
     return (recorded(epk.CrossEntropy()), "log_softmax"), (recorded(epk.MeanSquaredError()), "logits")
 
 
@@ -300,7 +298,6 @@ def test_a_run_on_integers_refuses_floats() -> None:
 
 
 def of_inference_mode(x: Tensor) -> Tensor:
-    """Return a copy that was made in inference mode."""
     with torch.inference_mode():
         return x.clone()
 
@@ -316,13 +313,11 @@ def test_a_door_gives_the_same_without_gradients(door: Door, run: epk.Trajectory
 
 
 def validated(run: epk.Trajectory, X: Tensor, y: Tensor) -> Tensor:
-    """Fit an `UncertainClassifier`."""
     classifier = epk.UncertainClassifier(run, nodes=2).fit(X, y)
     return classifier.uncertainty(X[:3]).out_of_distribution
 
 
 def fitted(estimator: Any, X: Tensor, y: Tensor) -> Tensor:
-    """Fit one of scikit-learn's kind, and split its predictions."""
     own = estimator(steps=3, random_state=0, batch_size=None).fit(X.numpy(), y.numpy())
     return own.attribute(X[:2].numpy()).samples
 
@@ -335,18 +330,15 @@ def small() -> nn.Module:
 
 
 def retold(X: Tensor, y: Tensor) -> epk.Trajectory:
-    """Train a network again."""
     net = small()
     return epk.train(net, X, y, optimizer=torch.optim.SGD(net.parameters(), lr=0.1), steps=2)
 
 
 def ends(change: Any) -> list[dict[str, Tensor]]:
-    """Return two checkpoints."""
     return [{name: change(value + k / 10) for name, value in small().state_dict().items()} for k in range(2)]
 
 
 def process(run: epk.Trajectory, x: Tensor) -> Tensor:
-    """Fit and evaluate a process by GPyTorch's call."""
     gp = epk.LogitGP(run, points=[0, 2], nodes=2)
     gp.fit(3)
     distribution = gp.eval()(epk.test_copy(x))

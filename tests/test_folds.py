@@ -19,7 +19,7 @@ def test_folds_choose_a_line_for_a_line_and_a_curve_for_a_curve():
     flat = many @ np.r_[np.ones(6), np.zeros(14)] + 0.5 * rng.normal(size=120)
     few, bent = many[:, :2], np.sin(4 * many[:, 0]) + 0.1 * rng.normal(size=120)
     for X, y, is_line in ((many, flat, True), (few, bent, False)):
-        model = epk.EPKRegressor(random_state=0).fit(X, y)
+        model = epk.EPKRegressor(random_state=0, cv=2).fit(X, y)
         assert (model.network_.net.hidden is None) == is_line
         losses = {(k, steps): loss for k, own in enumerate(model.fold_losses_) for steps, loss in own.items()}
         assert min(losses, key=losses.get)[1] == model.steps_ == model.trajectory_.num_steps

@@ -224,7 +224,6 @@ NO_TABLES = {
 
 
 def returned(function):
-    """The classes of this package in what a function returns."""
     waiting, found = [typing.get_type_hints(function).get("return")], set()
     while waiting:
         hint = waiting.pop()

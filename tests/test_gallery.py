@@ -1,7 +1,5 @@
-"""The committed pictures, saved results and prose of the gallery belong together."""
+"""The prose of the gallery states the numbers of the saved results."""
 
-import importlib
-import itertools
 import json
 import re
 from collections.abc import Callable, Iterable
@@ -10,9 +8,7 @@ from pathlib import Path
 from statistics import fmean
 
 import pytest
-from matplotlib.figure import Figure
 
-from harness import read_result, texts_of, words_in, words_of
 from page_code import pages_tool
 
 ROOT = Path(__file__).parents[1]
@@ -324,44 +320,3 @@ def test_another_number_is_not_in_the_prose():
     result = saved("fig04_machine")
     result["max_error"][-1] *= 2
     assert [claim in SECTIONS["fig04_machine"] for claim in machine(result)] == [True, True, False]
-
-
-def covered_words(figure: Figure) -> list[str]:
-    boxes, f = {text: text.get_window_extent() for text in texts_of(figure)}, figure.bbox
-    inside = {t for t, b in boxes.items() if b.x0 >= f.x0 and b.y0 >= f.y0 and b.x1 <= f.x1 and b.y1 <= f.y1}
-    pairs = itertools.combinations(boxes.items(), 2)
-    return [text.get_text() for text in boxes.keys() - inside] + [
-        f"{a.get_text()} / {b.get_text()}" for (a, box), (b, other) in pairs if box.overlaps(other)
-    ]
-
-
-LEGIBLE = 8  # points: 11 pixels
-
-
-def smallest_text(figure: Figure) -> float:
-    """The smallest text in points, as the site's column of 7.6 inches shows it."""
-    return min(text.get_fontsize() for text in texts_of(figure)) * min(1.0, 7.6 / figure.get_figwidth())
-
-
-@pytest.mark.mostly_slow
-@pytest.mark.parametrize("name", NAMES)
-def test_the_picture_says_what_its_saved_result_draws_and_all_of_it_can_be_read(name):
-    """A picture drawn by older code, or from another result, has other words; the numbers in titles are words."""
-    experiment = importlib.import_module(name).EXPERIMENT
-    figure = experiment.draw(read_result(experiment, GALLERY / f"{name}.json"))
-    assert words_in(GALLERY / f"{name}{experiment.suffix}") == words_of(figure)
-    assert smallest_text(figure) >= LEGIBLE
-    ticks = [label for ax in figure.axes for label in (*ax.get_xticklabels(), *ax.get_yticklabels())]
-    assert min(label.get_fontsize() for label in ticks) >= LEGIBLE
-    assert covered_words(figure) == []
-
-
-def test_a_word_that_is_too_small_or_cut_off_or_under_another_is_found():
-    """The negative control."""
-    figure = Figure(figsize=(12, 4))
-    figure.text(0.5, 0.5, "seen", fontsize=10)
-    assert smallest_text(figure) < LEGIBLE  # the page shrinks it
-    assert covered_words(figure) == []
-    figure.text(0.51, 0.5, "under")
-    figure.text(-0.01, 0.1, "cut")
-    assert covered_words(figure) == ["cut", "seen / under"]

@@ -169,14 +169,9 @@ def test_expected_improvement_climbs_and_leaves_the_copy_column_alone(case):
     acquisition = LogExpectedImprovement(gp, best_f=gp.train_targets.max())
     start = test_copy(case.test[:2])[:, None]
     candidate, value = optimize_acqf(
-        acquisition,
-        bounds=torch.tensor([[-3.0], [3.0]], dtype=torch.float64).expand(2, D + 1),
-        q=1,
-        num_restarts=2,
-        batch_initial_conditions=start,
-        fixed_features={D: start[0, 0, -1].item()},
-        options={"maxiter": 5},
-    )
+        acquisition, bounds=torch.tensor([[-3.0], [3.0]], dtype=torch.float64).expand(2, D + 1), q=1, num_restarts=2,
+        batch_initial_conditions=start, fixed_features={D: start[0, 0, -1].item()}, options={"maxiter": 5},
+    )  # fmt: skip
     with torch.no_grad():
         before = acquisition(start)
     assert candidate[0, -1] == start[0, 0, -1]

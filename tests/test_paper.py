@@ -22,12 +22,10 @@ SECTIONS = [  # those that the journal requires
 
 
 def cited(text: str) -> set[str]:
-    """The keys that a text cites."""
     return set(re.findall(r"@(\w+)", text))
 
 
 def entries(bibliography: str) -> dict[str, dict[str, str]]:
-    """The fields of every entry, by its key."""
     found = {}
     for entry in re.split(r"^@\w+\{", bibliography, flags=re.MULTILINE)[1:]:
         key, _, fields = entry.partition(",")

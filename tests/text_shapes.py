@@ -26,16 +26,12 @@ NODES = [(0.5 + float(t) / 2, float(w) / 2) for t, w in zip(*np.polynomial.legen
 
 @dataclass
 class Returned:
-    """What networks of transformers return."""
-
     loss: Tensor | None
     logits: Tensor
 
 
 @dataclass
 class Case:
-    """A question about a network of texts, or of pixels."""
-
     seed: int
     inputs: str = "ids"  # or mask, types, vectors, pixels
     length: int = 5
@@ -82,7 +78,6 @@ class Net(nn.Module):
             self.mix, self.head = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, case.words)
 
     def scores(self, ids: Tensor, mask: Tensor | None = None, types: Tensor | None = None) -> Tensor:
-        """Scores with classes last."""
         x = self.embed(ids)
         if self.is_image:
             places = self.places if self.case.is_fixed else self.places[:, : x.shape[2], : x.shape[3]]
@@ -157,7 +152,6 @@ def scores_of(net: Net, X: Any) -> Tensor:
 
 
 def losses_of(case: Case, z: Tensor, y: Tensor) -> Tensor:
-    """The loss of each row as part of the batch's loss, from scores with classes last."""
     if case.trained == "label":
         return F.cross_entropy(z[:, -1], y, reduction="none") / len(y)
     each = F.cross_entropy(z.movedim(-1, 1), y, reduction="none", ignore_index=case.ignored).flatten(1).sum(dim=1)
@@ -222,7 +216,6 @@ def train(case: Case) -> Training:
 
 
 def plain(case: Case, returned: Any) -> Tensor:
-    """Scores with classes last, of what the network returned."""
     z = {"logits": lambda r: r.logits, "dictionary": lambda r: r["logits"], "tuple": lambda r: r[0]}.get(case.returns)
     z = returned if z is None else z(returned)
     return z.movedim(1, -1) if case.is_second else z
@@ -246,7 +239,6 @@ def gradient(net: Net, value: Tensor) -> Tensor:
 
 
 def shares_by_hand(t: Training, X: Any, answers: Tensor, other: Tensor) -> Tensor:
-    """Contributions by autograd alone: (n, M)."""
     found = torch.zeros(len(answers), ROWS, dtype=torch.float64)
     for (start, end), b in zip(pairwise(t.states), t.batches, strict=True):
         net = copy.deepcopy(t.net)
@@ -262,7 +254,6 @@ def shares_by_hand(t: Training, X: Any, answers: Tensor, other: Tensor) -> Tenso
 
 
 def slopes_by_hand(t: Training, X: Any, answers: Tensor, other: Tensor) -> Tensor:
-    """Finite differences of trainings with another weight of a row: (n, M)."""
     found = []
     for i in range(ROWS):
         ends = []

@@ -19,16 +19,9 @@ def cross_entropy(net: nn.Module, X: Tensor, y: Tensor) -> Tensor:
 
 
 def record(
-    net: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    X: Tensor,
-    y: Tensor,
-    batches: Iterable[Any],
-    *,
-    loss: Callable[[nn.Module, Tensor, Tensor], Tensor] = cross_entropy,
-    **options: Any,
-) -> epk.Trajectory:
-    """Train in training mode on batches of samples; None stands for all."""
+    net: nn.Module, optimizer: torch.optim.Optimizer, X: Tensor, y: Tensor, batches: Iterable[Any], *,
+    loss: Callable[[nn.Module, Tensor, Tensor], Tensor] = cross_entropy, **options: Any,
+) -> epk.Trajectory:  # fmt: skip
     with epk.Recorder(net.train(), optimizer, X, y, **options) as recorder:
         for batch in batches:
             rows = slice(None) if batch is None else batch
@@ -44,8 +37,6 @@ def mlp(*between: nn.Module, activation: nn.Module | None = None) -> nn.Module:
 
 
 class Apply(nn.Module):
-    """A function as a module."""
-
     def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
         self.function = function
@@ -76,8 +67,6 @@ def operation(
 
 
 class Encoder(nn.Module):
-    """A transformer's layer with dropout, over the inputs as a sequence."""
-
     def __init__(self) -> None:
         super().__init__()
         self.embed, self.out = nn.Linear(1, 4), nn.Linear(4, CLASSES)
@@ -124,13 +113,11 @@ class WeightedLoop:
             yield [torch.randperm(POINTS, generator=generator)[: self.batch] for _ in range(self.accumulated)]
 
     def record(self, **options: Any) -> epk.Trajectory:
-        """Record the run with all weights 1."""
         trajectory = self._run(None, **options)[1]
         assert trajectory is not None
         return trajectory
 
     def outputs(self, weights: Tensor) -> Tensor:
-        """Return the log-probabilities of the test points after training."""
         net = self._run(weights)[0].eval()
         with torch.no_grad():
             return net(self.test_points).log_softmax(dim=1)

@@ -21,7 +21,6 @@ from epk_gp.plots.maps import map_figure
 
 @pytest.fixture(scope="module")
 def people():
-    """Ages, incomes and numbers of children."""
     rng = np.random.default_rng(0)
     X = np.c_[rng.uniform(20, 70, 30), rng.lognormal(10.8, 0.5, 30), rng.integers(1, 4, 30)]
     model = epk.EPKClassifier(steps=20, random_state=0).fit(X, X[:, 1] > 1000 * X[:, 0])
@@ -105,24 +104,20 @@ COLUMNS = ["age", "income", "sex", "region", "children"]
 
 
 def table(n, seed):
-    """Rows of numbers and of categories, and their classes."""
     rng = np.random.default_rng(seed)
     X = pd.DataFrame(
         {
-            "age": rng.uniform(20, 70, n),
-            "income": rng.lognormal(10.8, 0.5, n),
-            "sex": rng.random(n) < 0.4,
+            "age": rng.uniform(20, 70, n), "income": rng.lognormal(10.8, 0.5, n), "sex": rng.random(n) < 0.4,
             "region": pd.Categorical(rng.choice([1, 2, 4], n, p=[0.2, 0.3, 0.5]), [1, 2, 4]),
             "children": rng.integers(0, 5, n),
         },
         index=[f"person {i}" for i in range(n)],
-    )
+    )  # fmt: skip
     return X, np.where(X["age"] + 8 * X["sex"] + X["income"] / 4000 > 60, "yes", "no")
 
 
 @pytest.fixture(scope="module")
 def judged():
-    """A classifier with a process, its training table, and the validation table."""
     (X, y), (held_out, labels) = table(60, 0), table(30, 1)
     model = epk.EPKClassifier(steps=15, random_state=0).fit(X, y)
     return model.uncertain_classifier(held_out, labels, nodes=2), X, held_out

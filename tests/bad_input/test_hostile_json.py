@@ -36,7 +36,6 @@ def edits(value: Any) -> list[tuple[tuple[Any, ...], Any]]:
 
 
 def edited(value: Any, path: tuple[Any, ...], change: Any) -> tuple[str, Any]:
-    """What an edit changes, and the value with it."""
     changed, key = copy.deepcopy(value), path[-1]
     parent = _at(changed, path[:-1])
     if change is _MISSING:
@@ -50,7 +49,6 @@ def edited(value: Any, path: tuple[Any, ...], change: Any) -> tuple[str, Any]:
 
 
 def sampled(value: Any, count: int) -> list[tuple[str, Any]]:
-    """Some of the edits."""
     every = edits(value)
     return [edited(value, *edit) for edit in random.Random(0).sample(every, min(count, len(every)))]
 

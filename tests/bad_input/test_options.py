@@ -19,7 +19,6 @@ from epk_gp.gp.regression import leave_one_out
 from epk_gp.kernel_machine.axes import by_step
 from helpers import refusal
 from loops import CASES, data, mlp, sgd, trained
-from quantities import alignment, boundary, path_geometry, retraining, signal, stationarity
 
 pytestmark = pytest.mark.usefixtures("unchecked")  # the library's own checks, not those of the test run
 NAN, INF = float("nan"), float("inf")
@@ -47,18 +46,6 @@ def softmax(mean=MEAN, covariance=COVARIANCE, *tolerance, num_samples=4, **optio
     return LogitPosterior(mean, covariance, *tolerance).softmax_uncertainty(num_samples, **options)
 
 
-def aligned(f, **options):
-    return alignment.gradient_alignment(f.t, X[:1], Y[:1], **{"steps": [0], "times": [0.5]} | options)
-
-
-def share_of_location(kernel):
-    return stationarity.location_variance_share(kernel, X, X)
-
-
-def growth(radii):
-    return stationarity.diagonal_growth_exponent(lambda x: x.square().sum(1), X[0], X, radii)
-
-
 # Calls with one number, the smallest that is accepted, and the name that the message begins with.
 COUNTS = {
     "fit": (lambda f, n: gp(f).fit(steps=n), 1, "steps"),
@@ -68,9 +55,6 @@ COUNTS = {
     "edge": (lambda f, n: by_step(f.t, [n]), 1, "an edge|edges"),
     "bins": (lambda f, n: measures.calibration(MEAN.softmax(1), Y, bins=n), 1, "bins"),
     "grid": (lambda f, n: maps.grid_over(X[:, :2], n, 0.4), 2, "size|a grid"),
-    "line": (lambda f, n: path_geometry.line_profile(f.t, X, Y, size=n), 2, "size"),
-    "output": (lambda f, n: signal.input_gradients(f.t, X[:1], n), 0, "output"),
-    "step": (lambda f, n: aligned(f, steps=[n]), 0, "a step|steps"),
     "gaussians": (lambda f, n: datasets.three_gaussians(n, dim=2), 1, "num_per_class"),
     "dim": (lambda f, n: datasets.three_gaussians(1, dim=n), 2, "dim"),
 }
@@ -96,11 +80,7 @@ NUMBERS = {
     "normalize": (lambda f, v: epk.EPKKernel(f.t, normalize=v), (0, -1, NAN, INF), "normalize"),
     "margin": (lambda f, v: maps.grid_over(X[:, :2], 3, v), (-1, NAN, INF), "margin|the margin"),
     "share": (lambda f, v: measures.gram_spectrum(EYE, share=v), (0, 2, NAN), "share"),
-    "near": (lambda f, v: boundary.boundary_weight_ratio(SCORES, SCORES, Y, share=v), (0, 1, NAN), "share"),
-    "penalty": (lambda f, v: machines(EYE.expand(3, 3, 3), torch.arange(3), penalty=v), (0, NAN), "penalty"),
-    "time": (lambda f, v: aligned(f, times=[v]), (-1, 2, NAN), "a time|times"),
 }
-machines = retraining.fit_support_vector_machines
 
 
 @pytest.mark.parametrize(("ask", "outside", "name"), NUMBERS.values(), ids=NUMBERS.keys())
@@ -149,11 +129,8 @@ OF_ANOTHER_KIND = {
     "must be a list of levels": lambda f: softmax(quantiles=0.5),
     "gp must be a LogitGP: got NoneType": lambda f: leave_one_out(None),
     "plane must be a Plane: got Tensor": lambda f: maps.uncertainty_on_plane(f.gp, X),
-    "trajectory must be an epk_gp.Trajectory: got NoneType": lambda f: path_geometry.path_profile(None),
     "inside must be float32 or float64: got": lambda f: measures.ood_metrics(SCORES > 0, SCORES),
     "a Gram matrix must be float32 or float64: got": lambda f: measures.gram_spectrum(EYE.long()),
-    "kernel must be a function of .*: got": lambda f: share_of_location(3),
-    "radii must be a torch.Tensor: got list": lambda f: growth([1.0, 2.0]),
     "counts must be a function of the targets, or None: got 3": lambda f: epk.PerSampleLoss(min, counts=3),
     r"f\(\) got an unexpected keyword argument 'budget'. It takes mem": lambda f: parse_options("f", budget=1),
     r"reconstruct\(\) got an unexpected keyword argument 'accumulate'": lambda f: epk.reconstruct(f.t, X, **WIDE),
@@ -167,18 +144,11 @@ WITHOUT_MEANING = {
     r"a posterior is .*: got .*3\) and \(1, 3, 3\)": lambda f: softmax(MEAN, EYE[None]),
     r"the posterior's covariance must have 3 dimensions: got shape \(3, 3\)": lambda f: softmax(MEAN, EYE),
     r"at least one index: got shape \(\)": lambda f: gp(f, points=torch.tensor(1)),
-    r"ntk_state must lie in 0..\d+ \(or be negative\): got 99": lambda f: aligned(f, ntk_state=99),
-    r"x must be one point, of shape \(1, ...\): got": lambda f: signal.input_gradients(f.t, X[:2], 0),
-    r"gradients must have 2 dimensions: got shape \(10,\)": lambda f: signal.signal_energies(SCORES),
     r"outside must have 1 dimension: got shape \(10, 4\)": lambda f: measures.ood_metrics(SCORES, X),
     "b must be finite: row 0 holds NaN or": lambda f: measures.rank_correlation(SCORES, SCORES * NAN),
     "a and b must both be": lambda f: measures.rank_correlation(SCORES, SCORES[:3]),
     r"a Gram matrix must be square, .*: got shape \(10, 4\)": lambda f: measures.gram_spectrum(X),
     r"probability must hold at": lambda f: measures.calibration(MEAN[:0], Y[:0]),
-    r"kernel must return one": lambda f: share_of_location(lambda x, y: x),
-    "kernel must return finite values": lambda f: share_of_location(lambda x, y: x @ y.T * NAN),
-    "radii must be positive, finite and increase": lambda f: growth(torch.tensor([1.0, INF]).double()),
-    r"one square matrix per class, \(C, M, M\): got shape \(3, 4, 5\)": lambda f: machines(torch.zeros(3, 4, 5), Y),
     r"outputs must be one of .* or a class index: got 'x'": lambda f: epk.EPKKernel(f.t, "x"),
     "accumulate must be torch.float64 or None: got torch.float16": lambda f: epk.PathKernel(f.t).block(
         *AB, accumulate=torch.half
@@ -249,7 +219,6 @@ NO_CLASSES = [*NO_LABELS, *((y, r"^(labels|outputs) must lie in 0..2: got ") for
 DOORS = {
     "train_copy": (lambda f, x: epk.train_copy(x), NO_INPUTS),
     "plane": (lambda f, x: maps.coordinate_plane(x), NO_INPUTS),
-    "line": (lambda f, x: path_geometry.line_profile(f.t, x, Y), NO_INPUTS),
     "gp": (lambda f, x: f.gp(x), NO_POINTS),
     "gp_per_class": (lambda f, x: f.per_class(x), NO_POINTS),
     "gp_prior": (lambda f, x: f.gp.forward(x), NO_POINTS),
@@ -258,12 +227,6 @@ DOORS = {
     "kernel_forward": (lambda f, x: epk.EPKKernel(f.t).forward(x, x), NO_POINTS),
     "kernel_pair": (lambda f, x: epk.EPKKernel(f.t)(T, x), NO_POINTS),
     "calibration": (lambda f, y: measures.calibration(MEAN.softmax(1), y), NO_CLASSES),
-    "labels_of_a_line": (lambda f, y: path_geometry.line_profile(f.t, X, y), NO_CLASSES),
-    "alignment": (lambda f, y: alignment.gradient_alignment(f.t, X, y, steps=[0], times=[0.5]), NO_CLASSES),
-    "margins": (lambda f, y: boundary.margins(MEAN, y), NO_CLASSES),
-    "support_vector_machines": (lambda f, y: machines(torch.eye(10).expand(3, 10, 10), y), NO_CLASSES),
-    "near": (lambda f, y: boundary.boundary_weight_ratio(SCORES, SCORES, y), NO_LABELS),
-    "platt": (lambda f, y: retraining.fit_platt_scaling(MEAN, y), NO_LABELS),
 }
 
 

@@ -110,7 +110,6 @@ def process(request, nodes, points):
 
 
 def kernel_matrices(process, X, Y):
-    """The kernel's blocks of a process, without its eigenvectors."""
     if isinstance(process.kernel, LabelKernel):
         return reference_kernel(process.kernel.nodes, X, Y, process.kernel.lengthscale) ** process.kernel.power
     return process.kernel(X).double() @ process.kernel(Y).double().T

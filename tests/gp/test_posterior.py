@@ -7,20 +7,15 @@ import gpytorch
 import pytest
 import torch
 
-import reference
 from epk_gp.core.inputs import Points
 from epk_gp.core.trajectory import network_outputs
-from epk_gp.gp.data import dirichlet_targets
 from epk_gp.gp.models import LogitGP
 from epk_gp.gp.regression import leave_one_out
 from epk_gp.gram.path_kernel import gram_block
 from epk_gp.kernels.tagging import test_copy
 from epk_gp.quadrature.rules import QuadratureRule, gauss_legendre
 from epk_gp.recording.recorder import Recorder
-from gp_cases import MEANS, N_TEST, OUTPUTS, TARGETS, C, D, M, make_net, make_run, per_point, with_hyperparameters
-
-BRUTE_FORCE = [("full", "initial", "network"), ("independent", "zero", "dirichlet")]  # by loops over `autograd.grad`
-
+from gp_cases import MEANS, OUTPUTS, TARGETS, C, D, M, make_net, make_run, per_point, with_hyperparameters
 
 CASES = [
     *itertools.product(OUTPUTS, MEANS, TARGETS),
@@ -62,37 +57,16 @@ def test_the_prior_variance_is_that_of_gpytorchs_prior_and_no_smaller_than_the_p
     assert (posterior.covariance.diagonal(dim1=1, dim2=2) < variance).all()
 
 
-def prior_at(gp, trajectory, X, mean):
-    if mean == "zero":
-        return torch.zeros(len(X), C, dtype=torch.float64)
-    if mean == "constant":
-        constants = [p.detach().reshape(-1) for p in gp.mean_module.parameters()]
-        return torch.cat(constants).expand(len(X), C)
-    return network_outputs(trajectory, X, state=0 if mean == "initial" else -1)
+def textbook(gp, X, y, noise):
+    """Mean (n, C) and joint covariance (n, C, n, C) of a process with the hyperparameters that it has now.
 
-
-@pytest.mark.parametrize(("outputs", "mean", "targets"), list(itertools.product(OUTPUTS, MEANS, TARGETS)))
-def test_the_posterior_is_the_textbooks(trajectory, X_test, outputs, mean, targets):
-    """Equations (2.25) and (2.26) of Rasmussen & Williams (2006) with an explicit inverse."""
-    gp = with_hyperparameters(LogitGP(trajectory, outputs, mean, targets, noise=0.03))
-    posterior = gp.logit_posterior(X_test)
-    block = reference.gram_block if (outputs, mean, targets) in BRUTE_FORCE else gram_block
-    if targets == "network":
-        y = network_outputs(trajectory, trajectory.inputs, state=-1)
-        noise = gp.likelihood.noise.detach().reshape(-1).expand(M, C)
-    else:
-        y, noise = dirichlet_targets(trajectory.targets, C)
-    expected_mean, joint = textbook(gp, X_test, mean, y, noise, block)
-    i = torch.arange(N_TEST)
-    torch.testing.assert_close(posterior.mean, expected_mean, rtol=0, atol=1e-9)
-    torch.testing.assert_close(posterior.covariance, joint[i, :, i, :], rtol=0, atol=1e-9)
-
-
-def textbook(gp, X, mean, y, noise, block=gram_block):
-    """Mean (n, C) and joint covariance (n, C, n, C) of a process with the hyperparameters that it has now."""
+    Equations (2.25) and (2.26) of Rasmussen & Williams (2006) with an explicit inverse, around one constant.
+    """
+    constants = [p.detach().reshape(-1) for p in gp.mean_module.parameters()]
+    prior = torch.cat(constants or [torch.zeros(C, dtype=torch.float64)])
     run, (n, N) = gp.trajectory, (len(X), len(y))
     A, B = Points(run.inputs, True), Points(X, False)
-    raw = [block(run, *pair, head="logits", rule=gauss_legendre(4)) for pair in ((A, A), (B, A), (B, B))]
+    raw = [gram_block(run, *pair, head="logits", rule=gauss_legendre(4)) for pair in ((A, A), (B, A), (B, B))]
     scale = gp.covar_module.outputscale.detach().expand(C)
     if gp.coupling.kind == "trace":
         shared = [torch.einsum("ncmc->nm", value) for value in raw]
@@ -102,8 +76,8 @@ def textbook(gp, X, mean, y, noise, block=gram_block):
     own, cross, new = (value * weight[:, None, :] for value in raw)
     inverse = torch.linalg.inv(own.reshape(N * C, N * C) + torch.diag(noise.reshape(-1)))
     cross = cross.reshape(n * C, N * C)
-    residual = (y - prior_at(gp, run, run.inputs, mean)).reshape(-1)
-    expected_mean = prior_at(gp, run, X, mean) + (cross @ inverse @ residual).reshape(n, C)
+    residual = (y - prior).reshape(-1)
+    expected_mean = prior + (cross @ inverse @ residual).reshape(n, C)
     return expected_mean, (new.reshape(n * C, -1) - cross @ inverse @ cross.mT).reshape(n, C, n, C)
 
 
@@ -160,7 +134,7 @@ def test_a_call_is_conditioned_with_what_there_is_now(trajectory, X_test, output
     CHANGES[change](gp)
     found = joint_prediction(gp, X_test)
     y = gp.train_targets if outputs == "full" else gp.train_targets.mT
-    expected = textbook(gp, X_test, "constant", y, gp.likelihood.noise.detach().reshape(-1).expand(M, C))
+    expected = textbook(gp, X_test, y, gp.likelihood.noise.detach().reshape(-1).expand(M, C))
     for a, b in zip(found, expected, strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=1e-10)
     moved = max(float((a - b).abs().max()) for a, b in zip(found, before, strict=True))
@@ -182,7 +156,7 @@ def test_a_call_is_exact_for_any_number_of_rows_and_leaves_gpytorchs_settings_al
         under_settings = joint_prediction(gp, X_test)
         assert gpytorch.settings.max_cholesky_size.value() == 1
     assert gpytorch.settings.max_cholesky_size.value() == before
-    expected = textbook(gp, X_test, "zero", y, gp.likelihood.noise.detach().reshape(-1)[:1].expand(len(X), C))
+    expected = textbook(gp, X_test, y, gp.likelihood.noise.detach().reshape(-1)[:1].expand(len(X), C))
     for a, b, c in zip(found, under_settings, expected, strict=True):
         assert torch.equal(a, b)
         torch.testing.assert_close(a, c, rtol=0, atol=1e-7)

@@ -98,12 +98,9 @@ def test_leaving_one_out_predicts_in_units_with_the_noise(run):
 
 def test_targets_of_one_output_may_be_flat(run):
     flat = make_run(
-        nn.Linear(D, 1).double(),
-        run.inputs,
-        run.targets[:, 0],
-        loss=epk.PerSampleLoss(lambda z, y: (z[:, 0] - y) ** 2 / 2),
-        steps=1,
-    )
+        nn.Linear(D, 1).double(), run.inputs, run.targets[:, 0],
+        loss=epk.PerSampleLoss(lambda z, y: (z[:, 0] - y) ** 2 / 2), steps=1,
+    )  # fmt: skip
     assert flat.targets.shape == (ROWS,)
     assert predict_targets(conditioned(flat), run.inputs[:2]).mean.shape == (2, 1)
 

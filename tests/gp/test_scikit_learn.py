@@ -42,16 +42,6 @@ def named(run, scaler):
     return epk.UncertainClassifier(run, nodes=3, classes=NAMES).fit(scaler.transform(X), NAMES[y])
 
 
-class Frame:
-    """What scikit-learn takes for a data frame: it has `iloc` and turns into an array."""
-
-    def __init__(self, values):
-        self.values, self.iloc = values, None
-
-    def __array__(self, dtype=None, copy=None):
-        return np.asarray(self.values, dtype)
-
-
 def test_a_pipeline_scores_raw_points(run, scaler):
     (X, y), (X_test, y_test) = gaussians(20, 1), gaussians(20, 2)
     pipeline = make_pipeline(FrozenEstimator(scaler), epk.UncertainClassifier(run, nodes=3)).fit(X, y)
@@ -100,17 +90,6 @@ def test_arguments_that_changed_after_the_fit_are_neither_used_nor_stored(run, s
     assert model.score(X, y) == (probability.argmax(1) == y).mean()
     again = model.set_params(inputs_kernel=None, classes=None, trajectory=run).fit(X, y)
     assert np.abs(again.predict_proba(X) - probability).max() > 1e-3  # the next fit uses them
-
-
-def test_data_frames_and_lists_are_arrays(named, scaler):
-    X = scaler.transform(gaussians(5, 2)[0])
-    expected = named.predict_proba(X)
-    for same in (Frame(X), X.tolist()):
-        found = named.predict_proba(same)
-        assert isinstance(found, np.ndarray)
-        np.testing.assert_array_equal(found, expected)
-        assert isinstance(named.uncertainty(same).error, np.ndarray)
-        assert isinstance(named.predict_set(same), np.ndarray)
 
 
 def test_classes_with_names_go_in_and_come_out(named, run, scaler, tmp_path):

@@ -192,11 +192,9 @@ def test_each_class_has_the_threshold_of_its_own_validation_labels(run, points, 
     model.save(tmp_path / "whole")
     read = epk.UncertainClassifier.load(tmp_path / "whole", gaussian_net())
     expected = conformal_sets(
-        model.set_stacking_.probability(model._judged(points[0])),
-        model.conformity_scores_,
-        0.2,
+        model.set_stacking_.probability(model._judged(points[0])), model.conformity_scores_, 0.2,
         model.conformity_labels_,
-    )
+    )  # fmt: skip
     for own in (model, read):
         assert torch.equal(own.predict_set(points[0], 0.2, by_class=True, allow_empty=True), expected)
     assert not torch.equal(expected, model.predict_set(points[0], 0.2, allow_empty=True))

@@ -7,7 +7,6 @@ from matplotlib.axes import Axes
 
 @pytest.fixture
 def ax() -> Iterator[Axes]:
-    """Axes of a figure of their own."""
     figure, axes = plt.subplots()
     yield axes
     plt.close(figure)

@@ -5,15 +5,15 @@ import pytest
 import torch
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.colors import to_hex
+from matplotlib.contour import ContourSet
 from matplotlib.figure import Figure
 from matplotlib.text import Text
 
-from drawings import compare_outputs, error_against_evaluations, term_bars
 from epk_gp.analysis.measures import ROCCurve
+from epk_gp.plots import PALETTE, class_regions, map_handles, region_handles, shades_of, uncertainty_map
 from epk_gp.plots.contributions import attribution_bars, training_image
-from epk_gp.plots.maps import map_handles, region_handles, uncertainty_map
 from epk_gp.plots.scores import risk_coverage, score_histogram
-from epk_gp.plots.style import LOWERED, PALETTE, RAISED, REST, output_name, plain
+from epk_gp.plots.style import LOWERED, RAISED, REST, output_name, plain
 from epk_gp.report.overview import kernel_matrix, reliability_diagram, roc, spectrum, target_scatter
 
 
@@ -69,45 +69,6 @@ def test_the_frame_of_an_image_tells_the_sign_without_colours(ax, contribution, 
     training_image(ax, np.eye(4), "caption", contribution)
     assert {spine.get_linestyle() for spine in ax.spines.values()} == {style}
     assert {spine.get_linewidth() > 1 for spine in ax.spines.values()} == {contribution != 0}
-
-
-def test_a_machine_is_drawn_against_its_network_and_the_largest_error_is_named(ax):
-    network = torch.tensor([[0.0, 1.0], [2.0, 3.0]], requires_grad=True)
-    machine = network + torch.tensor([[0.0, -0.25], [0.125, 0.0]])
-    for show, drawn, said in (
-        ("outputs", [0, 0.75, 2.125, 3], "midpoint: largest |error| 0.25"),
-        ("differences", [0, -0.25, 0.125, 0], "midpoint: largest 0.25"),
-    ):
-        axes = ax.figure.add_subplot()
-        compare_outputs(axes, network, machine, show, label="midpoint")
-        compare_outputs(axes, network, network, show)
-        assert np.array_equal(axes.collections[0].get_offsets().T, [[0, 1, 2, 3], drawn])
-        assert words(axes.get_legend().get_texts())[0] == said
-        assert len(axes.lines) == 1  # two rules share one line
-        assert not np.array_equal(*(marks.get_facecolor() for marks in axes.collections))
-
-
-def test_errors_below_the_rounding_are_drawn_in_its_band(ax):
-    network = torch.tensor([1.0, -4.0, 2.0], dtype=torch.float64)
-    compare_outputs(ax, network, network + torch.tensor([1e-3, 0.0, 1e-6]), "errors")
-    compare_outputs(ax, network, network, "errors", label="exact")
-    errors, rounding = np.asarray(ax.collections[0].get_offsets())[:, 1], 4 * np.finfo(np.float64).eps / 2
-    (band,) = ax.patches
-    assert band.get_extents().transformed(ax.transData.inverted()).y1 == pytest.approx(rounding)
-    assert errors[[0, 2]] == pytest.approx([1e-3, 1e-6])
-    assert 0 < errors[1] < rounding
-    assert words(ax.get_legend().get_texts())[0] == "below the rounding of float64"
-
-
-def test_rules_stand_at_cost_and_error_zero_is_named_and_names_keep_clear_of_each_other(ax):
-    error_against_evaluations(ax, ["a", "b"], torch.tensor([1.0, 2.0]), torch.tensor([0.5, 0.0]))
-    assert words(ax.texts) == ["a", "b (error 0)"]
-    assert [tuple(line.get_xydata()[0]) for line in ax.lines] == [(1, 0.5), (2, 0.25), (2, 0.25)]
-    assert (ax.lines[2].get_marker(), ax.lines[2].get_markerfacecolor()) == ("v", "white")
-    other = ax.figure.add_subplot()
-    error_against_evaluations(other, ["first rule", "second rule", "third rule"], [100, 100, 101], [1e-3, 1e-3, 1.1e-3])
-    boxes = [text.get_window_extent() for text in other.texts]
-    assert not any(a.overlaps(b) for i, a in enumerate(boxes) for b in boxes[:i])
 
 
 def test_curves_run_from_a_few_points_to_all_of_them(ax):
@@ -166,13 +127,9 @@ TWO, CLASSES = np.ones(2), np.array([0, 1])
         (attribution_bars, (np.array([0, np.inf, 0]), None), "contributions must be finite"),
         (lambda ax: attribution_bars(ax, TWO, CLASSES, top=0), (), "at least one entry: got 0 of 2"),
         (lambda ax: attribution_bars(ax, TWO, CLASSES, names=["cat"]), (), "none for class 1"),
-        (compare_outputs, (TWO, np.ones(1), "errors"), r"one shape and an output: got \(2,\) and \(1,\)"),
-        (compare_outputs, (np.ones(1), np.array([np.nan]), "outputs"), "machine must be finite: got 1 entries"),
-        (term_bars, (["a", "b"], np.ones(1)), r"values must have shape \(2,\): got \(1,\)"),
-        (error_against_evaluations, (["a", "b"], [1], [1, 1]), "evaluations must have shape"),
         (risk_coverage, ({},), "at least one curve: got none"),
     ],
-    ids=range(10),
+    ids=range(6),
 )
 def test_what_cannot_be_drawn_is_refused(ax, draw, arguments, message):
     with pytest.raises(ValueError, match=message):
@@ -195,9 +152,6 @@ DRAWINGS = {
     "bars": lambda ax, name: attribution_bars(ax, -TWO, CLASSES, names=[name] * 2, title=name, output=name),
     "map": map_of,
     "image": lambda ax, name: training_image(ax, np.eye(4), name),
-    "terms": lambda ax, name: term_bars(ax, [name], ONE, output=name),
-    "machine": lambda ax, name: compare_outputs(ax, ONE, ONE, "errors", label=name),
-    "rules": lambda ax, name: error_against_evaluations(ax, [name, f"{name} 2"], [1, 2], [0.1, 0.2]),
     "risk": lambda ax, name: risk_coverage(ax, {name: np.zeros(3)}),
     "histogram": lambda ax, name: score_histogram(ax, {name: ONE}, label=name),
     "matrix": lambda ax, name: kernel_matrix(ax, torch.eye(2), torch.from_numpy(CLASSES), [name] * 2),
@@ -221,3 +175,134 @@ def test_a_plain_text_is_shown_as_it_is_and_twice_is_as_once(name):
     shown = plain(name)
     assert plain(shown) == shown
     assert shown.replace(r"\$", "$") == name.replace("\udcff", "?")
+
+
+X, Y = np.linspace(0.0, 4.0, 5), np.linspace(0.0, 2.0, 3)
+VALUES, ZERO = np.arange(15.0).reshape(3, 5), np.zeros((3, 5), dtype=int)
+
+
+def shade_at(ax, x, y):
+    """The interval of values whose shade is drawn at a place."""
+    shades = shades_of(ax)
+    found = [k for k, path in enumerate(shades.get_paths()) if path.contains_point((x, y))]
+    return [(shades.levels[k], shades.levels[k + 1]) for k in found]
+
+
+def test_the_map_shades_each_node_by_its_value(ax):
+    uncertainty_map(ax, X, Y, VALUES, title="t", colorbar_label="nats")
+    for (row, column), value in np.ndenumerate(VALUES):
+        inside = np.clip([X[column], Y[row]], [0.01, 0.01], [3.99, 1.99])
+        assert any(low - 0.2 <= value <= high + 0.2 for low, high in shade_at(ax, *inside))
+    assert (ax.get_xlim(), ax.get_ylim()) == ((0, 4), (0, 2))  # to the frame, and not beyond the nodes
+    assert [other.get_ylabel() for other in ax.figure.axes if other is not ax] == ["nats"]
+
+
+def test_shades_between_nodes_stay_within_the_values_and_one_value_is_drawn(ax):
+    spike = np.zeros((9, 9))
+    spike[4, 4] = 1.0  # a cubic spline goes below 0 beside it
+    uncertainty_map(ax, np.arange(9.0), np.arange(9.0), spike, title="")
+    shades = shades_of(ax)
+    assert (shades.levels[0], shades.levels[-1]) == (0, 1)
+    darkest = [np.ptp(path.vertices, axis=0).max() for path in shades.get_paths() if len(path.vertices)][-1]
+    assert darkest < 1  # the top of the spike alone
+    other = ax.figure.add_subplot()
+    uncertainty_map(other, X, Y, np.full((3, 5), 2.0), title="", limits=(2.0, 2.0), colorbar=False)
+    assert shade_at(other, 2.0, 1.0)
+
+
+def test_points_have_the_colours_of_their_classes_and_the_legend_that_maps_share_names_them(ax):
+    points, labels = torch.tensor([[0.0, 0.0], [1.0, 1.0], [9.0, 9.0]]), torch.tensor([2, 0, 2])
+    uncertainty_map(ax, X, Y, VALUES, title="", points=points, labels=labels)
+    assert [to_hex(c) for c in ax.collections[-1].get_facecolor()] == [PALETTE[2], PALETTE[0], PALETTE[2]]
+    assert ax.get_xlim() == (0, 4)  # the point outside does not widen the map
+    handles = map_handles(labels, names=["cat", "dog", "bird"])
+    assert [handle.get_label() for handle in handles] == ["cat", "bird", "decision boundary of the network"]
+
+
+def line_of(ax):
+    lines = [artist for artist in ax.collections if isinstance(artist, ContourSet) and not artist.filled]
+    return np.concatenate([path.vertices for artist in lines for path in artist.get_paths()] or [np.zeros((0, 2))])
+
+
+@pytest.mark.parametrize(
+    ("row", "expected"),
+    [([0, 0, 2, 2, 2], [1.5]), ([0] * 5 + [1] * 4, [2.25]), ([0] * 5, [])],  # 2.25: the middle of 2.0 and 2.5
+    ids=["coarse", "finer", "one_class"],
+)
+def test_the_boundary_lies_where_the_class_changes_up_to_the_frame(ax, row, expected):
+    uncertainty_map(ax, X, Y, VALUES, title="", boundary=np.repeat([row], 6, axis=0))
+    line = line_of(ax)
+    assert np.unique(line[:, 0].round(6)).tolist() == expected
+    assert not expected or (line[:, 1].min(), line[:, 1].max()) == (0, 2)
+
+
+def test_a_slanted_boundary_has_no_steps(ax):
+    fine = np.linspace(0, 4, 161)
+    classes = (fine[:, None] > 1 + 0.31 * fine).astype(int)
+    uncertainty_map(ax, np.arange(5.0), np.arange(5.0), np.ones((5, 5)), title="", boundary=classes)
+    line, node = line_of(ax), 4 / 160
+    inner = line[(line[:, 0] > 0.3) & (line[:, 0] < 3.7)]
+    assert np.abs(inner[:, 1] - 1 - 0.31 * inner[:, 0]).max() < 0.6 * node
+    slopes = np.diff(inner, axis=0)
+    assert np.abs(slopes[:, 1] / slopes[:, 0] - 0.31).max() < 0.1
+    raw = ax.contour(fine, fine, classes, levels=[0.5]).get_paths()[0].vertices  # the negative control: stairs
+    assert np.abs(np.diff(raw, axis=0)[:, 1]).min() == 0
+
+
+def test_what_jumps_at_the_boundary_is_not_blurred_across_it(ax):
+    x = np.linspace(0, 4, 9)
+    classes = np.repeat((np.linspace(0, 4, 81) > 2.1)[None], 81, axis=0).astype(int)
+    regions = np.repeat((x > 2.1)[None], 9, axis=0).astype(int)
+    values = regions.astype(float)
+    other = ax.figure.add_subplot()
+    uncertainty_map(ax, x, x, values, title="", boundary=classes, regions=regions, colorbar=False)
+    uncertainty_map(other, x, x, values, title="", boundary=classes, colorbar=False)
+    assert shade_at(ax, 2.02, 2.0)[0][0] == 0  # the first shade up to the boundary at 2.125
+    assert shade_at(other, 2.02, 2.0)[0][0] == 0
+    assert shade_at(ax, 2.2, 2.0)[0][1] == pytest.approx(1)
+    assert shade_at(other, 2.2, 2.0)[0][1] < 0.7  # the negative control
+
+
+def test_many_classes_are_named_in_their_regions_but_for_one_that_is_too_small_to_be_seen(ax):
+    classes = np.repeat(np.arange(6).repeat(20)[None], 60, axis=0)
+    classes[30, 0] = 6
+    uncertainty_map(ax, X, Y, VALUES, title="", boundary=classes)
+    assert words(ax.texts) == ["0", "1", "2", "3", "4", "5"]
+    places = np.array([text.get_position()[0] for text in ax.texts])
+    assert np.allclose(places, (np.arange(6) + 0.5) * 4 / 6, atol=0.05)
+    other = ax.figure.add_subplot()
+    uncertainty_map(other, X, Y, VALUES, title="", boundary=np.repeat(np.arange(5)[None], 3, axis=0))
+    assert words(other.texts) == []  # the colours of a few tell them
+
+
+def test_regions_are_pale_and_meet_at_the_boundary(ax):
+    class_regions(ax, X, Y, np.repeat([[0, 0, 2, 2, 2]], 3, axis=0))
+    left, right = (artist.get_paths()[0] for artist in ax.collections)
+    assert left.contains_point((1.4, 1))
+    assert not left.contains_point((1.6, 1))
+    assert right.contains_point((1.6, 1))
+    colours = [to_hex(artist.get_facecolor()[0]) for artist in ax.collections]
+    assert colours == [to_hex(handle.get_facecolor()) for handle in region_handles([0, 2])]
+    assert not set(colours) & set(PALETTE)
+
+
+@pytest.mark.usefixtures("unchecked")
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"values": VALUES.T}, r"values must have shape \(3, 5\): got \(5, 3\)"),
+        ({"grid_x": X[::-1]}, "grid_x must be increasing and evenly spaced"),
+        ({"grid_x": X**2}, "grid_x must be increasing and evenly spaced"),
+        ({"grid_y": Y[:1]}, "grid_y must be increasing"),
+        ({"values": VALUES + np.inf}, "values must be finite"),
+        ({"boundary": ZERO.T}, "boundary must have shape"),
+        ({"points": np.zeros((4, 3))}, r"points must have shape \(4, 2\)"),
+        ({"points": np.zeros((4, 2)), "labels": ZERO[0, :3]}, r"labels must have shape \(4,\)"),
+        ({"labels": ZERO[0]}, "boundary, and labels with points"),
+        ({"regions": ZERO}, "regions must come with a boundary"),
+        ({"boundary": ZERO, "regions": ZERO[:, :4]}, r"regions must have shape \(3, 5\): got \(3, 4\)"),
+    ],
+)
+def test_the_map_refuses_what_does_not_fit(ax, options, message):
+    with pytest.raises(ValueError, match=message):
+        uncertainty_map(ax, **({"grid_x": X, "grid_y": Y, "values": VALUES, "title": ""} | options))

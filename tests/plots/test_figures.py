@@ -26,7 +26,6 @@ from epk_gp.plots.scores import check_figure, scores_figure, verification_figure
 
 @pytest.fixture(scope="module")
 def images():
-    """A run on 40 random images, and the contributions to the prediction of one."""
     g = torch.Generator().manual_seed(0)
     X, y = torch.randn(40, 1, 4, 4, generator=g, dtype=torch.float64), torch.arange(40) % 2
     net = nn.Sequential(nn.Flatten(), nn.Linear(16, 2), nn.BatchNorm1d(2)).double()

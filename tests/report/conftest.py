@@ -57,8 +57,6 @@ def open_file(browser):
 
 @pytest.fixture
 def open_report(open_file, tmp_path):
-    """Write the content as a report, and open it."""
-
     def open_report(content, fragment="", *, change=str, **options):
         file = tmp_path / "report.html"
         file.write_text(change(document(content)), encoding="utf-8")
@@ -69,5 +67,4 @@ def open_report(open_file, tmp_path):
 
 
 def outside(address):
-    """Return the fault of an address that is neither the file itself nor data in it."""
     return [] if address.startswith(("file:", "data:")) else [f"request of {address}"]

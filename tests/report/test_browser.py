@@ -149,7 +149,6 @@ def test_bars_and_the_curve_have_the_side_and_length_of_their_numbers(open_repor
 
 
 def check_cells(shown, cells):
-    """Compare the texts in the cells of a table, and the numbers as far as they are shown."""
     for text, cell in zip(shown, cells, strict=True):
         value, half = (text, 0) if isinstance(cell, str) else read(text)
         assert value == (cell if isinstance(cell, str) else pytest.approx(cell, abs=half))

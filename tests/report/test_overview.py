@@ -45,7 +45,6 @@ def problem(tmp_path_factory):
 
 
 def path_cosines(trajectory, X):
-    """Return the path kernel between points, by 20 nodes, and the cosines."""
     points = epk.Points(X, is_train=False)
     K = epk.PathKernel(nodes_trajectory(trajectory, 20), None, epk.QuadratureRule.left_endpoint()).trace_block(
         points, points

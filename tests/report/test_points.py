@@ -71,8 +71,6 @@ def test_tokens_are_numbers_or_the_text_that_they_decode_to():
 
 
 class Two(nn.Module):
-    """A network of two tensors."""
-
     def __init__(self) -> None:
         super().__init__()
         self.embed, self.out = nn.Embedding(5, 3), nn.Linear(3, 2)

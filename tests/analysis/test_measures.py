@@ -1,4 +1,4 @@
-"""Finding errors and wrong labels: against brute force over all orders, and scikit-learn."""
+"""Measures of kernels, probabilities and scores: known answers, brute force over all orders, and scikit-learn."""
 
 import math
 from itertools import permutations
@@ -7,8 +7,62 @@ import pytest
 import torch
 from sklearn.metrics import roc_auc_score
 
-from epk_gp.analysis.measures import calibration, error_detection, ood_metrics, reliability_bins, roc_curve
-from label_suspicion import precision_at_k
+from epk_gp.analysis.measures import (
+    calibration,
+    error_detection,
+    gram_spectrum,
+    ood_metrics,
+    principal_directions,
+    rank_correlation,
+    reliability_bins,
+    roc_curve,
+)
+
+
+def test_a_rank_correlation_is_one_for_any_growing_curve():
+    x = torch.linspace(0, 5, 20)
+    assert rank_correlation(x, x.exp()) == pytest.approx(1)
+    assert rank_correlation(x, -(x**3)) == pytest.approx(-1)
+    assert rank_correlation(torch.ones(5), torch.arange(5.0)) is None
+
+
+def test_the_rank_of_a_projection_is_counted_in_all_three_ways():
+    Q = torch.linalg.qr(torch.randn(20, 6, dtype=torch.float64)).Q
+    found = gram_spectrum(Q @ Q.T)
+    assert found.effective_rank == pytest.approx(6)
+    assert found.participation_ratio == pytest.approx(6)
+    assert found.num_principal == 6
+    strong = gram_spectrum(torch.diag(torch.tensor([1000.0, 1, 1, 1], dtype=torch.float64)))  # hides the others
+    assert strong.num_principal == 1
+    assert 1 < strong.participation_ratio < strong.effective_rank < 1.1
+
+
+def test_calibration_error_is_the_gap_between_confidence_and_accuracy():
+    labels = torch.tensor([0, 0, 0, 1] * 25)
+    p = torch.tensor([[0.75, 0.25]], dtype=torch.float64).expand(100, -1)
+    assert calibration(p, labels).ece == pytest.approx(0)
+    sure = calibration(torch.tensor([[0.95, 0.05]], dtype=torch.float64).expand(100, -1), labels)
+    assert sure.ece == pytest.approx(0.2)
+    assert sure.accuracy == 0.75
+    assert sure.nll == pytest.approx(-(0.75 * math.log(0.95) + 0.25 * math.log(0.05)))
+
+
+ONES, NO_CLASS = torch.ones(4), torch.zeros(4, dtype=torch.int64)
+REFUSED = {
+    "m >= 2: got": lambda: rank_correlation(torch.ones(1), torch.ones(1)),
+    "symmetric": lambda: gram_spectrum(torch.tensor([[1.0, 0.5], [0.0, 1.0]])),
+    "positive semi-definite": lambda: gram_spectrum(torch.diag(torch.tensor([1.0, -0.5]))),
+    "energies": lambda: principal_directions(0 * ONES),
+    "finite": lambda: ood_metrics(ONES, ONES / 0),
+    "softmax": lambda: calibration(torch.arange(8.0).view(4, 2) + 1, NO_CLASS),
+}
+
+
+def test_what_has_no_meaning_is_refused():
+    for message, call in REFUSED.items():
+        with pytest.raises(ValueError, match=message):
+            call()
+
 
 SCORES = torch.tensor([0.1, 0.2, 0.2, 0.2, 0.9, 0.9], dtype=torch.float64)
 MARKED = torch.tensor([False, True, False, False, True, False])
@@ -45,20 +99,11 @@ def test_a_score_that_knows_all_errors_leaves_only_the_risk_of_full_coverage():
         assert (found.auroc, found.aurc) == (None, same)
 
 
-@pytest.mark.parametrize("k", [1, 2, 3, 6, None])
-def test_precision_is_the_mean_over_all_orders_of_ties(k):
-    first = int(MARKED.sum()) if k is None else k
-    shares = [MARKED[order[:first]].double().mean() for order in orders(SCORES, descending=True)]
-    assert precision_at_k(SCORES, MARKED, k) == pytest.approx(float(sum(shares)) / len(shares))
-
-
 def test_bad_input_is_an_error_that_says_what_to_do(unchecked):
     for ask, error, message in (
         (lambda: error_detection(SCORES, MARKED[:3]), ValueError, "wrong must have one entry per score: got 3 entries"),
         (lambda: error_detection(SCORES, MARKED.long()), TypeError, "wrong must be a mask of torch.bool: got"),
         (lambda: error_detection(SCORES[:0], MARKED[:0]), ValueError, "scores must hold finite scores, at least one"),
-        (lambda: precision_at_k(SCORES, ~MARKED & MARKED), ValueError, "k must lie in 1..6, the number of scores"),
-        (lambda: precision_at_k(SCORES, MARKED, 7), ValueError, "the number of scores: got 7"),
     ):
         with pytest.raises(error, match=message):
             ask()
