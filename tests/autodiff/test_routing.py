@@ -237,9 +237,7 @@ FUNCTIONS: dict[str, Callable[[Applied, Tensor], Tensor]] = {
 
 
 @pytest.mark.parametrize("function", FUNCTIONS.values(), ids=FUNCTIONS)
-def test_layerwise_takes_constants_scatters_and_multiples_of_weights(
-    function: Callable[[Applied, Tensor], Tensor],
-) -> None:
+def test_layerwise_takes_constants_scatters_and_multiples_of_weights(function):
     run = trained(Applied(function), inputs(8))
     assert epk.attribute(run, run.inputs[:1], path=epk.layerwise(every=2)).certified
 

@@ -272,10 +272,7 @@ def test_rows_are_taken_from_every_structure():
 
 
 WRONG_TARGETS = {
-    r"must have shape \(6, 3\), or \(6, 4\) .*: got \(6, 5\)": (
-        epk.CrossEntropy(),
-        torch.zeros(N, T + 1).long(),
-    ),
+    r"must have shape \(6, 3\), or \(6, 4\) .*: got \(6, 5\)": (epk.CrossEntropy(), torch.zeros(N, T + 1).long()),
     r"labels must lie in 0\.\.2 .*: got 3\.\.3": (epk.CrossEntropy(), torch.full((N, T), 3)),
     "at least one sample must not be ignored": (epk.CrossEntropy(), torch.full((N, T), -100)),
     "one class weight per output: got 2 for 3": (epk.CrossEntropy("sum", (1.0, 2.0)), torch.zeros(N, T).long()),

@@ -91,9 +91,7 @@ def in_two_factors(H: Tensor) -> Tensor:
     return torch.cat(changed)
 
 
-def test_a_number_for_each_weight_goes_into_two_factors_by_means_of_its_inverse(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_number_for_each_weight_goes_into_two_factors_by_means_of_its_inverse(monkeypatch):
     loop = LOOPS["wide adam"]
     monkeypatch.setattr(internals("fit"), "_EXACT", 0)
     model = epk.datamodel(loop.run, *loop.asked)

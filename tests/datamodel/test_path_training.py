@@ -143,9 +143,7 @@ def regression(steps: int, outputs: int = 2) -> tuple[epk.Trajectory, Tensor]:
 
 
 @pytest.mark.parametrize("outputs", [1, 2])
-def test_of_squared_error_predictions_reach_the_matrix_exponential(
-    outputs: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_of_squared_error_predictions_reach_the_matrix_exponential(outputs, monkeypatch):
     run, X = regression(50, outputs)
     y, errors = run.targets.T.flatten(), list[float]()
     for factor in (1.0, 1 / 4, 1 / 16):

@@ -90,9 +90,7 @@ QUESTIONS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
 
 
 @pytest.mark.parametrize(("ask", "error", "message"), QUESTIONS.values(), ids=QUESTIONS.keys())
-def test_a_question_that_cannot_be_answered_is_refused(
-    ask: Callable[[], Any], error: type[Exception], message: str
-) -> None:
+def test_a_question_that_cannot_be_answered_is_refused(ask, error, message):
     assert refusal(error, message, ask) is None
 
 
@@ -126,7 +124,5 @@ TOP: dict[str, tuple[tuple[Any, ...], type[Exception], str]] = {
 
 
 @pytest.mark.parametrize(("args", "error", "message"), TOP.values(), ids=TOP.keys())
-def test_top_samples_that_there_are_not_are_refused(
-    args: tuple[Any, ...], error: type[Exception], message: str
-) -> None:
+def test_top_samples_that_there_are_not_are_refused(args, error, message):
     assert refusal(error, message, LOOP.model.top, *args) is None

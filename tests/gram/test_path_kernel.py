@@ -1,4 +1,3 @@
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -33,9 +32,7 @@ def test_blocks_over_both_copies_equal_dense_jacobians_and_are_a_kernel(name: st
 
 
 @pytest.mark.parametrize("rule", [epk.adaptive(1e-3), epk.QuadratureRule.left_endpoint()], ids=["adaptive", "left"])
-def test_a_trace_takes_the_rules_tiles_and_sums_of_other_blocks(
-    rule: Rule, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_trace_takes_the_rules_tiles_and_sums_of_other_blocks(rule, tmp_path, monkeypatch):
     monkeypatch.setattr(MemoryPlan, "tile_points", lambda *args: 2)
     case = make_case("relu", steps=1)
     points = epk.Points(torch.cat([case.trajectory.inputs[:3], case.test[:1]]), torch.arange(4) < 3)
@@ -64,9 +61,7 @@ class LargestTensor(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("kinds", [(False, True), (False, False), (True, True)])
-def test_a_trace_has_no_tensor_with_all_outputs_of_all_pairs(
-    kinds: tuple[bool, bool], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_trace_has_no_tensor_with_all_outputs_of_all_pairs(kinds, monkeypatch):
     case, X = make_case("relu", steps=1), torch.randn(300, 8, dtype=torch.float64)
     monkeypatch.setattr("epk_gp.autodiff.representations._SCALE_AND_ADD", 0)  # layers are factored
     a, b, tiles, plain = epk.Points(X, kinds[0]), epk.Points(X, kinds[1]), list[int](), MemoryPlan.tile_points

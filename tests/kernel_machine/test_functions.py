@@ -127,11 +127,7 @@ CASES = {
     "difference": (mlp, RowFunction.logit_difference(CHOSEN, 1), lambda z: at(z, CHOSEN) - z[:, 1]),
     "loss": (mlp, RowFunction.loss_value(CHOSEN), lambda z: F.cross_entropy(z, CHOSEN, reduction="none")),
     "own": (mlp, lambda z: torch.stack([z.square().sum(1), z[:, 0].sin()], dim=1), None),
-    "squares": (
-        mlp,
-        RowFunction.loss_value(torch.ones(3, C), nn.MSELoss()),
-        lambda z: (z - 1).square().mean(dim=1),
-    ),
+    "squares": (mlp, RowFunction.loss_value(torch.ones(3, C), nn.MSELoss()), lambda z: (z - 1).square().mean(dim=1)),
     "next word": (gpt, RowFunction.log_probability(CHOSEN), lambda z: at(log_p(z[:, -1]), CHOSEN)),
     "last words": (gpt, RowFunction.log_probability(WORDS), lambda z: of_words(z).sum(dim=1)),
     "targets": (gpt, RowFunction.log_probability(TARGETS), of_targets),
@@ -345,16 +341,8 @@ def test_arguments_of_functions_are_checked():
             "answers must be numbers of classes or words",
         ),
         (lambda: RowFunction.logit_difference(1.0, 2), TypeError, "classes or words must be numbers"),
-        (
-            lambda: RowFunction.loss_value(CHOSEN, UnstatedLoss()),
-            ValueError,
-            "loss_value needs the loss as a function",
-        ),
-        (
-            lambda: RowFunction.log_probability(CHOSEN, dim=0),
-            ValueError,
-            "dim must be 1 for classes second, -1 for",
-        ),
+        (lambda: RowFunction.loss_value(CHOSEN, UnstatedLoss()), ValueError, "loss_value needs the loss as a function"),
+        (lambda: RowFunction.log_probability(CHOSEN, dim=0), ValueError, "dim must be 1 for classes second, -1 for"),
         (lambda: epk.RowFunction(of_words, [1, 2]), TypeError, "data of a function must be"),
     ):
         with pytest.raises(error, match=message):

@@ -287,10 +287,7 @@ def test_a_fault_of_the_network_is_no_reason_for_another_path(error, monkeypatch
 @pytest.mark.usefixtures("unchecked")
 def test_what_is_no_path_or_cannot_be_integrated_is_refused():
     run, X, path = recorded("tanh_sgd"), queries(), epk.layerwise(2)
-    points, no_integral = (
-        epk.Points(X, is_train=False),
-        r"(along a path|one state) .* got layerwise\(every=2\)",
-    )
+    points, no_integral = (epk.Points(X, is_train=False), r"(along a path|one state) .* got layerwise\(every=2\)")
     calls = [
         (lambda: epk.reconstruct(run, X, path=path), ValueError, no_integral),
         (lambda: epk.gram_block(run, points, points, path=path), ValueError, no_integral),

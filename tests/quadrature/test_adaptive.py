@@ -87,9 +87,7 @@ INCONSISTENT = QuadratureStatus.INCONSISTENT_DERIVATIVE
         ("jump", epk.adaptive(), INCONSISTENT, 1 - 1e-9, 1 + 1e-9),
     ],
 )
-def test_each_status_has_a_network_that_provokes_it_and_a_residual_that_shows_it(
-    name: str, rule: Rule, status: QuadratureStatus, least: float, most: float
-) -> None:
+def test_each_status_has_a_network_that_provokes_it_and_a_residual_that_shows_it(name, rule, status, least, most):
     found = integrate(segment(FUNCTIONS[name]), ONE, rule, 1)
     assert QuadratureStatus(int(found.status)) is status
     assert least <= float(found.residual) <= most
@@ -167,8 +165,7 @@ def test_a_kink_that_is_not_located_costs_more_and_more_than_a_small_bound() -> 
 
 @pytest.mark.mostly_slow
 @pytest.mark.parametrize(
-    ("name", "dtype"),
-    [("straight_through", DOUBLE), ("stop_gradient", SINGLE), ("bfloat16", DOUBLE), ("jump", SINGLE)],
+    ("name", "dtype"), [("straight_through", DOUBLE), ("stop_gradient", SINGLE), ("bfloat16", DOUBLE), ("jump", SINGLE)]
 )
 def test_a_derivative_that_is_none_ends_the_search(name: str, dtype: torch.dtype) -> None:
     found = integrate(segment(FUNCTIONS[name], dtype), ONE.to(dtype), epk.adaptive(), 1)
@@ -189,9 +186,7 @@ def test_evaluations_never_pass_their_bound(name: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", [DOUBLE, SINGLE])
 @pytest.mark.parametrize("activation", [nn.ReLU, nn.Tanh, nn.GELU, nn.Hardswish])
-def test_large_steps_of_sound_networks_are_never_called_inconsistent(
-    activation: Callable[[], nn.Module], dtype: torch.dtype
-) -> None:
+def test_large_steps_of_sound_networks_are_never_called_inconsistent(activation, dtype):
     for seed in range(2):
         torch.manual_seed(seed)
         net = nn.Sequential(nn.Linear(6, 16), nn.LayerNorm(16), activation(), nn.Linear(16, 8), activation())

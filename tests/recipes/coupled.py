@@ -1,6 +1,4 @@
-"""Losses that are not stated: their rows hold one another, a teacher, an advantage, or are no rows of the data."""
-
-import copy
+"""Losses that are not stated: their rows hold one another, or an advantage."""
 
 import torch
 from torch import nn
@@ -22,29 +20,6 @@ def unstated(net, loss_of_batch, *passes, **options):
             recorder.batch(rows(batch))
 
     return train(net, X, None, TEST, loss_of_batch, announce=announce, loss=None, **options)
-
-
-def smoothed_and_mixed():
-    net = mlp(batch_norm=True)
-
-    def loss(batch):
-        other = batch.flip(0)
-        z = net(0.7 * X[batch] + 0.3 * X[other])
-        mixed = 0.7 * F.cross_entropy(z, Y[batch], label_smoothing=0.1)
-        return mixed + 0.3 * F.cross_entropy(z, Y[other], label_smoothing=0.1)
-
-    return unstated(net, loss)
-
-
-def info_nce(queries, keys, temperature=0.2):
-    scores = F.normalize(queries, dim=1) @ F.normalize(keys, dim=1).T / temperature
-    return F.cross_entropy(scores, torch.arange(len(scores)))
-
-
-def info_nce_of_two_passes():
-    net = mlp(dropout=0.2)
-    same = (lambda b: b,) * 2
-    return unstated(net, lambda b: info_nce(net(X[b]), net(X[b] + 0.1 * torch.randn_like(X[b]))), *same)
 
 
 def siamese_pairs():
@@ -69,25 +44,6 @@ def triplets_in_one_pass():
         return torch.cat([batch, batch.roll(3), batch.roll(1)])
 
     return unstated(net, lambda b: triplet(*net(X[rows(b)]).chunk(3)), rows)
-
-
-def mean_teacher():
-    """Tarvainen and Valpola (2017): the targets are those of a moving average of the network."""
-    net = mlp(dropout=0.3)
-    teacher = copy.deepcopy(net)
-
-    def follow():
-        with torch.no_grad():
-            for slow, fast in zip(teacher.parameters(), net.parameters(), strict=True):
-                slow.lerp_(fast, 0.1)
-
-    def loss(batch):
-        z = net(X[batch])
-        with torch.no_grad():
-            target = teacher(X[batch]).softmax(dim=1)
-        return F.cross_entropy(z, Y[batch]) + 3.0 * F.mse_loss(z.softmax(dim=1), target)
-
-    return unstated(net, loss, after_step=follow)
 
 
 ACTIONS, RETURNS = torch.arange(24) * 7 % C, torch.linspace(-1.0, 2.0, 24).double().cos()
@@ -127,11 +83,4 @@ def ppo():
     return unstated(net, loss, optimizer=optimizer, epochs=3, output=policy)
 
 
-RECIPES = [
-    smoothed_and_mixed,
-    info_nce_of_two_passes,
-    siamese_pairs,
-    triplets_in_one_pass,
-    mean_teacher,
-    ppo,
-]
+RECIPES = [siamese_pairs, triplets_in_one_pass, ppo]

@@ -1,14 +1,10 @@
-"""Loops of their own kind: adversarial training, accumulation, averaged weights, several optimizers, weights."""
-
-from dataclasses import replace
+"""Loops of their own kind: adversarial training, several optimizers, frozen layers, weights."""
 
 import torch
 from torch import nn
 from torch.nn import functional as F
-from torch.optim.swa_utils import SWALR, AveragedModel, get_ema_multi_avg_fn, update_bn
 
 import epk_gp as epk
-from epk_gp.core.states import averaging_coefficients
 from recipes.problem import C, batches, finish, train, vectors
 
 TEST = vectors(26)[0][24:]
@@ -41,53 +37,6 @@ def pgd_in_evaluation_mode():
         return F.cross_entropy(net(x_adv), y[batch])
 
     return train(net, X, y, TEST, loss, optimizer=torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9))
-
-
-def accumulation_with_batchnorm():
-    X, y = vectors(24)
-    net = mlp(batch_norm=True)
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.2)
-    accumulated = 3
-    with epk.Recorder(net, optimizer, X, y) as recorder:  # recorder
-        net.train()
-        for number, batch in enumerate(batches(len(X), 4, epochs=2)):
-            loss = F.cross_entropy(net(X[batch]), y[batch]) / accumulated
-            loss.backward()
-            recorder.batch(batch, weight=1 / accumulated)  # recorder
-            if (number + 1) % accumulated == 0:
-                optimizer.step()
-                optimizer.zero_grad()
-    return finish(recorder, net, TEST, X, y)
-
-
-def ema():
-    X, y = vectors(24)
-    net = mlp(dropout=0.2)
-    averaged = AveragedModel(net, multi_avg_fn=get_ema_multi_avg_fn(0.8))
-    result = train(net, X, y, TEST, lambda b: F.cross_entropy(net(X[b]), y[b]), epochs=3,
-                   after_step=lambda: averaged.update_parameters(net))  # fmt: skip
-    return replace(result, average=(averaged, averaging_coefficients(9, decay=0.8)))
-
-
-def swa():
-    X, y = vectors(24)
-    net = mlp(dropout=0.2)
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
-    swa_model, swa_scheduler = AveragedModel(net), SWALR(optimizer, swa_lr=0.05, anneal_epochs=1)
-    with epk.Recorder(net, optimizer, X, y) as recorder:  # recorder
-        for epoch in range(3):
-            net.train()
-            for batch in batches(len(X), 8, epochs=1):
-                optimizer.zero_grad()
-                F.cross_entropy(net(X[batch]), y[batch]).backward()
-                recorder.batch(batch)  # recorder
-                optimizer.step()
-            if epoch > 0:
-                swa_model.update_parameters(net)
-                swa_scheduler.step()
-    update_bn(X.split(8), swa_model)
-    result = finish(recorder, net, TEST, X, y)
-    return replace(result, average=(swa_model, averaging_coefficients(9, [6, 9])))
 
 
 def two_optimizers():
@@ -132,12 +81,4 @@ def sample_weights():
     return train(net, X, y, TEST, loss, announce=announce)
 
 
-RECIPES = [
-    pgd_in_evaluation_mode,
-    accumulation_with_batchnorm,
-    ema,
-    swa,
-    two_optimizers,
-    freeze_then_thaw,
-    sample_weights,
-]
+RECIPES = [pgd_in_evaluation_mode, two_optimizers, freeze_then_thaw, sample_weights]

@@ -1,4 +1,4 @@
-"""Recipes from further afield: distillation, several heads and inputs, odd normalisation, moved statistics."""
+"""Recipes from further afield: rows drawn twice, moved statistics, spectral normalisation."""
 
 import torch
 from torch import nn
@@ -8,58 +8,7 @@ from torch.utils.data import DataLoader, Dataset, WeightedRandomSampler
 
 import epk_gp as epk
 from epk_gp.callbacks import IndexedDataset
-from recipes.problem import C, batches, finish, images, vectors
-from recipes.problem import train as train_on_batches
-
-
-def train(net, X, y, X_test, loss_of_batch, **options):
-    """Train on batches of 8; `loss_of_batch` takes what the network returned and the batch."""
-
-    def loss(batch):
-        return loss_of_batch(net(*(x[batch] for x in X)) if isinstance(X, tuple) else net(X[batch]), batch)
-
-    return train_on_batches(net, X, y, X_test, loss, **options)
-
-
-class TwoHeads(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.trunk = nn.Sequential(nn.Linear(5, 6), nn.Tanh(), nn.Dropout(0.2))
-        self.label, self.size = nn.Linear(6, C), nn.Linear(6, 1)
-
-    def forward(self, x):
-        h = self.trunk(x)
-        return self.label(h), self.size(h).squeeze(1)
-
-
-def first(returned):
-    return returned[0]
-
-
-def several_tasks():
-    X, y = vectors(24)
-    targets = torch.cat([F.one_hot(y, C).double(), X.norm(dim=1, keepdim=True)], dim=1)
-
-    def per_row(returned, t):
-        labels, sizes = returned
-        return F.cross_entropy(labels, t[:, :C], reduction="none") + 0.5 * (sizes - t[:, C]).square()
-
-    def loss(returned, batch):
-        return F.cross_entropy(returned[0], y[batch]) + 0.5 * F.mse_loss(returned[1], X[batch].norm(dim=1))
-
-    own = epk.PerSampleLoss(per_row)
-    return train(TwoHeads().double(), X, targets, vectors(26)[0][24:], loss, loss=own, output=first)
-
-
-class Noise(nn.Module):
-    def forward(self, x):
-        return x + 0.3 * torch.randn_like(x) if self.training else x
-
-
-def noise_inside():
-    X, y = vectors(24)
-    net = nn.Sequential(Noise(), nn.Linear(5, 6), nn.Tanh(), Noise(), nn.Linear(6, C)).double()
-    return train(net, X, y, vectors(26)[0][24:], lambda z, b: F.cross_entropy(z, y[b]))
+from recipes.problem import C, batches, finish, images, train, vectors
 
 
 class Erased(Dataset):
@@ -121,13 +70,7 @@ def spectral_norm():
     """The power iteration's vectors move in every training forward pass, as moving statistics do."""
     X, y = vectors(24)
     net = nn.Sequential(nn.utils.parametrizations.spectral_norm(nn.Linear(5, 6)), nn.Tanh(), nn.Linear(6, C)).double()
-    return train(net, X, y, vectors(26)[0][24:], lambda z, b: F.cross_entropy(z, y[b]))
+    return train(net, X, y, vectors(26)[0][24:], lambda b: F.cross_entropy(net(X[b]), y[b]))
 
 
-RECIPES = [
-    several_tasks,
-    noise_inside,
-    weighted_sampler,
-    statistics_moved_without_gradients,
-    spectral_norm,
-]
+RECIPES = [weighted_sampler, statistics_moved_without_gradients, spectral_norm]

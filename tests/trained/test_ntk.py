@@ -1,20 +1,19 @@
-"""The tangent kernel of a network that was not recorded, against Jacobians by autograd, output by output."""
+"""A network that was not recorded, as a run of no steps; its tangent kernel, against Jacobians by autograd."""
 
 import copy
 import gc
 import pickle
-import unittest
 from concurrent.futures import ThreadPoolExecutor
 
 import gpytorch
 import pytest
 import torch
-from gpytorch.test.base_kernel_test_case import BaseKernelTestCase
 from graph_runs import make_graph, make_net
 from torch import nn
 from torch.nn import functional as F
 
 import epk_gp as epk
+from epk_gp.trained.network import as_trajectory
 from helpers import assert_close
 
 C = 3
@@ -69,6 +68,17 @@ class Bags(nn.Module):
 
     def forward(self, values, offsets):
         return self.last(torch.tanh(self.bag(values, offsets)))
+
+
+def test_a_network_is_a_run_of_no_steps_in_evaluation_mode_and_keeps_its_modes(unchecked):
+    net, X = convolutional(), torch.randn(6, 1, 6, 6, dtype=torch.float64)
+    net[1].eval()
+    before = [module.training for module in net.modules()]
+    run = as_trajectory(net, X)
+    assert [module.training for module in net.modules()] == before
+    assert (run.num_steps, run.num_outputs, len(run.model.statistics)) == (0, 3, 0)
+    assert run.model.names == ("1.weight", "1.bias", "5.weight", "5.bias")
+    assert torch.equal(epk.network_outputs(run, X), net.eval()(X))
 
 
 FORMS = {  # outputs -> what it is of a block (n, C, m, C)
@@ -313,30 +323,3 @@ def test_a_kernel_keeps_its_weights_and_says_when_the_networks_are_others():
     del net
     gc.collect()
     assert torch.equal(kernel(X, Z).to_dense(), before)
-
-
-class Conformance(BaseKernelTestCase):
-    """GPyTorch's 13 tests of a kernel."""
-
-    seed = 0
-    outputs: str | int
-    _width = 2
-
-    def create_kernel_no_ard(self, active_dims=None, batch_shape=None):
-        self._width = self._width if active_dims is None else len(active_dims)
-        torch.manual_seed(0)
-        net = nn.Sequential(nn.Linear(self._width, 5), nn.Tanh(), nn.Linear(5, 2))
-        kernel = epk.NTKKernel(net, outputs=self.outputs, active_dims=active_dims)
-        return kernel if batch_shape is None else kernel.expand_batch(batch_shape)
-
-
-class TestConformanceFull(Conformance, unittest.TestCase):
-    outputs = "full"
-
-
-class TestConformanceTrace(Conformance, unittest.TestCase):
-    outputs = "trace"
-
-
-class TestConformanceClass(Conformance, unittest.TestCase):
-    outputs = 1
