@@ -53,8 +53,6 @@ def test_an_interrupted_pass_goes_on_where_it_was(name, tmp_path, monkeypatch):
         monkeypatch.setattr("epk_gp.kernel_machine.attribute.MAPPED_ADJOINTS", 0)
     if "within" in name:
         monkeypatch.setattr(adjoint.StepBack, "nbytes", 1 << 40)  # no two steps go together
-    if "within" in name:
-        monkeypatch.setattr(adjoint.StepBack, "nbytes", 1 << 40)  # no two steps go together
     num_lines = 2 if "lines" in name else 1
     monkeypatch.setattr(MemoryPlan, "lines_together", lambda *_: num_lines)
     monkeypatch.setattr("epk_gp.storage.partial_sums.SECONDS", 0)
