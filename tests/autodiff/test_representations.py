@@ -17,7 +17,6 @@ from epk_gp.autodiff.representations import (
     SoftmaxLastLayerAverage,
     concat_rows,
     sum_outer_products,
-    to_flat_order,
 )
 from epk_gp.autodiff.sketches import FeatureSum, seeded_generator
 from epk_gp.gram.accumulator import GramAccumulator
@@ -145,13 +144,6 @@ def test_steps_that_can_be_joined_are_summed_and_others_say_that_they_cannot(nam
     steps = zip(weights, left, right, strict=True)
     expected = sum(w * dense_inner(a.to_dense(), b.to_dense(), per_class=False) for w, a, b in steps)
     assert_close(inner(joined, others, LEFT, per_class=False), torch.as_tensor(expected))
-
-
-def test_flat_order_puts_columns_into_their_places() -> None:
-    first, second = DenseJacobian(normal(C, LEFT, 2)), DenseJacobian(normal(C, LEFT, 3))
-    columns = torch.tensor([4, 0, 2, 3, 1])
-    flat = to_flat_order([first, second], columns)
-    assert torch.equal(flat[:, :, columns], torch.cat([first.values, second.values], dim=2))
 
 
 @pytest.mark.parametrize("requires_grad", [False, True])

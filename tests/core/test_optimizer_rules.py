@@ -246,39 +246,10 @@ def test_what_several_optimizers_hold_of_earlier_gradients_is_known(name):
     assert torch.equal(held, torch.cat(expected))
 
 
-SGD, ADAM, ADAMW = torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW
-RMSPROP, ADAGRAD = torch.optim.RMSprop, torch.optim.Adagrad
-OPTIMIZERS = {
-    "momentum": (SGD, {"lr": 0.1, "momentum": 0.9}),
-    "decay": (SGD, {"lr": 0.1, "weight_decay": 0.1}),
-    "adam_decay": (ADAM, {"lr": 0.01, "weight_decay": 0.1, "amsgrad": True}),
-    "adamw": (ADAMW, {"lr": 0.01, "weight_decay": 0.1}),
-    "rmsprop_momentum": (RMSPROP, {"lr": 0.001, "momentum": 0.9, "centered": True, "weight_decay": 0.1}),
-}
-
-
 def small_problem() -> tuple[nn.Module, Tensor, Tensor, Tensor]:
     torch.manual_seed(3)
     net = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3)).double()
     return net, torch.randn(11, 4).double(), torch.randint(0, 3, (11,)), torch.randn(3, 4).double()
-
-
-@pytest.mark.parametrize("name", ["momentum", "adamw", "rmsprop_momentum"])
-def test_memory_and_disk_hold_the_same_numbers(tmp_path, name):
-    kind, options = OPTIMIZERS[name]
-    runs = []
-    for path in (None, tmp_path / "run"):
-        net, X, y, X_test = small_problem()
-        optimizer, generator = kind(net.parameters(), **options), torch.manual_seed(0)
-        settings = {"steps": 7, "batch_size": 4, "folder": path, "generator": generator}
-        runs.append(epk.train(net, X, y, optimizer=optimizer, **settings))
-    loaded = epk.load_trajectory(tmp_path / "run", small_problem()[0])
-    assert loaded.digest == runs[0].digest == runs[1].digest
-    assert loaded.update_rule == runs[0].update_rule
-    for s in range(7):
-        for loaded_value, value in zip(loaded.updates[s], runs[0].updates[s], strict=True):
-            assert torch.equal(loaded_value, value)
-    assert torch.equal(epk.attribute(loaded, X_test).samples, epk.attribute(runs[0], X_test).samples)
 
 
 LOSSES = {

@@ -8,14 +8,13 @@ from torch import nn
 from torch.nn import functional as F
 
 import epk_gp as epk
-from epk_gp.core.losses import apply_head
 from epk_gp.core.model import functionalize, zero_final_layer
 from epk_gp.core.plans import TensorSpec
 from epk_gp.core.step import fingerprint_data
 from epk_gp.core.trajectory import batch_of, flat_weights
 from epk_gp.recording.setup import validate_batch_statistics, validate_row_independence
 from helpers import NETWORKS, assert_close
-from loops import CASES, by_hand, data, flat, frozen_batch_norm, frozen_layer, mlp, sgd, trained
+from loops import CASES, by_hand, data, flat, frozen_batch_norm, frozen_layer, mlp, trained
 
 
 @pytest.fixture(params=["memory", "disk"])
@@ -81,26 +80,12 @@ def test_float32_points_give_float32_outputs(trajectory):
     assert flat_weights(trajectory, 1, X.float()).dtype == torch.float32
 
 
-def test_the_recorded_network_is_in_evaluation_mode():
-    net, (X, y) = nn.Sequential(mlp(), nn.Dropout(0.5)).eval(), data()
-    trajectory = epk.train(net, X, y, optimizer=sgd(net), steps=2)
-    net.train()
-    assert torch.equal(epk.network_outputs(trajectory, X), epk.network_outputs(trajectory, X))
-
-
 def test_the_skeleton_is_converted_once_and_the_original_stays():
     trajectory = trained(CASES["frozen_batch_norm"])
     converted = trajectory.model.variant(TensorSpec(torch.float32, torch.device("cpu")))
     assert converted is trajectory.model.variant(TensorSpec(torch.float32, torch.device("cpu")))
     assert converted.module[1].running_mean.dtype == torch.float32
     assert trajectory.model.module[1].running_mean.dtype == torch.float64
-
-
-def test_a_trajectory_says_what_it_is_in_one_line(trajectory):
-    text = repr(trajectory)
-    assert "\n" not in text
-    for part in ("7 steps", "51 weights", "10 training points", "(4,)", "3 outputs", "float64", trajectory.digest[:12]):
-        assert part in text
 
 
 def test_the_data_digest_tells_values_shapes_types_and_sides_apart():
@@ -134,13 +119,6 @@ def named(request):
     return NETWORKS[request.param][0]().double(), inputs_for(request.param)
 
 
-def test_calling_with_the_networks_own_weights_is_calling_the_network(named):
-    net, X = named
-    model = functionalize(net)
-    weights = model.unflatten(model.flatten(dict(net.named_parameters())))
-    assert_close(model(weights, X), net.eval()(X).detach())
-
-
 def test_the_skeletons_own_weights_do_not_matter(named):
     """The negative control: they are replaced in every call, also those that are used twice or tied."""
     net, X = named
@@ -158,13 +136,6 @@ def test_flat_and_named_weights_are_each_others_inverse(named):
     flat = torch.arange(float(model.num_weights), dtype=torch.float64)
     assert torch.equal(model.flatten(model.unflatten(flat)), flat)
     assert model.num_weights == sum(p.numel() for p in net.parameters())
-
-
-def test_ordinary_networks_pass_the_door(named):
-    net, X = named
-    validate_batch_statistics(net)
-    model = functionalize(net)
-    validate_row_independence(model, dict(net.named_parameters()), X)
 
 
 def test_copying_a_structure_does_not_touch_the_network():
@@ -212,12 +183,6 @@ def test_normalisation_by_the_batch_in_evaluation_mode_is_named():
     layer = nn.BatchNorm1d(4, track_running_stats=False).eval()
     with pytest.raises(ValueError, match=r"module 'inner.0' \(BatchNorm1d\) uses the statistics of the batch"):
         validate_batch_statistics(nn.ModuleDict({"inner": nn.Sequential(layer)}))
-
-
-def test_heads_are_what_they_are_called():
-    z = torch.randn(5, 3, dtype=torch.float64)
-    assert apply_head(z, "logits") is z
-    assert torch.equal(apply_head(z, "log_softmax"), F.log_softmax(z, dim=1))
 
 
 def test_a_zeroed_final_layer_makes_a_constant_output():

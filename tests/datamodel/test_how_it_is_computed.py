@@ -83,13 +83,6 @@ def test_where_six_kernels_do_not_fit_there_are_three_or_sums_of_them(groups: in
     assert torch.equal(model.predict(torch.ones(MANY)), model.outputs)
 
 
-def test_budgets_decide_how_many_kernels_are_held(many: epk.Trajectory) -> None:
-    for budget in (1 << 20, 4 * BYTES, 6 * BYTES, 12 * BYTES):
-        model = epk.datamodel(many, X, Y, memory_budget=budget)
-        held = len(model.trainings[0].kernels)
-        assert held == max(k for k in (1, 2, 3, 6) if k * BYTES <= budget // 2)
-
-
 def test_a_budget_that_holds_no_kernel_is_refused() -> None:
     torch.manual_seed(1)
     net, points = mlp().double(), vectors(260)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import epk_gp as epk
-from epk_gp.core.losses import NegativeLogLikelihood, as_loss
+from epk_gp.core.losses import NegativeLogLikelihood
 from helpers import assert_close
 
 pytestmark = pytest.mark.filterwarnings("ignore:the datamodel is not certified")  # of few steps
@@ -53,10 +53,6 @@ def quartic(z: Tensor, y: Tensor) -> Tensor:
     """A loss of one's own, whose curvature depends on the outputs."""
     difference = z - y
     return (difference**2 / 2 + difference**4 / 4).sum(dim=1)
-
-
-def classes_in(logits: Tensor) -> Tensor:
-    return (logits > 0).long().squeeze(-1)
 
 
 @dataclass(frozen=True, eq=False)
@@ -275,9 +271,3 @@ def test_probabilities_as_targets_have_outputs_as_coordinates() -> None:
     model = epk.datamodel(loop.run, loop.asked[0])
     scores = reference.ridge(model.trainings[0].curvature)
     assert_close(model.scores, scores.unflatten(1, (-1, M)).sum(dim=1), rounding=TIGHT)
-
-
-def test_the_loss_of_torch_is_the_same_loss() -> None:
-    X, y = LOOP.asked
-    run = LOOP.record(loss=as_loss(nn.CrossEntropyLoss()))
-    assert torch.equal(epk.datamodel(run, X, y).scores, LOOP.model.scores)

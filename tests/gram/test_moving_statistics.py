@@ -11,7 +11,7 @@ from torch.autograd import gradcheck
 import epk_gp as epk
 from epk_gp.core.trajectory import flat_state, network_outputs
 from epk_gp.kernel_machine.baselines import tangent_trajectory
-from epk_gp.quadrature.rules import QuadratureRule, adaptive, gauss_legendre
+from epk_gp.quadrature.rules import QuadratureRule, gauss_legendre
 from helpers import assert_blocks
 
 NETWORKS = {
@@ -68,13 +68,6 @@ def test_statistics_that_stand_still_give_another_kernel(run):
     K, other = (epk.gram_block(each, run.points, run.points, rule=RULE) for each in (run.trajectory, still))
     assert (K - other).abs().max() > 1e-3 * K.abs().max()
     assert torch.linalg.eigvalsh(K.reshape(9, 9)).min() > -1e-12 * K.abs().max()
-
-
-def test_an_adaptive_rule_and_a_fine_fixed_one_agree():
-    run = Run("mlp")
-    test, train = epk.Points(run.X, is_train=False), epk.Points(run.X, is_train=True)
-    K, fine = (epk.gram_block(run.trajectory, test, train, rule=rule) for rule in (adaptive(), gauss_legendre(24)))
-    assert (K - fine).abs().max() < 1e-10 * K.abs().max()
 
 
 @pytest.mark.parametrize("name", ["mlp", "cnn"])

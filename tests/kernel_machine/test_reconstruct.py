@@ -5,7 +5,6 @@ import torch
 from optimizer_cases import problem
 from torch import Tensor
 from torch.optim import SGD, Adam
-from weighted_loops import record
 
 import epk_gp as epk
 import reference
@@ -95,15 +94,6 @@ def test_the_data_of_a_step_is_read_once(monkeypatch):
     monkeypatch.setattr(MemoryPlan, "vanilla_gd_samples", lambda *args: 2)
     epk.attribute(case.trajectory, case.test)
     assert steps == list(range(case.trajectory.num_steps))
-
-
-def test_a_repeated_index_counts_twice():
-    X, y = torch.randn(4, 3, dtype=torch.float64), torch.tensor([0, 1, 0, 1])
-    net = torch.nn.Sequential(torch.nn.Linear(3, 5), torch.nn.Tanh(), torch.nn.Linear(5, 2)).double()
-    run = record(net, torch.optim.SGD(net.parameters(), lr=0.3), X, y, ([0, 0, 1], [2, 3, 2]))
-    parts = epk.attribute(run, X)
-    assert parts.max_error <= 1e-13
-    assert_close(parts.samples, reference.contributions(run, X, "log_softmax", epk.gauss_legendre(8)))
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,7 @@ from epk_gp.core.inputs import Points
 from epk_gp.gram.path_kernel import PathKernel, gram_block
 from epk_gp.kernels.epk import EPKKernel
 from epk_gp.kernels.tagging import test_copy, train_copy
-from epk_gp.quadrature.rules import QuadratureRule, chords, gauss_legendre, layerwise
+from epk_gp.quadrature.rules import chords, gauss_legendre, layerwise
 from helpers import make_case
 from kernel_cases import MODES, C, D, assert_close, make_run, mixed, path_kernel_block, reduced
 
@@ -51,18 +51,6 @@ def test_a_mean_diagonal_is_that_of_evenly_spaced_points_in_float64(counter, mon
     assert counter.points == 3
     x = train_copy(run.inputs[[0, 2, 4]].double())
     assert scale == pytest.approx(float(EPKKernel(run)(x, diag=True).mean()), rel=1e-14)
-
-
-@pytest.mark.parametrize("outputs", MODES)
-def test_the_gram_matrix_over_both_copies_is_positive_semi_definite(trajectory, outputs):
-    X = torch.randn(6, D, dtype=torch.float64)
-    K = EPKKernel(trajectory, outputs)(torch.cat([train_copy(X), test_copy(X)])).to_dense()
-    assert_close(K, K.mT)
-    assert torch.linalg.eigvalsh(K).min() > -200 * torch.finfo(K.dtype).eps * K.abs().max()
-    half = K.shape[-1] // 2
-    assert (K[..., :half, :half] - K[..., half:, half:]).abs().max() > 1e-3 * K.abs().max()  # copies differ
-    same = EPKKernel(trajectory, outputs, rule=QuadratureRule.left_endpoint())(test_copy(X)).to_dense()
-    assert_close(same, K[..., :half, :half])
 
 
 def test_images_are_flattened_and_restored():

@@ -5,11 +5,10 @@ import torch
 
 import epk_gp as epk
 from epk_gp.gp.models import LogitGP
-from epk_gp.gp.output_coupling import NetworkMean, OutputCoupling
 from epk_gp.kernels import tagging
 from epk_gp.kernels.epk import EPKKernel
 from epk_gp.kernels.tagging import has_mark, parse_points, tag_points, test_copy, train_copy
-from kernel_cases import MODES, C, D, assert_close
+from kernel_cases import MODES, D, assert_close
 
 COPIES = ((train_copy, True), (test_copy, False))
 FLOATS = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
@@ -141,14 +140,6 @@ def test_active_dims_may_leave_the_copy_column_out(trajectory, X):
     kernel = EPKKernel(trajectory, "trace", normalize="cosine", active_dims=[2, 0])
     assert torch.equal(kernel(wide).to_dense(), EPKKernel(trajectory, "trace", normalize="cosine")(X).to_dense())
     assert_close(kernel(wide, wide[:2]).to_dense(), kernel(wide).to_dense()[:, :2])
-
-
-@pytest.mark.parametrize("coupling", [OutputCoupling("full", C), OutputCoupling("independent", C)])
-def test_a_network_is_the_mean_at_rows_without_a_copy_column(trajectory, X, coupling):
-    mean = NetworkMean(EPKKernel(trajectory).config, coupling, state=-1)
-    assert torch.equal(mean(X), mean(test_copy(X)))
-    z = X.clone().requires_grad_()
-    assert_close(torch.autograd.grad(mean(z).sum(), z)[0], torch.autograd.grad(mean(test_copy(z)).sum(), z)[0])
 
 
 @pytest.mark.parametrize("outputs", ["full", "independent"])

@@ -163,16 +163,6 @@ def test_a_kink_that_is_not_located_costs_more_and_more_than_a_small_bound() -> 
     assert float(enough.residual) < 1e-11 < 1e-6 < float(few.residual)
 
 
-@pytest.mark.mostly_slow
-@pytest.mark.parametrize(
-    ("name", "dtype"), [("straight_through", DOUBLE), ("stop_gradient", SINGLE), ("bfloat16", DOUBLE), ("jump", SINGLE)]
-)
-def test_a_derivative_that_is_none_ends_the_search(name: str, dtype: torch.dtype) -> None:
-    found = integrate(segment(FUNCTIONS[name], dtype), ONE.to(dtype), epk.adaptive(), 1)
-    assert float(found.evaluations) < 6000
-    assert float(found.residual) > 1e-3
-
-
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_evaluations_never_pass_their_bound(name: str) -> None:
     X = torch.linspace(-1, 1, 8, dtype=DOUBLE)[:, None]
