@@ -196,11 +196,8 @@ def test_features_follow_the_dtype_and_the_seed(tanh: Case) -> None:
         ({"nodes": 0}, ValueError, "nodes must be at least 1"),
         ({"seed": "a"}, TypeError, "seed must be a whole number"),
         ({"num_probe": -1}, ValueError, "num_probe must be at least 0"),
-        ({"head": "probabilities"}, ValueError, "head must be one of"),
         ({"is_train": torch.ones(3, dtype=torch.bool)}, ValueError, "is_train must have one entry per point"),
         ({"accumulate": torch.float64}, TypeError, "unexpected keyword argument 'accumulate'"),
-        ({"X": torch.zeros(5, 2)}, ValueError, "X must have shape"),
-        ({"trajectory": None}, TypeError, "trajectory must be an epk_gp.Trajectory"),
     ],
 )
 def test_what_cannot_be_used_is_refused(tanh: Case, unchecked, arguments, error, message) -> None:

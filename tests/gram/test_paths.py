@@ -11,7 +11,7 @@ import epk_gp as epk
 from epk_gp.gram import planned_kernel
 from epk_gp.gram.accumulator import GramAccumulator
 from epk_gp.gram.sketch import nodes_trajectory
-from helpers import assert_blocks, assert_close, gram_diagonal_blocks, make_case
+from helpers import assert_blocks, assert_close, make_case
 
 RULE = epk.gauss_legendre(2)
 
@@ -140,22 +140,13 @@ def test_features_along_chords_are_those_of_their_nodes(mask):
 
 
 @pytest.mark.usefixtures("unchecked")
-def test_paths_that_cannot_be_followed_are_refused(tmp_path):
+def test_paths_that_cannot_be_followed_are_refused():
     run = recorded("relu_sgd")
-    nodes_run, points, chords = nodes_trajectory(run, 4), mixed_points(run), epk.chords(2)
-    one_state, no_path = "integrates along a path.*got layerwise", "path must be a path such as .*: got"
+    nodes_run, chords = nodes_trajectory(run, 4), epk.chords(2)
     for call, error, message in (
-        (lambda: epk.gram_block(run, points, points, path="chords"), TypeError, no_path),
-        (lambda: epk.path_features(run, queries(2), 8, path=4), TypeError, no_path),
-        (lambda: nodes_trajectory(run, 4, path=epk.layerwise(2)), ValueError, one_state),
-        (lambda: epk.path_features(run, queries(2), 8, path=epk.layerwise()), ValueError, one_state),
+        (lambda: epk.path_features(run, queries(2), 8, path=4), TypeError, "path must be a path such as .*: got"),
         (lambda: nodes_trajectory(nodes_run, 4, path=chords), ValueError, "this one is 4 nodes"),
         (lambda: epk.path_features(nodes_run, queries(2), 8, nodes=None, path=chords), ValueError, "got None"),
     ):
         with pytest.raises(error, match=message):
             call()
-    for number, call in enumerate((epk.gram_block, gram_diagonal_blocks)):  # partial sums belong to their path
-        sides, options = (points, points)[: 2 - number], {"rule": RULE, "checkpoint": tmp_path / str(number)}
-        call(run, *sides, path=chords, **options)
-        with pytest.raises(ValueError, match="must be of this very computation"):
-            call(run, *sides, **options)

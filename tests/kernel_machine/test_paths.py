@@ -19,7 +19,7 @@ from epk_gp.kernel_machine import attribute
 from epk_gp.kernel_machine.axes import by_parameter, by_sample, by_step
 from epk_gp.kernel_machine.baselines import single_machine
 from epk_gp.quadrature.rules import LayerwisePath, QuadratureStatus
-from helpers import NETWORKS, assert_close, make_case
+from helpers import NETWORKS, assert_close, gram_diagonal_blocks, make_case
 
 RULE = epk.gauss_legendre(3)
 slow = pytest.mark.slow
@@ -186,7 +186,9 @@ def test_ranges_of_steps_begin_where_chords_do():
 
 def test_a_checkpoint_belongs_to_its_path(tmp_path):
     run, X = recorded("relu_sgd"), queries()
-    for number, call in enumerate((epk.attribute, epk.reconstruct)):
+    block = lambda run, X, **o: epk.gram_block(run, *[epk.Points(X, is_train=False)] * 2, **o)  # noqa: E731
+    diagonal = lambda run, X, **o: gram_diagonal_blocks(run, epk.Points(X, is_train=False), **o)  # noqa: E731
+    for number, call in enumerate((epk.attribute, epk.reconstruct, block, diagonal)):
         folder = tmp_path / str(number)
         call(run, X, path=epk.chords(2), checkpoint=folder)
         call(run, X, path=epk.chords(2), checkpoint=folder)

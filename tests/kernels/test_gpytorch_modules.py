@@ -13,12 +13,6 @@ from epk_gp.kernels.epk import EPKKernel
 from kernel_cases import assert_close, make_run, mixed, with_copies
 
 
-def test_the_network_leaks_no_parameter(trajectory):
-    scaled = gpytorch.kernels.ScaleKernel(EPKKernel(trajectory))
-    assert [name for name, _ in scaled.named_parameters()] == ["raw_outputscale"]
-    assert [name for name in scaled.state_dict() if name.startswith("base")] == ["base_kernel._extra_state"]  # digest
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_values_follow_the_points_dtype_and_the_kernel_reports_its_own(trajectory, dtype):
     kernel = EPKKernel(trajectory, "independent")

@@ -82,20 +82,6 @@ class Bare(nn.Module):
         return torch.einsum("nld,dc->nc", h, self.V[0]) + h.sum(1) @ self.V.unbind()[1]
 
 
-class TiedNorm(nn.Module):
-    """A tied weight between layer normalisations."""
-
-    def __init__(self, activation: Callable[[Tensor], Tensor]) -> None:
-        super().__init__()
-        self.first, self.hidden, self.out = nn.Linear(12, 8), nn.Linear(8, 8), nn.Linear(8, 2)
-        self.norm, self.activation = nn.LayerNorm(8), activation
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = self.activation(self.norm(self.first(x.flatten(1))))
-        h = self.activation(self.norm(self.hidden(h)))
-        return self.out(self.activation(self.norm(F.linear(h, self.hidden.weight.t()))))
-
-
 def group_norm() -> nn.Module:
     return nn.Sequential(
         nn.Unflatten(1, (2, 2)), nn.Conv2d(2, 4, 2, padding=1), nn.GroupNorm(2, 4), nn.Tanh(), nn.Flatten(),
@@ -118,8 +104,6 @@ NETWORKS: dict[str, tuple[Callable[[], nn.Module], float]] = {
                                                  nn.Flatten(), nn.Linear(12, 2)), 8),
     "bare": (lambda: Bare(torch.tanh), 8),
     "bare_with_kinks": (lambda: Bare(torch.relu), 11),
-    "tied_norm": (lambda: TiedNorm(torch.tanh), 11),
-    "tied_norm_with_kinks": (lambda: TiedNorm(torch.relu), 16),
     "group_norm": (group_norm, 6),
     "slopes": (lambda: nn.Sequential(nn.Conv1d(4, 5, 2), nn.PReLU(), nn.Conv1d(5, 4, 1), nn.PReLU(4), nn.Flatten(),
                                      nn.Linear(8, 2)), 6),
@@ -260,7 +244,7 @@ def test_a_midpoint_without_a_derivative_is_halved() -> None:
 
 @pytest.mark.slow
 def test_a_common_mesh_has_the_order_that_each_stretch_needs() -> None:
-    line, X = step_of("tied_norm_with_kinks", lr=1.0)
+    line, X = step_of("bare_with_kinks", lr=1.0)
     rule = epk.adaptive()
     found = integrate(line, X, rule, 1)
     assert found.orders.max() > rule.order

@@ -183,7 +183,6 @@ REFUSED = {
         f"tol_{tol}": (lambda tol=tol: epk.adaptive(tol), "tol must be positive and finite: got")
         for tol in (0.0, -1e-9, float("inf"), float("nan"))
     },
-    "no_order": (lambda: epk.adaptive(1e-9, order=0), "order must be at least 1: got 0"),
     "bound": (lambda: epk.adaptive(1e-9, max_evaluations=3), "max_evaluations must be at least 4: got 3"),
     **{
         f"{make.__name__}_{n}": (lambda make=make, n=n: make(n), f"must be at most {largest}: got {n}")

@@ -5,7 +5,6 @@ import gc
 import pickle
 from concurrent.futures import ThreadPoolExecutor
 
-import gpytorch
 import pytest
 import torch
 from graph_runs import make_graph, make_net
@@ -230,17 +229,6 @@ def regression():
     return net, X, torch.sin(3 * X.sum(1)), torch.rand(5, 2, dtype=torch.float64)
 
 
-class Process(gpytorch.models.ExactGP):
-    def __init__(self, X, y, kernel):
-        likelihood = gpytorch.likelihoods.GaussianLikelihood().double()
-        likelihood.noise = 0.01
-        super().__init__(X, y, likelihood)
-        self.mean_module, self.covar_module = gpytorch.means.ZeroMean(), kernel
-
-    def forward(self, x):
-        return gpytorch.distributions.MultivariateNormal(self.mean_module(x), self.covar_module(x))
-
-
 @pytest.mark.parametrize("outputs", FORMS)
 def test_the_kernel_in_gpytorch_has_the_same_numbers(outputs):
     net = convolutional()
@@ -257,31 +245,6 @@ def test_the_kernel_in_gpytorch_has_the_same_numbers(outputs):
     assert f"NTKKernel({sum(p.numel() for p in net[1:].parameters())} weights, points of shape (1, 6, 6)" in repr(
         kernel
     )
-
-
-def test_an_exact_gp_sums_products_and_columns_of_wider_inputs():
-    net, X, y, Z = regression()
-    K, k = epk.ntk(net, X, outputs="trace"), epk.ntk(net, Z, X, outputs="trace")
-    rbf, wide = gpytorch.kernels.RBFKernel().double(), lambda x: torch.cat([x[:, :1], x[:, :1] * 0 + 7, x[:, 1:]], 1)
-    scaled = gpytorch.kernels.ScaleKernel(epk.NTKKernel(net, outputs="trace")).double()
-    scaled.outputscale = 0.5
-    on_columns = epk.NTKKernel(net, outputs=0, active_dims=[0, 2])
-    for kernel, of, prior, cross in (
-        (epk.NTKKernel(net, outputs=0), lambda x: x, K, k),
-        (on_columns, wide, K, k),
-        (scaled + rbf, lambda x: x, K / 2 + rbf(X).to_dense(), k / 2 + rbf(Z, X).to_dense()),
-        (on_columns * gpytorch.kernels.RBFKernel(active_dims=[0, 2]).double(), wide, K * rbf(X).to_dense(),
-         k * rbf(Z, X).to_dense()),
-    ):  # fmt: skip
-        model = Process(of(X), y, kernel)
-        model.train()
-        loss = -gpytorch.mlls.ExactMarginalLogLikelihood(model.likelihood, model)(model(of(X)), y)
-        loss.backward()
-        assert model.likelihood.raw_noise.grad.abs() > 0
-        model.eval()
-        with torch.no_grad():
-            expected = cross @ torch.linalg.solve(prior + model.likelihood.noise * torch.eye(len(X), dtype=y.dtype), y)
-            assert_close(model(of(Z)).mean, expected, rounding=1e5)
 
 
 def test_derivatives_in_the_points_are_those_of_jacobians():
