@@ -47,15 +47,12 @@ def softmax(n: int) -> SoftmaxLastLayer:
 
 
 MAKE: dict[str, Callable[[int], LayerJacobian]] = {
-    "dense": lambda n: DenseJacobian(normal(C, n, 7)),
-    "outer": outer,
-    "outer_bias": lambda n: outer(n, bias=True),
+    "dense": lambda n: DenseJacobian(normal(C, n, 7)), "outer": outer, "outer_bias": lambda n: outer(n, bias=True),
     "outer_positions": lambda n: outer(n, positions=3, bias=True),
     "outer_constant_input": lambda n: outer(n, bias=True, constant="input"),
     "outer_constant_cotangent": lambda n: outer(n, constant="cotangent"),
-    "logits": lambda n: LogitsLastLayer(normal(n, IN), C),
-    "softmax": softmax,
-}
+    "logits": lambda n: LogitsLastLayer(normal(n, IN), C), "softmax": softmax,
+}  # fmt: skip
 AVERAGED = [name for name in MAKE if name not in ("outer", "outer_bias", "outer_positions")]
 
 

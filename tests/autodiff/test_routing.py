@@ -256,15 +256,12 @@ def test_a_number_made_of_a_weight_is_a_clear_error() -> None:
         epk.attribute(run, run.inputs[:1])
 
 
-@pytest.mark.parametrize(
-    "door",
-    [
-        lambda run, X: epk.attribute(run, X).samples,
-        lambda run, X: epk.reconstruct(run, X).outputs,
-        lambda run, X: epk.influence(run, X).values,
-        lambda run, X: epk.retrain(run, torch.full((8,), 0.5)).states,
-    ],
-)
+@pytest.mark.parametrize("door", [
+    lambda run, X: epk.attribute(run, X).samples,
+    lambda run, X: epk.reconstruct(run, X).outputs,
+    lambda run, X: epk.influence(run, X).values,
+    lambda run, X: epk.retrain(run, torch.full((8,), 0.5)).states,
+])  # fmt: skip
 def test_the_callers_autocast_changes_nothing(door: Callable[[epk.Trajectory, Tensor], Tensor]) -> None:
     run = trained(nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3)), inputs(8).float())
     expected = door(run, run.inputs[:2])

@@ -150,11 +150,9 @@ def test_a_long_call_says_how_many_trainings_an_output_costs_and_above_two_also_
     assert said_of(3, 4, first=2, trainings=lambda _: 9.0) == []
 
 
-@pytest.mark.parametrize(
-    ("total", "seconds_each", "first"),
-    [(400, 0.07, 0), (1, 300, 0), (3, 4, 30), (100_000, 2e-5, 0), (100, 0.02, 2.9)],
-    ids=["28 seconds", "one item, which is done", "nearly done", "many quick items", "a slow start"],
-)
+@pytest.mark.parametrize(("total", "seconds_each", "first"), [
+    (400, 0.07, 0), (1, 300, 0), (3, 4, 30), (100_000, 2e-5, 0), (100, 0.02, 2.9),
+], ids=["28 seconds", "one item, which is done", "nearly done", "many quick items", "a slow start"])  # fmt: skip
 def test_a_call_that_is_not_long_or_is_nearly_done_says_nothing(total, seconds_each, first):
     assert said_of(total, seconds_each, first=first) == []
 

@@ -167,14 +167,10 @@ def test_pixels_have_torchs_loss_and_where_both_orders_fit_classes_are_second():
 
 
 REGRESSIONS = {
-    "squared": nn.MSELoss(),
-    "squared_sum": nn.MSELoss(reduction="sum"),
-    "absolute": nn.L1Loss(),
-    "absolute_sum": nn.L1Loss(reduction="sum"),
-    "huber": nn.HuberLoss(delta=0.3),
-    "smooth": nn.SmoothL1Loss(),
+    "squared": nn.MSELoss(), "squared_sum": nn.MSELoss(reduction="sum"), "absolute": nn.L1Loss(),
+    "absolute_sum": nn.L1Loss(reduction="sum"), "huber": nn.HuberLoss(delta=0.3), "smooth": nn.SmoothL1Loss(),
     "binary": nn.BCEWithLogitsLoss(pos_weight=torch.tensor([3.0]).double()),
-}
+}  # fmt: skip
 SHAPES = {"n": ((N,), (N,)), "n_of_n_1": ((N, 1), (N,)), "n_1_of_n": ((N,), (N, 1)), "image": ((N, 2, 3), (N, 2, 3))}
 
 

@@ -69,12 +69,9 @@ class Case:
 
     def loop(self) -> LossLoop:
         return LossLoop(
-            optimizer="momentum",
-            loss=self.of_batch,
-            targets=self.targets,
-            make=self.make,
+            optimizer="momentum", loss=self.of_batch, targets=self.targets, make=self.make,
             options={"loss": self.stated},
-        )
+        )  # fmt: skip
 
 
 def ignored(labels: Tensor, index: int) -> Tensor:
@@ -94,12 +91,8 @@ CASES = {
         labels=ASKED,
     ),
     "ignored samples": Case(
-        epk.CrossEntropy(ignore_index=7),
-        lambda z, y: F.cross_entropy(z, y, ignore_index=7),
-        targets=ignored(LABELS, 7),
-        weights=(torch.arange(M) % 4 != 1).double(),
-        are_margins=True,
-        labels=ASKED,
+        epk.CrossEntropy(ignore_index=7), lambda z, y: F.cross_entropy(z, y, ignore_index=7),
+        targets=ignored(LABELS, 7), weights=(torch.arange(M) % 4 != 1).double(), are_margins=True, labels=ASKED,
     ),
     "log-likelihood": Case(NegativeLogLikelihood(), F.nll_loss, make=log_likelihoods, are_margins=True, labels=ASKED),
     "two classes": Case(
@@ -123,7 +116,7 @@ CASES = {
         targets=sine(2),
         make=lambda: mlp(2),
     ),
-}
+}  # fmt: skip
 every_case = pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
 
 

@@ -171,21 +171,17 @@ def test_of_squared_error_predictions_reach_the_matrix_exponential(outputs, monk
 
 
 RIDGES = {
-    "mlp adam": Loop("mlp", "adam"),
-    "wide adam": Loop("wide", "adam"),
-    "wide sgd, groups": Loop("wide", "sgd_groups", steps=14),
-    "cnn adamw in batches": Loop("cnn", "adamw", batch=4),
-    "cnn momentum": Loop("cnn", "momentum"),
-    "layer norm nesterov, schedule": Loop("layer_norm", "nesterov", decay=0.8),
+    "mlp adam": Loop("mlp", "adam"), "wide adam": Loop("wide", "adam"),
+    "wide sgd, groups": Loop("wide", "sgd_groups", steps=14), "cnn adamw in batches": Loop("cnn", "adamw", batch=4),
+    "cnn momentum": Loop("cnn", "momentum"), "layer norm nesterov, schedule": Loop("layer_norm", "nesterov", decay=0.8),
     "layer norm adam, schedule": Loop("layer_norm", "adam", decay=0.9, batch=5),
-    "layer norm adam, groups": Loop("layer_norm", "adam_groups"),
-    "batch norm sgd": Loop("batch_norm", "sgd"),
+    "layer norm adam, groups": Loop("layer_norm", "adam_groups"), "batch norm sgd": Loop("batch_norm", "sgd"),
     "batch norm momentum in batches": Loop("batch_norm", "momentum", batch=6),
     "tokens rmsprop": Loop("tokens", "rmsprop"),
     "tokens adam, groups, schedule": Loop("tokens", "adam_groups", decay=0.85),
     "attention adamw": Loop("attention", "adamw"),
     "attention sgd, groups": Loop("attention", "sgd_groups", decay=0.9, batch=4),
-}
+}  # fmt: skip
 every_ridge = pytest.mark.parametrize("loop", RIDGES.values(), ids=RIDGES.keys())
 REFUSED = ("Muon", "SparseAdam", "Rprop")  # matrices; rates that are 0 where a gradient changes its sign
 SHORT = Loop("mlp", "sgd", steps=7, points=7)

@@ -188,18 +188,15 @@ def test_features_follow_the_dtype_and_the_seed(tanh: Case) -> None:
     assert not torch.allclose(features(tanh, 1, tanh.test) + 0, z + 0)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "error", "message"),
-    [
-        ({"num_features": 0}, ValueError, "num_features must be at least 1: got 0"),
-        ({"num_features": 2.5}, TypeError, "num_features must be a whole number"),
-        ({"nodes": 0}, ValueError, "nodes must be at least 1"),
-        ({"seed": "a"}, TypeError, "seed must be a whole number"),
-        ({"num_probe": -1}, ValueError, "num_probe must be at least 0"),
-        ({"is_train": torch.ones(3, dtype=torch.bool)}, ValueError, "is_train must have one entry per point"),
-        ({"accumulate": torch.float64}, TypeError, "unexpected keyword argument 'accumulate'"),
-    ],
-)
+@pytest.mark.parametrize(("arguments", "error", "message"), [
+    ({"num_features": 0}, ValueError, "num_features must be at least 1: got 0"),
+    ({"num_features": 2.5}, TypeError, "num_features must be a whole number"),
+    ({"nodes": 0}, ValueError, "nodes must be at least 1"),
+    ({"seed": "a"}, TypeError, "seed must be a whole number"),
+    ({"num_probe": -1}, ValueError, "num_probe must be at least 0"),
+    ({"is_train": torch.ones(3, dtype=torch.bool)}, ValueError, "is_train must have one entry per point"),
+    ({"accumulate": torch.float64}, TypeError, "unexpected keyword argument 'accumulate'"),
+])  # fmt: skip
 def test_what_cannot_be_used_is_refused(tanh: Case, unchecked, arguments, error, message) -> None:
     with pytest.raises(error, match=message):
         epk.path_features(**{"trajectory": tanh.trajectory, "X": tanh.test, **arguments})

@@ -108,10 +108,9 @@ def test_small_budget_changes_nothing_but_the_order_of_sums(name: str, monkeypat
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "lr", "fine", "rounding"),
-    [("relu", 0.05, epk.QuadratureRule.midpoint(1000), 1e11), ("attention", 0.2, epk.gauss_legendre(20), 1e5)],
-)
+@pytest.mark.parametrize(("name", "lr", "fine", "rounding"), [
+    ("relu", 0.05, epk.QuadratureRule.midpoint(1000), 1e11), ("attention", 0.2, epk.gauss_legendre(20), 1e5),
+])  # fmt: skip
 def test_adaptive_gram_equals_many_nodes(name: str, lr: float, fine: Rule, rounding: float) -> None:
     """Against composite midpoints so fine that a kink's share is below the tolerance."""
     case = make_case(name, steps=2, lr=lr)

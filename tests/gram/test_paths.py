@@ -23,13 +23,10 @@ def mixed_points(run: epk.Trajectory) -> epk.Points:
 
 
 @pytest.mark.mostly_slow
-@pytest.mark.parametrize(
-    ("name", "head", "every"),
-    [
-        ("relu_sgd", "logits", 2), ("relu_sgd", "log_softmax", 100), ("batch_norm_sgd", "log_softmax", 2),
-        ("transformer_adamw", "log_softmax", 2), ("cnn_adamw", "log_softmax", 2), ("cnn_adamw", "logits", 100),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("name", "head", "every"), [
+    ("relu_sgd", "logits", 2), ("relu_sgd", "log_softmax", 100), ("batch_norm_sgd", "log_softmax", 2),
+    ("transformer_adamw", "log_softmax", 2), ("cnn_adamw", "log_softmax", 2), ("cnn_adamw", "logits", 100),
+])  # fmt: skip
 def test_blocks_equal_the_definition(name, head, every):
     run, path = recorded(name), epk.chords(every)
     kernel, points = epk.PathKernel(run, head, RULE, path=path), mixed_points(run)

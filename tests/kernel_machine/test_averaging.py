@@ -24,12 +24,9 @@ from epk_gp.kernel_machine.axes import by_sample, by_step
 from helpers import assert_close
 
 AVERAGES = {
-    "ema": (range(1, 13), 0.7),
-    "ema_every_third": (range(3, 13, 3), 0.5),
-    "swa": (range(1, 13), None),
-    "swa_late": (range(6, 13, 2), None),
-    "one_update": ([5], None),
-}
+    "ema": (range(1, 13), 0.7), "ema_every_third": (range(3, 13, 3), 0.5), "swa": (range(1, 13), None),
+    "swa_late": (range(6, 13, 2), None), "one_update": ([5], None),
+}  # fmt: skip
 
 
 def recorded(name, updates=(), decay=None, **options) -> tuple[epk.Trajectory, nn.Module, Tensor]:

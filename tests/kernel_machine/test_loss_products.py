@@ -90,15 +90,12 @@ def check_along(products, s, directions):
     torch.testing.assert_close(products._along(state, data, directions, losses), expected, rtol=1e-11, atol=1e-12)
 
 
-@pytest.mark.parametrize(
-    ("name", "count", "num_mapped"),
-    [
-        pytest.param("norm", 3, 2, marks=pytest.mark.skipif(torch.__version__ < (2, 10), reason="torch cannot map it")),
-        ("norm", 1, 0),
-        ("norm_and_dropout", 3, 0),
-        ("squares", 3, 0),
-    ],
-)
+@pytest.mark.parametrize(("name", "count", "num_mapped"), [
+    pytest.param("norm", 3, 2, marks=pytest.mark.skipif(torch.__version__ < (2, 10), reason="torch cannot map it")),
+    ("norm", 1, 0),
+    ("norm_and_dropout", 3, 0),
+    ("squares", 3, 0),
+])  # fmt: skip
 def test_directions_are_taken_together_once_the_first_pass_was_compared(name, count, num_mapped, monkeypatch):
     """Not one alone, not where numbers are drawn; and what torch cannot map is tried once."""
     products = products_of(name)

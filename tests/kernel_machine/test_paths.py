@@ -32,10 +32,9 @@ PATHS = [
 QUICK = {"relu_sgd", "batch_norm_sgd", "transformer_adamw"}
 
 
-@pytest.mark.parametrize(
-    ("name", "path"),
-    [pytest.param(*case, id=f"{case[0]}-{case[1]}", marks=() if case[0] in QUICK else slow) for case in PATHS],
-)
+@pytest.mark.parametrize(("name", "path"), [
+    pytest.param(*case, id=f"{case[0]}-{case[1]}", marks=() if case[0] in QUICK else slow) for case in PATHS
+])  # fmt: skip
 def test_sums_are_exact_along_every_path(name, path):
     """Layerwise to rounding, at two evaluations a stretch."""
     run, X = recorded(name), queries()

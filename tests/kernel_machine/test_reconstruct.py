@@ -58,10 +58,9 @@ def test_contributions_equal_the_definition(case):
 
 
 @pytest.mark.mostly_slow
-@pytest.mark.parametrize(
-    ("name", "path", "num_samples"),
-    [("relu", epk.chords(every=3), 3), ("cnn", epk.straight(), 1000), ("attention", epk.chords(every=3), 1000)],
-)
+@pytest.mark.parametrize(("name", "path", "num_samples"), [
+    ("relu", epk.chords(every=3), 3), ("cnn", epk.straight(), 1000), ("attention", epk.chords(every=3), 1000),
+])  # fmt: skip
 def test_contributions_do_not_depend_on_how_much_is_held(name, path, num_samples, monkeypatch):
     """Nodes that do not fit are computed again, and what they add to a sample is one term."""
     case, passes = make_case(name), []

@@ -231,14 +231,10 @@ def test_points_that_were_computed_get_their_gradient(trajectory):
 
 
 SHAPES = {
-    "one_set": ((4,), (5,)),
-    "batch_of_points": ((6, 1), (6, 1)),
-    "batch_of_sets": ((3, 2), (3, 2)),
-    "batch_against_one_set": ((3, 2), (5,)),
-    "one_set_against_batch": ((5,), (3, 2)),
-    "outer": ((3, 1, 2), (2, 3)),
+    "one_set": ((4,), (5,)), "batch_of_points": ((6, 1), (6, 1)), "batch_of_sets": ((3, 2), (3, 2)),
+    "batch_against_one_set": ((3, 2), (5,)), "one_set_against_batch": ((5,), (3, 2)), "outer": ((3, 1, 2), (2, 3)),
     "double_batch": ((2, 3, 2), (2, 3, 4)),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("shapes", SHAPES.values(), ids=SHAPES)

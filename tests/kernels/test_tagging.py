@@ -52,15 +52,10 @@ def test_points_know_their_copies_in_every_dtype_that_holds_them(trajectory, mad
 
 
 COLUMNS = {
-    "a label": [0.0, 1, 1, 0],
-    "a task": [1.0, 1, 1, 1],
-    "no task": [0.0, 0, 0, 0],
-    "signs": [-1.0, 1, 1, -1],
-    "classes": [0.0, 1, 2, 3],
-    "a measured number": [0.3, -2.2, 1e-4, 1e4],
-    "missing": [0.0, 1, float("nan"), 1],
+    "a label": [0.0, 1, 1, 0], "a task": [1.0, 1, 1, 1], "no task": [0.0, 0, 0, 0], "signs": [-1.0, 1, 1, -1],
+    "classes": [0.0, 1, 2, 3], "a measured number": [0.3, -2.2, 1e-4, 1e4], "missing": [0.0, 1, float("nan"), 1],
     "left out": [-100.0, 0, 1, -100],
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("kind", [torch.float32, torch.float64])

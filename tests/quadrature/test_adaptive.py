@@ -70,23 +70,20 @@ INCONSISTENT = QuadratureStatus.INCONSISTENT_DERIVATIVE
 
 
 @pytest.mark.mostly_slow
-@pytest.mark.parametrize(
-    ("name", "rule", "status", "least", "most"),
-    [
-        ("tanh", epk.adaptive(1e-6), QuadratureStatus.CONVERGED, 0, 1e-6),
-        ("tanh", epk.adaptive(), QuadratureStatus.CONVERGED, 0, 1e-12),
-        ("tanh", epk.adaptive(1e-300), QuadratureStatus.ROUNDING, 0, 1e-14),
-        ("cancellation", epk.adaptive(1e-15), QuadratureStatus.ROUNDING, 16 * torch.finfo(DOUBLE).eps, 1e-10),
-        ("tanh", epk.gauss_legendre(3), QuadratureStatus.FIXED, 1e-9, 1),
-        ("straight_through", epk.gauss_legendre(3), QuadratureStatus.FIXED, 1e-2, 1),
-        ("root_at_the_start", epk.adaptive(1e-10), QuadratureStatus.INTERVAL_LIMIT, 1e-10, 1e-4),
-        ("blind_kink", epk.adaptive(max_evaluations=60), QuadratureStatus.EVALUATION_LIMIT, 1e-6, 1),
-        ("blind_kink", epk.adaptive(), QuadratureStatus.CONVERGED, 0, 1e-11),
-        ("straight_through", epk.adaptive(), INCONSISTENT, 1e-2, 100),
-        ("stop_gradient", epk.adaptive(), INCONSISTENT, 1e-2, 100),
-        ("jump", epk.adaptive(), INCONSISTENT, 1 - 1e-9, 1 + 1e-9),
-    ],
-)
+@pytest.mark.parametrize(("name", "rule", "status", "least", "most"), [
+    ("tanh", epk.adaptive(1e-6), QuadratureStatus.CONVERGED, 0, 1e-6),
+    ("tanh", epk.adaptive(), QuadratureStatus.CONVERGED, 0, 1e-12),
+    ("tanh", epk.adaptive(1e-300), QuadratureStatus.ROUNDING, 0, 1e-14),
+    ("cancellation", epk.adaptive(1e-15), QuadratureStatus.ROUNDING, 16 * torch.finfo(DOUBLE).eps, 1e-10),
+    ("tanh", epk.gauss_legendre(3), QuadratureStatus.FIXED, 1e-9, 1),
+    ("straight_through", epk.gauss_legendre(3), QuadratureStatus.FIXED, 1e-2, 1),
+    ("root_at_the_start", epk.adaptive(1e-10), QuadratureStatus.INTERVAL_LIMIT, 1e-10, 1e-4),
+    ("blind_kink", epk.adaptive(max_evaluations=60), QuadratureStatus.EVALUATION_LIMIT, 1e-6, 1),
+    ("blind_kink", epk.adaptive(), QuadratureStatus.CONVERGED, 0, 1e-11),
+    ("straight_through", epk.adaptive(), INCONSISTENT, 1e-2, 100),
+    ("stop_gradient", epk.adaptive(), INCONSISTENT, 1e-2, 100),
+    ("jump", epk.adaptive(), INCONSISTENT, 1 - 1e-9, 1 + 1e-9),
+])  # fmt: skip
 def test_each_status_has_a_network_that_provokes_it_and_a_residual_that_shows_it(name, rule, status, least, most):
     found = integrate(segment(FUNCTIONS[name]), ONE, rule, 1)
     assert QuadratureStatus(int(found.status)) is status

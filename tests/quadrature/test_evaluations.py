@@ -267,30 +267,22 @@ def test_rounding_inside_the_network_does_not_make_the_rule_grind() -> None:
 
 
 KINKED: dict[str, Callable[[Tensor], Tensor]] = {
-    "relu": F.relu,
-    "relu_in_place": lambda h: F.relu_(h + 0),
-    "hardtanh": lambda h: F.hardtanh(h, -0.3, 0.4),
-    "relu6": lambda h: F.relu6(4 * h + 3),
-    "softshrink": lambda h: F.softshrink(h, 0.2),
-    "threshold": lambda h: F.threshold(h, 0.0, 0.0),
-    "clamp": lambda h: h.clamp(min=-0.2),
-    "clamp_": lambda h: torch.clamp_(h.clone(), min=-0.2),
-    "clamp_min": lambda h: torch.clamp_min(h, 0.1),
-    "clamp_max": lambda h: h.clamp_max(0.1),
-    "abs": abs,
+    "relu": F.relu, "relu_in_place": lambda h: F.relu_(h + 0), "hardtanh": lambda h: F.hardtanh(h, -0.3, 0.4),
+    "relu6": lambda h: F.relu6(4 * h + 3), "softshrink": lambda h: F.softshrink(h, 0.2),
+    "threshold": lambda h: F.threshold(h, 0.0, 0.0), "clamp": lambda h: h.clamp(min=-0.2),
+    "clamp_": lambda h: torch.clamp_(h.clone(), min=-0.2), "clamp_min": lambda h: torch.clamp_min(h, 0.1),
+    "clamp_max": lambda h: h.clamp_max(0.1), "abs": abs,
     "max_pool1d": lambda h: F.max_pool1d(h.unflatten(1, (2, 8)), 4).flatten(1),
     "adaptive_max_pool1d": lambda h: F.adaptive_max_pool1d(h.unflatten(1, (2, 8)), 3).flatten(1),
     "adaptive_max_pool2d": lambda h: F.adaptive_max_pool2d(h.view(-1, 1, 4, 4), (2, 3)).flatten(1),
     "adaptive_max_pool3d": lambda h: F.adaptive_max_pool3d(h.view(-1, 1, 2, 2, 4), (1, 2, 2)).flatten(1),
     "amax": lambda h: h.view(-1, 4, 4).amax(dim=(1, 2))[:, None],
     "amax_of_one_dimension": lambda h: torch.amax(h.view(-1, 2, 4, 2), -2).flatten(1),
-    "amin": lambda h: h.view(-1, 4, 4).amin(1),
-    "max": lambda h: h.view(-1, 4, 4).max(dim=1).values,
-    "min": lambda h: torch.min(h.view(-1, 4, 4), 2)[0],
-    "maximum": lambda h: torch.maximum(h[:, :8], h[:, 8:]),
+    "amin": lambda h: h.view(-1, 4, 4).amin(1), "max": lambda h: h.view(-1, 4, 4).max(dim=1).values,
+    "min": lambda h: torch.min(h.view(-1, 4, 4), 2)[0], "maximum": lambda h: torch.maximum(h[:, :8], h[:, 8:]),
     "minimum": lambda h: torch.minimum(h[:, :8], h[:, 8:]),
     "maximum_of_numbers": lambda h: torch.maximum(h, torch.tensor(0.1, dtype=h.dtype)),
-}
+}  # fmt: skip
 
 
 class Kinked(nn.Module):

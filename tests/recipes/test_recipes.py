@@ -138,13 +138,10 @@ def test_resnet_18_is_explained_layer_by_layer():
 
 
 @pytest.mark.mostly_slow
-@pytest.mark.parametrize(
-    ("recipe", "least", "most"),
-    [
-        pytest.param(targets.bf16_autocast, 1e-4, 0.05, id="bf16"),
-        pytest.param(targets.grad_scaler, 1e-9, 1e-5, id="scaler"),
-    ],
-)
+@pytest.mark.parametrize(("recipe", "least", "most"), [
+    pytest.param(targets.bf16_autocast, 1e-4, 0.05, id="bf16"),
+    pytest.param(targets.grad_scaler, 1e-9, 1e-5, id="scaler"),
+])  # fmt: skip
 def test_in_low_precision_what_the_law_leaves_is_a_term_of_its_own(recipe, least, most):
     result = recorded(recipe)
     parts = epk.attribute(result.trajectory, result.X_test.double(), head="logits")

@@ -84,10 +84,6 @@ def one_output_per_row():
 
 
 RECIPES = [
-    mixup_with_smoothing,
-    clean_and_adversarial_together,
-    two_passes_of_one_batch,
-    small_crops,
-    channels_last,
+    mixup_with_smoothing, clean_and_adversarial_together, two_passes_of_one_batch, small_crops, channels_last,
     one_output_per_row,
-]
+]  # fmt: skip

@@ -116,15 +116,12 @@ def test_states_that_share_the_memory_of_what_is_trained_are_refused(rows):
 
     statistics = {**first, "1.running_mean": live["1.running_mean"]}
     shared = {
-        "live": [live, copy.deepcopy(net.state_dict())],
-        "both live": [live, net.state_dict()],
+        "live": [live, copy.deepcopy(net.state_dict())], "both live": [live, net.state_dict()],
         "one tensor cloned": [partly_live(net, first, "0.weight"), partly_live(net, last, "0.weight")],
-        "one of them a copy": [partly_live(net, first, "0.weight"), last],
-        "live in the middle": [first, live, last],
-        "wrapped": [{"model": live}, {"model": net.state_dict(), "step": 3}],
-        "views": [views(), views()],
+        "one of them a copy": [partly_live(net, first, "0.weight"), last], "live in the middle": [first, live, last],
+        "wrapped": [{"model": live}, {"model": net.state_dict(), "step": 3}], "views": [views(), views()],
         "statistics": [statistics, {**last, "1.running_mean": live["1.running_mean"]}],
-    }
+    }  # fmt: skip
     for states in shared.values():
         with pytest.raises(ValueError, match=r"must be copies: '.*' of 'state \d' lies in the memory of"):
             epk.between(net, states, X)
