@@ -22,11 +22,9 @@ from helpers import assert_close, make_case, surprising_run
 
 
 def test_the_dense_plan_is_found_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Over the one-step runs that are made of a run, which share its network, and in later calls."""
     failures, original = [], UnsupportedParameterUseError.__init__  # a parameter is met where the plan has none
-    monkeypatch.setattr(
-        UnsupportedParameterUseError, "__init__", lambda *args: failures.append(args) or original(*args)
-    )
+    noted = lambda *args: failures.append(args) or original(*args)  # noqa: E731
+    monkeypatch.setattr(UnsupportedParameterUseError, "__init__", noted)
     trajectory, X = surprising_run()
     a, other = epk.Points(X, is_train=True), tangent_trajectory(trajectory)
     first, again = (epk.gram_block(tangent_trajectory(trajectory, s), a, a) for s in (0, 0))
@@ -107,9 +105,8 @@ def test_a_plan_is_made_for_each_dtype() -> None:
 def test_large_networks_are_verified_on_fewer_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     """The true Jacobian of all rows would take gigabytes; the plan is the same."""
     case, sizes, compared = make_case("cnn"), [], verification.dense_jacobian
-    monkeypatch.setattr(
-        verification, "dense_jacobian", lambda *args, **kwargs: sizes.append(len(args[3])) or compared(*args, **kwargs)
-    )
+    noted = lambda *args, **kwargs: sizes.append(len(args[3])) or compared(*args, **kwargs)  # noqa: E731
+    monkeypatch.setattr(verification, "dense_jacobian", noted)
     plans = []
     for num_bytes in (1 << 28, 0):
         monkeypatch.setattr(verification, "_TRUTH_BYTES", num_bytes)

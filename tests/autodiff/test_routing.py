@@ -73,26 +73,22 @@ def inputs(n: int) -> Tensor:
 # What is asked of test points a and training points b, and the page's answer, or the network's.
 ASKED: dict[str, Callable[..., tuple[Tensor, Tensor]]] = {
     "gram_block": lambda run, a, b, head: (
-        epk.gram_block(run, a, b, head=head, rule=RULE),
-        reference.gram_block(run, a, b, head, RULE),
+        epk.gram_block(run, a, b, head=head, rule=RULE), reference.gram_block(run, a, b, head, RULE),
     ),
     "gram_diagonal_blocks": lambda run, a, b, head: (
         gram_diagonal_blocks(run, a, head=head, rule=RULE),
         torch.einsum("ncnd->ncd", reference.gram_block(run, a, a, head, RULE)).contiguous(),
     ),
     "attribute": lambda run, a, b, head: (
-        epk.attribute(run, a.X, head=head, rule=RULE).samples,
-        reference.contributions(run, a.X, head, RULE),
+        epk.attribute(run, a.X, head=head, rule=RULE).samples, reference.contributions(run, a.X, head, RULE),
     ),
     "total": lambda run, a, b, head: (
-        epk.attribute(run, a.X, head=head).total,
-        epk.network_outputs(run, a.X, head=head),
+        epk.attribute(run, a.X, head=head).total, epk.network_outputs(run, a.X, head=head),
     ),
     "reconstruct": lambda run, a, b, head: (
-        epk.reconstruct(run, a.X, head=head).outputs,
-        epk.network_outputs(run, a.X, head=head),
+        epk.reconstruct(run, a.X, head=head).outputs, epk.network_outputs(run, a.X, head=head),
     ),
-}
+}  # fmt: skip
 
 
 def check(run: epk.Trajectory, X: Tensor, head: str) -> None:

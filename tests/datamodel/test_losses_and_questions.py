@@ -68,10 +68,8 @@ class Case:
     labels: Tensor | None = None  # of four questions, whose log-odds are asked for
 
     def loop(self) -> LossLoop:
-        return LossLoop(
-            optimizer="momentum", loss=self.of_batch, targets=self.targets, make=self.make,
-            options={"loss": self.stated},
-        )  # fmt: skip
+        own = {"loss": self.of_batch, "targets": self.targets, "make": self.make, "options": {"loss": self.stated}}
+        return LossLoop(optimizer="momentum", **own)
 
 
 def ignored(labels: Tensor, index: int) -> Tensor:
@@ -105,16 +103,11 @@ CASES = {
         make=lambda: mlp(1),
         labels=ASKED % 2,
     ),
-    "logits of several": Case(
-        nn.BCEWithLogitsLoss(), F.binary_cross_entropy_with_logits, targets=(sine(3) > 0).double()
-    ),
+    "logits of several": Case(nn.BCEWithLogitsLoss(), F.binary_cross_entropy_with_logits, (sine(3) > 0).double()),
     "squared error of one output": Case(epk.MeanSquaredError(), F.mse_loss, targets=sine(1), make=lambda: mlp(1)),
     "squared error of several": Case(epk.MeanSquaredError(), F.mse_loss, targets=sine(3)),
     "own loss": Case(
-        epk.PerSampleLoss(quartic, name="quartic"),
-        lambda z, y: quartic(z, y).mean(),
-        targets=sine(2),
-        make=lambda: mlp(2),
+        epk.PerSampleLoss(quartic, name="quartic"), lambda z, y: quartic(z, y).mean(), sine(2), lambda: mlp(2),
     ),
 }  # fmt: skip
 every_case = pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
@@ -255,12 +248,8 @@ def test_questions_do_not_depend_on_those_beside_them() -> None:
 def test_probabilities_as_targets_have_outputs_as_coordinates() -> None:
     q = sine(3).softmax(dim=1)
     loop = LossLoop(optimizer="momentum", loss=F.cross_entropy, targets=q)
-    reference = dense(
-        loop,
-        coordinates=lambda z: z.T.flatten(),
-        numbers=lambda z: z.log_softmax(dim=1).flatten(),
-        loss=lambda u: M * F.cross_entropy(u.unflatten(0, (-1, M)).T, q),
-    )
+    loss, numbers = lambda u: M * F.cross_entropy(u.unflatten(0, (-1, M)).T, q), lambda z: z.log_softmax(1).flatten()
+    reference = dense(loop, coordinates=lambda z: z.T.flatten(), numbers=numbers, loss=loss)
     model = epk.datamodel(loop.run, loop.asked[0])
     scores = reference.ridge(model.trainings[0].curvature)
     assert_close(model.scores, scores.unflatten(1, (-1, M)).sum(dim=1), rounding=TIGHT)

@@ -77,9 +77,7 @@ def test_with_smaller_steps_predictions_reach_the_solution(monkeypatch: pytest.M
     assert errors[0] < 0.1
     assert errors[1] < 0.4 * errors[0]
     assert errors[2] < 0.4 * errors[1]
-    assert (
-        error(model.scores @ (WEIGHTS - 1).T, solution.T) > 3 * errors[0]
-    )  # the control: path ridge is another answer
+    assert error(model.scores @ (WEIGHTS - 1).T, solution.T) > 3 * errors[0]  # the control: path ridge is another
 
 
 @every_loop
@@ -107,7 +105,6 @@ def test_booleans_and_integers_are_weights_0_and_1() -> None:
 
 
 def test_without_samples_the_untrained_network_is_predicted() -> None:
-    """To what path training misses of the recorded training."""
     training = STIFF.model.trainings[0]
     expected = STIFF.model.outputs + (training.start[11:] - training.repeated)
     assert_close(STIFF.model.predict(torch.zeros(11)), expected, rounding=1e3)

@@ -55,17 +55,6 @@ def test_which_networks_take_several_weights_at_once_and_have_layers_only(name: 
         assert (plan.supports_interpolation, plan.supports_jvp, plan.supports_batched_vjp) == (True, True, True)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", sorted(STACKED))
-def test_small_steps_may_be_taken_together(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    case = make_case(name)
-    a, b = (epk.Points(X, torch.arange(len(X)) < 3) for X in (case.test, case.trajectory.inputs))  # both copies
-    together = [epk.gram_block(case.trajectory, a, b, head=head, rule=RULE) for head in case.heads]
-    monkeypatch.setattr("epk_gp.core.plans.MIN_STACKED", 1 << 40)
-    for head, expected in zip(case.heads, together, strict=True):
-        assert_close(epk.gram_block(case.trajectory, a, b, head=head, rule=RULE), expected)
-
-
 @pytest.mark.parametrize("name", ["relu", "wide", "cnn"])
 def test_products_of_several_steps_may_be_joined(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     case = make_case(name)
@@ -123,7 +112,6 @@ def resident_bytes() -> int:
 
 @pytest.mark.parametrize("head", ["logits", "log_softmax"])
 def test_the_last_layer_may_be_passed_without_a_product(head: str) -> None:
-    """All layers' gradients equal those pulled back from the outputs themselves."""
     case = make_case("wide", steps=1)
     net = plan_for(case.trajectory, case.trajectory.model_for(case.test))
     at, cost = WeightLocation(flat_weights(case.trajectory, 0, case.test)), ContractionCost(9, 1, head == "logits")
@@ -176,7 +164,6 @@ def test_a_layer_that_sees_some_rows_only_is_found(rows: int) -> None:
 
 @pytest.mark.parametrize("path", [epk.straight(), epk.chords(7)], ids=["straight", "chords"])
 def test_states_on_disk_are_read_once_and_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: Any) -> None:
-    """And give the same bytes; chords ask for both of their ends."""
     record("plain", 40, path=tmp_path / "run")
     run, read, plain = epk.load_trajectory(tmp_path / "run", make_net()), list[int](), StoredStates.__getitem__
     monkeypatch.setattr(StoredStates, "__getitem__", lambda self, state: read.append(state) or plain(self, state))

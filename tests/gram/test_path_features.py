@@ -65,7 +65,6 @@ def test_products_of_features_are_the_trace_kernel_of_their_head_on_average(case
 
 
 def test_training_copies_are_taken_at_the_starts_of_their_steps(tanh: Case) -> None:
-    """A node in the middle of each step: training copies, of the same sketch, stand at its start."""
     run = tanh.trajectory
     mask = torch.tensor([True, False, True, False, True])
     z = epk.path_features(run, tanh.test, K, nodes=3, is_train=mask, num_probe=0)
@@ -215,7 +214,6 @@ def rbf(X, lengthscale):
 
 
 def test_features_have_the_products_of_an_rbf_on_average(X, unchecked) -> None:
-    """And of no other lengthscale; their length is 1 for every draw."""
     phi = torch.stack([rbf_features(X, 1.5, 20, seed=seed) for seed in range(200)])
     assert deviation(phi @ phi.mT, rbf(X, 1.5)) < 2
     assert deviation(phi @ phi.mT, rbf(X, 1.8)) > 4

@@ -22,7 +22,6 @@ RULE = epk.gauss_legendre(2)
 @pytest.mark.mostly_slow
 @pytest.mark.parametrize("name", NETWORKS)
 def test_blocks_over_both_copies_equal_dense_jacobians_and_are_a_kernel(name: str) -> None:
-    """Symmetric and positive semi-definite, whatever the rule's error."""
     case, is_train = make_case(name, steps=2), torch.tensor([False, True, True, False, False])
     X = torch.cat([case.test[:1], case.trajectory.inputs[:2], case.trajectory.inputs[:2]])
     points, some = epk.Points(X, is_train), epk.Points(X[:3], is_train[:3])
@@ -112,14 +111,11 @@ def test_small_budget_changes_nothing_but_the_order_of_sums(name: str, monkeypat
     ("relu", 0.05, epk.QuadratureRule.midpoint(1000), 1e11), ("attention", 0.2, epk.gauss_legendre(20), 1e5),
 ])  # fmt: skip
 def test_adaptive_gram_equals_many_nodes(name: str, lr: float, fine: Rule, rounding: float) -> None:
-    """Against composite midpoints so fine that a kink's share is below the tolerance."""
     case = make_case(name, steps=2, lr=lr)
     X = torch.cat([case.test[:1], case.trajectory.inputs[:1]])
     a, b = epk.Points(case.test[:2], False), epk.Points(X, torch.tensor([False, True]))
-    found, exact, coarse = (
-        epk.gram_block(case.trajectory, a, b, rule=rule)
-        for rule in (epk.adaptive(1e-14), fine, epk.QuadratureRule.left_endpoint())
-    )
+    rules = epk.adaptive(1e-14), fine, epk.QuadratureRule.left_endpoint()
+    found, exact, coarse = (epk.gram_block(case.trajectory, a, b, rule=rule) for rule in rules)
     assert_close(found, exact, rounding=rounding)
     assert (coarse - exact).abs().max() > 100 * (found - exact).abs().max()
 
@@ -160,11 +156,8 @@ def test_blocks_and_contributions_are_those_of_the_definition(name):
 
 def test_most_networks_take_several_steps_together():
     """The control of the test above: what cannot is one step at a time."""
-    can = {
-        name: plan_for(c.trajectory, c.trajectory.model_for(c.test)).plan
-        for name in NETWORKS
-        for c in [make_case(name, steps=1)]
-    }
+    cases = {name: make_case(name, steps=1) for name in NETWORKS}
+    can = {name: plan_for(c.trajectory, c.trajectory.model_for(c.test)).plan for name, c in cases.items()}
     taken = {name for name, plan in can.items() if plan.supports_stacking and plan.supports_jvp}
     assert {"tanh", "relu", "norms", "attention", "tied", "twice", "cnn"} <= taken
 
@@ -211,12 +204,9 @@ def test_another_branch_at_the_end_of_a_step_is_a_clear_error():
     net, X = Branch().double(), torch.randn(6, 2, dtype=torch.float64)
     with torch.no_grad():
         net.out.bias.copy_(torch.tensor([-1e-3, 0.0]))
-    run = epk.train(
-        net, X, torch.zeros(6, dtype=torch.int64), steps=2, optimizer=torch.optim.SGD(net.parameters(), lr=0.5)
-    )
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.5)
+    run = epk.train(net, X, torch.zeros(6, dtype=torch.int64), steps=2, optimizer=optimizer)
     for count in COUNTS:
-        with (
-            together(count),
-            pytest.raises(ValueError, match="must call the same functions at both ends of a step|tensors"),
-        ):
+        refused = pytest.raises(ValueError, match="must call the same functions at both ends of a step|tensors")
+        with together(count), refused:
             epk.attribute(run, X[:1])

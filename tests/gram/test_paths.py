@@ -42,7 +42,6 @@ def test_blocks_equal_the_definition(name, head, every):
 @pytest.mark.parametrize("head", ["log_softmax", "logits"])
 @pytest.mark.parametrize("name", ["three_sizes", "wide"])
 def test_wide_layers_keep_their_factors_along_chords(name, head, monkeypatch):
-    """A middle layer that is multiplied for every node and step, and a last one whose averages are."""
     run = make_case("wide", steps=5).trajectory if name == "wide" else recorded(name)
     run = replace(run, steps=tuple(replace(step, lr=step.lr * (1 + step.index)) for step in run.steps))
     points, met = epk.Points(run.inputs[:4].flip(0), torch.arange(4) > 1), []
@@ -73,10 +72,8 @@ def test_an_adaptive_rule_finds_the_kinks_of_a_chord():
     run, path = recorded("relu_sgd", steps=20), epk.chords(20)
     test, train = epk.Points(queries(3), is_train=False), epk.Points(run.inputs[:2], is_train=True)
     for right in (train, test):
-        found, fine, coarse = (
-            epk.gram_block(run, test, right, head="logits", rule=rule, path=path)
-            for rule in (epk.adaptive(1e-12), epk.QuadratureRule.midpoint(500), epk.gauss_legendre(4))
-        )
+        rules = epk.adaptive(1e-12), epk.QuadratureRule.midpoint(500), epk.gauss_legendre(4)
+        found, fine, coarse = (epk.gram_block(run, test, right, head="logits", rule=r, path=path) for r in rules)
         assert (found - fine).abs().max() < 0.1 * (coarse - fine).abs().max()
         assert (coarse - fine).abs().max() > 1e-3 * fine.abs().max()
 

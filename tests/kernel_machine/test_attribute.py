@@ -52,7 +52,6 @@ def outputs_apart(monkeypatch):
 
 
 def test_every_combination_of_axes_is_a_sum_of_the_finest(run):
-    """All single axes, and some pairs and triples, in one pass over the run; and the terms sum to the network."""
     trajectory, X = run
     names = [*((name,) for name in AXES), *list(itertools.combinations(reversed(AXES), 2))[::4]]
     names += [(), ("label", "layer", "range"), *list(itertools.permutations(AXES, 3))[::90]]
@@ -104,7 +103,6 @@ def test_one_class_per_point_is_a_column_of_all(name, head):
 
 
 def test_the_form_of_by_says_how_many_results_there_are(run):
-    """None: one by sample; a list of axes, an empty one too: one result; a list of lists: one for each, in a tuple."""
     trajectory, X = run
     whole = epk.attribute(trajectory, X, rule=RULE)
     one = epk.attribute(trajectory, X, by=[by_sample(trajectory)], rule=RULE)

@@ -60,7 +60,6 @@ def test_the_parts_sum_to_the_averaged_network(optimizer, name):
 
 @pytest.mark.parametrize("name", ["momentum", "adamw"])
 def test_contributions_are_those_of_per_sample_buffers(name):
-    """Each sample's share of every trained step, averaged as the weights are, against Phi by brute force."""
     run, _, X_test = recorded(name)
     a = averaging_coefficients(12, decay=0.7)
     changes, trained = [], torch.zeros(run.num_points + 1, run.num_weights, dtype=torch.float64)
@@ -73,7 +72,6 @@ def test_contributions_are_those_of_per_sample_buffers(name):
 
 
 def test_an_average_that_counts_the_initial_weights_is_explained():
-    """As written by hand: ema = decay * ema + (1 - decay) * w, from the initial weights on."""
     run, _, X_test = recorded("momentum")
     ema = run.states[0]
     for s in range(12):

@@ -157,7 +157,6 @@ def test_large_steps_are_certified(activation):
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["float64", "float32"])
 @pytest.mark.parametrize("make_net", FAULTY.values(), ids=FAULTY.keys())
 def test_a_derivative_that_is_none_ends_soon_and_is_not_certified(make_net, dtype):
-    """At first 82,000 evaluations for one point and step."""
     with pytest.warns(epk.CertificateWarning, match="derivative is not the derivative of its outputs"):
         run = trained(make_net, dtype, steps=2)
     with pytest.warns(epk.CertificateWarning, match="reconstruction is not certified: the quadrature of a step leaves"):

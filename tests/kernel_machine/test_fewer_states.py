@@ -72,7 +72,6 @@ def by_law(monkeypatch):
 @pytest.mark.usefixtures("by_law")
 @pytest.mark.parametrize("name", [pytest.param(k, marks=() if k in QUICK else pytest.mark.slow) for k in RUNS])
 def test_contributions_are_those_of_the_run_with_all_states(name, tmp_path):
-    """Both decompose alike, to the rounding that a step amplifies, and the sums are exact."""
     thinned, whole = RUNS[name](tmp_path / "run"), RUNS[name](None)
     assert recomputation_of(thinned).kept.numbers == (0, 3, 6, 7)
     assert all(torch.equal(thinned.states[s], whole.states[s]) for s in (0, 3, 6, 7))
@@ -113,7 +112,6 @@ def test_states_and_coefficients_are_those_that_the_loop_made_bit_by_bit(name, t
 
 @pytest.mark.usefixtures("by_law")
 def test_in_float32_the_jumps_at_kept_states_are_unexplained(tmp_path):
-    """Without them the sum misses the network: the rounding of three steps in float32, each."""
     run = train("momentum", tmp_path / "run", torch.float32)
     parts = epk.attribute(run, X)
     assert parts.certified
@@ -126,7 +124,6 @@ def test_in_float32_the_jumps_at_kept_states_are_unexplained(tmp_path):
 
 
 def test_a_kept_state_that_the_update_rule_does_not_lead_to_is_found(tmp_path, monkeypatch):
-    """The sum stays exact, with the jump as its unexplained part, and the certificate names a step beside it."""
     own = recomputation_of(train("sgd", tmp_path / "run"))
     kind, read = type(own.kept), type(own.kept).__getitem__
     monkeypatch.setattr(kind, "__getitem__", lambda kept, state: read(kept, state) + 1e-3 * (state == 3))
@@ -143,7 +140,6 @@ def test_a_kept_state_that_the_update_rule_does_not_lead_to_is_found(tmp_path, m
 @pytest.mark.usefixtures("by_law")
 @pytest.mark.parametrize("name", ["sgd", "adamw"])
 def test_a_pass_over_the_run_computes_every_stretch_once(name, tmp_path, monkeypatch):
-    """Also without room, forwards and backwards; momentum lies in a temporary file then."""
     monkeypatch.setattr(replay, "HELD_BYTES", 0)
     monkeypatch.setattr(replay.math, "isqrt", lambda n: n)  # a segment is a stretch
     whole, run, calls, gradient_at = train(name), train(name, tmp_path / "run"), [], RunReplay.gradient_at
@@ -325,7 +321,6 @@ def test_no_bit_of_a_state_differs_and_the_run_is_certified_like_one_with_all_st
 
 
 def test_a_run_whose_bits_cannot_be_had_takes_the_update_rule_and_says_so(tmp_path):
-    """A step in another order of operations: torch's misses it from the first step with a rate on."""
     run = record("mlp, AdamW", tmp_path / "run", make_optimizer=lambda p: OtherSGD(p, lr=0.3))
     parts = epk.attribute(run, asked(run))
     assert "made again, ends at other bits" in recomputation_of(run).finding

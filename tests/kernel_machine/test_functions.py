@@ -220,7 +220,6 @@ def test_rows_have_their_own_data_in_any_order():
 
 
 def test_a_function_of_outputs_is_as_the_outputs_themselves():
-    """Of graphs, rows of unequal lengths and averaged weights."""
     average = averaged_trajectory(mlp().trajectory, averaging_coefficients(mlp().trajectory.num_steps, decay=0.5))
     graph = graph_runs.record(graph_runs.make_net()), torch.tensor([1, 4])
     questions = {"graph": graph, "ragged": ragged_run(), "average": (average, mlp().X_test)}
@@ -252,7 +251,6 @@ def ragged_run():
 
 
 def test_influence_is_the_slope_of_retraining():
-    """Finite differences of the trained numbers in the weight of a sample."""
     result = mlp()
     run, X = result.trajectory, result.X_test
     effect = epk.influence(run, X, function=RowFunction.log_probability(CHOSEN))
@@ -320,11 +318,7 @@ def test_arguments_of_functions_are_checked():
         (lambda: epk.influence(run, X, function=asked, classes=CHOSEN), ValueError, "must not be given together"),
         (lambda: epk.attribute(run, X[:1], function=lambda z: z / z.sum(0)), ValueError, "got shape"),
         (lambda: epk.attribute(run, X[:1], function=lambda z: z[:, 0] - z[:, 0].mean(0)), ValueError, "on other rows"),
-        (
-            lambda: RowFunction.log_probability(TARGETS.double()),
-            TypeError,
-            "answers must be numbers of classes or words",
-        ),
+        (lambda: RowFunction.log_probability(TARGETS.double()), TypeError, "answers must be numbers of classes or"),
         (lambda: RowFunction.logit_difference(1.0, 2), TypeError, "classes or words must be numbers"),
         (lambda: RowFunction.loss_value(CHOSEN, UnstatedLoss()), ValueError, "loss_value needs the loss as a function"),
         (lambda: RowFunction.log_probability(CHOSEN, dim=0), ValueError, "dim must be 1 for classes second, -1 for"),
@@ -365,9 +359,7 @@ def test_classes_last_of_as_many_positions_must_be_stated():
     """By the loop's own gradient the recorder says which dimension the loss takes."""
     case = replace(draw_case(4), inputs="ids", words=4, length=4, prefix=0, returns="tensor", trained="cross entropy")
     case = replace(case, is_second=False, states_dim=False, ignored=-100)
-    with pytest.raises(
-        ValueError, match=r"the loop's loss takes dimension -1. State loss=epk_gp.CrossEntropy\(.*dim=-1"
-    ):
+    with pytest.raises(ValueError, match=r"loop's loss takes dimension -1. State loss=epk_gp.CrossEntropy\(.*dim=-1"):
         trained_case(case)
     t = trained_case(replace(case, states_dim=True))
     assert t.run.loss.dim == -1

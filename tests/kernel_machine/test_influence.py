@@ -193,7 +193,6 @@ def test_a_run_with_huge_derivatives_does_not_spoil_the_average():
 
 
 def test_every_row_of_a_function_must_be_that_of_one_input(run):
-    """Also where other rows count without a derivative."""
     for function in (
         lambda f: torch.cat([f[:1], f[1:] - f[:-1]]),
         lambda f: f.cumsum(0),

@@ -69,9 +69,8 @@ def products_of(name):
     run = record(net, torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9), X, y, torch.arange(12).split(6))
     model = plan_for(run, run.model_for(X))
     kernel = PathKernel(run, "logits", epk.gauss_legendre(2))
-    problem = Predictions(
-        model, run, kernel.head, kernel.rule, kernel.path, 1 << 30, X[:3], torch.zeros(3, dtype=torch.int64)
-    )
+    asked = 1 << 30, X[:3], torch.zeros(3, dtype=torch.int64)
+    problem = Predictions(model, run, kernel.head, kernel.rule, kernel.path, *asked)
     return LossProducts(problem, RunReplay(run.trained, model.model, X))
 
 

@@ -36,7 +36,6 @@ QUICK = {"relu_sgd", "batch_norm_sgd", "transformer_adamw"}
     pytest.param(*case, id=f"{case[0]}-{case[1]}", marks=() if case[0] in QUICK else slow) for case in PATHS
 ])  # fmt: skip
 def test_sums_are_exact_along_every_path(name, path):
-    """Layerwise to rounding, at two evaluations a stretch."""
     run, X = recorded(name), queries()
     parts = epk.attribute(run, X, path=path)
     assert parts.certified
@@ -55,7 +54,6 @@ def test_sums_are_exact_along_every_path(name, path):
 @pytest.mark.mostly_slow
 @pytest.mark.parametrize("name", sorted({*NETWORKS} - {"cosine", "sequence_first"}))
 def test_layerwise_sums_are_exact_for_every_kind_of_layer(name):
-    """Tied and bare weights, transposed and grouped convolutions, frozen statistics, class tokens."""
     case = make_case(name)
     parts = epk.attribute(case.trajectory, case.test, path=epk.layerwise())
     assert parts.certified
@@ -89,7 +87,6 @@ def mean_derivatives(run, first, last, x):
     pytest.param("tanh_sgd", epk.chords(100), marks=slow), pytest.param("tanh_adamw", epk.chords(2), marks=slow),
 ])  # fmt: skip
 def test_contributions_equal_the_definition(name, path):
-    """Recorded steps split by buffers run forward, times averages by autograd.grad, or layer by layer in loops."""
     run, X, is_layerwise = recorded(name), queries(2), isinstance(path, LayerwisePath)
     parts = epk.attribute(run, X, head="logits" if is_layerwise else "log_softmax", rule=RULE, path=path)
     of_samples = shares(run)
@@ -126,7 +123,6 @@ def test_averages_of_other_stretches_miss_the_network():
 
 
 def test_moving_statistics_are_split_along_the_path():
-    """Of every step, by the derivative in them that autograd.grad gives."""
     run, X, path = recorded("batch_norm_sgd"), queries(2), epk.chords(2)
     (steps, whole) = epk.attribute(run, X, by=[[by_step(run)], [by_sample(run)]], rule=RULE, path=path)
     for n, x in enumerate(X):

@@ -56,7 +56,6 @@ def test_the_bytes_of_a_block_are_of_the_type_in_which_it_is_summed():
 
 @pytest.mark.parametrize(("kind", "is_apart"), [("plain", False), ("momentum", False), ("momentum", True)])
 def test_the_pieces_of_an_attribution_are_those_of_its_workers(kind, is_apart, sizes, monkeypatch):
-    """Also where outputs go through the run apart: two at a time."""
     run, X = training_run(kind, 40), inputs(3)
     if is_apart:
         monkeypatch.setattr(MemoryPlan, "adjoint_points", lambda _, count: 2 if count == 1 else 0)

@@ -23,7 +23,6 @@ def case(request: pytest.FixtureRequest) -> Case:
 
 
 def test_kernel_machine_and_contributions_sum_to_the_network(case):
-    """Theorem 3.6."""
     for head in case.heads:
         expected = epk.network_outputs(case.trajectory, case.test, head=head)
         result = epk.reconstruct(case.trajectory, case.test, head=head, rule=epk.adaptive(1e-13))
@@ -40,11 +39,9 @@ def test_kernel_machine_and_contributions_sum_to_the_network(case):
 @pytest.mark.parametrize("name", ["relu", "cnn", "transformer"])
 def test_one_node_does_not_equal_the_network(name):
     """The negative control: without the integral the same sum is off (Figure 7)."""
-    case = make_case(name)
+    case, rule = make_case(name), epk.QuadratureRule.left_endpoint()
     with pytest.warns(epk.CertificateWarning, match="the quadrature of a step leaves .*; a fixed rule"):
-        result = epk.reconstruct(
-            case.trajectory, case.test, head=case.heads[-1], rule=epk.QuadratureRule.left_endpoint()
-        )
+        result = epk.reconstruct(case.trajectory, case.test, head=case.heads[-1], rule=rule)
     assert not result.certified
     assert result.max_error > 1e-3 * result.network.abs().max()
 
@@ -77,16 +74,14 @@ def test_contributions_do_not_depend_on_how_much_is_held(name, path, num_samples
     monkeypatch.setattr(MemoryPlan, "vanilla_gd_samples", lambda *args: num_samples)
     monkeypatch.setattr(MemoryPlan, "vanilla_gd_points", lambda *args: 3)
     monkeypatch.setattr(problem_module, "rows_per_pass", lambda *args: 10)  # of nodes
-    monkeypatch.setattr(
-        IntegratedLines, "node_batches", lambda line: (passes.append(batch) or batch for batch in computed(line))
-    )
+    noted = lambda line: (passes.append(batch) or batch for batch in computed(line))  # noqa: E731
+    monkeypatch.setattr(IntegratedLines, "node_batches", noted)
     for actual, expected in zip(found(), whole, strict=True):
         assert_close(actual, expected, rounding=1e5)
     assert len(passes) > 2 * case.trajectory.num_steps
 
 
 def test_the_data_of_a_step_is_read_once(monkeypatch):
-    """However few samples are computed at a time: the data may be of another dtype, and be copied."""
     case, read, steps = make_case("relu", batch_size=None), descent.batch_of, []
     monkeypatch.setattr(MemoryPlan, "lines_together", lambda *args: 1)
     monkeypatch.setattr(descent, "batch_of", lambda run, s, like: steps.append(s.index) or read(run, s, like))
@@ -111,9 +106,7 @@ def test_standing_still_gives_the_tangent_kernel(small, state):
     for copies in (True, False):
         found = epk.gram_block(run, epk.Points(rows[0], copies), epk.Points(rows[1], True))
         assert_close(found, expected)
-    other = epk.gram_block(
-        tangent_trajectory(small.trajectory, 1), epk.Points(rows[0], True), epk.Points(rows[1], True)
-    )
+    other = epk.gram_block(tangent_trajectory(small.trajectory, 1), *(epk.Points(X, True) for X in rows))
     assert (other - expected).abs().max() > 1e-3 * expected.abs().max()  # the negative control: another state
 
 

@@ -22,16 +22,13 @@ def average():
 
 
 # A call, what it does at each step of a block of points, and at which of these calls it is interrupted.
+CHORDS = lambda **o: epk.attribute(recorded("tanh_momentum"), queries(), path=epk.chords(2), **o)  # noqa: E731
 PASSES = {
     "momentum": (lambda **o: epk.attribute(recorded("tanh_momentum"), queries(), **o), STEP, 3),
-    "within a chord": (
-        lambda **o: epk.attribute(recorded("tanh_momentum"), queries(), path=epk.chords(2), **o), STEP, 3,
-    ),
+    "within a chord": (CHORDS, STEP, 3),
     "both adjoints of an average": (lambda **o: epk.attribute(average(), queries(), **o), STEP, 3),
     "outputs apart, second block": (lambda **o: epk.attribute(recorded("tanh_momentum"), queries(2), **o), STEP, 7),
-    "lines together": (
-        lambda **o: epk.attribute(recorded("tanh_momentum"), queries(), path=epk.chords(2), **o), STEP, 4,
-    ),
+    "lines together": (CHORDS, STEP, 4),
     "influence": (lambda **o: epk.influence(LOOP.record(), LOOP.test_points, **o), BACK, 6),
 }  # fmt: skip
 

@@ -91,7 +91,6 @@ TEST, ANSWERS = torch.tensor([[1, 2, 3, 4, 5], [6, 0, 1, 0, 2]]), torch.tensor([
 
 @pytest.mark.parametrize("rate", [0.0, 0.3])
 def test_terms_are_those_pushed_through_the_optimizer_by_hand(rate):
-    """Of each question's own sequences; the batch's masks are drawn for all of its rows, whichever are asked about."""
     run, net, made = trained(rate)
     expected = by_hand(net, made, TEST, ANSWERS)
     function = epk.RowFunction.log_probability(ANSWERS)

@@ -67,9 +67,8 @@ class SparseGP(gpytorch.models.ApproximateGP):
 
     def __init__(self, kernel, Z, *, learns_points):
         distribution = gpytorch.variational.CholeskyVariationalDistribution(Z.shape[-2], batch_shape=[C])
-        strategy = gpytorch.variational.VariationalStrategy(
-            self, Z, distribution, learn_inducing_locations=learns_points
-        )
+        options = {"learn_inducing_locations": learns_points}
+        strategy = gpytorch.variational.VariationalStrategy(self, Z, distribution, **options)
         super().__init__(gpytorch.variational.IndependentMultitaskVariationalStrategy(strategy, num_tasks=C))
         self.mean_module = gpytorch.means.ConstantMean(batch_shape=[C])
         self.covar_module = gpytorch.kernels.ScaleKernel(kernel, batch_shape=[C])
@@ -101,9 +100,8 @@ def test_only_the_sum_of_gradients_of_shared_points_is_used_and_it_is_right(traj
     weights = torch.randn(C, 4, 4 + 3, dtype=torch.float64)
 
     def gradient(of, joint):
-        values = torch.cat(
-            [kernel.forward(joint[..., :4, :], joint[..., :4, :]), kernel.forward(joint[..., :4, :], data)], -1
-        )
+        own = joint[..., :4, :]
+        values = torch.cat([kernel.forward(own, own), kernel.forward(own, data)], -1)
         return torch.autograd.grad((weights * values).sum(), of)[0]
 
     Z.requires_grad_()
@@ -129,7 +127,6 @@ def test_the_derivative_of_a_trace_evaluates_each_point_once_for_all_outputs(tra
 
 
 def test_restarts_share_the_training_points_whose_gradient_nobody_uses(trajectory, work):
-    """As in BoTorch: each restart has a copy of the training points, joined with its own test points."""
     kernel, data, b, q = kernel_of(trajectory, "trace", cache_bytes=0), train_copy(trajectory.inputs), 6, 2
     X = random_test_copies(b, q).requires_grad_()
     N, S, Q = len(data), trajectory.num_steps, len(list(RULE))
@@ -147,7 +144,6 @@ def test_restarts_share_the_training_points_whose_gradient_nobody_uses(trajector
 @pytest.mark.parametrize("outputs", MODES)
 @pytest.mark.parametrize("diag", [False, True])
 def test_every_set_gets_its_own_gradient(trajectory, outputs, diag):
-    """Equal sets and unequal ones, each with weights of its own, against the gradient of that set alone."""
     kernel, x = kernel_of(trajectory, outputs), mixed(C, 3)
     x[1] = x[0]
     x, y = x.requires_grad_(), (mixed(3) if diag else mixed(4)).requires_grad_()

@@ -29,7 +29,6 @@ def points(case):
 @pytest.mark.slow
 @pytest.mark.parametrize(("outputs", "normalize"), [("full", None), *((mode, "cosine") for mode in MODES)])
 def test_every_mode_has_the_derivative_of_its_values(outputs, normalize):
-    """Blocks, both sides at once, diagonals, and batches of points; that of a cosine is made of the kernel's."""
     case = make_case("tanh", steps=1)
     kernel, (x, copy) = kernel_of(case, outputs, normalize=normalize), points(case)
     y = torch.cat([test_copy(case.test[2:4]), train_copy(case.trajectory.inputs[:2])])
@@ -141,7 +140,6 @@ REFUSED = {
 
 @pytest.mark.parametrize(("ask", "error", "message"), REFUSED.values(), ids=REFUSED)
 def test_derivatives_that_would_be_wrong_are_refused(ask, error, message):
-    """With the points on either side; of the diagonal; of the network as a mean, and of a process."""
     case = make_case("tanh", steps=1)
     kernel, x = kernel_of(case, "trace"), test_copy(case.test[:2])
     calls = [lambda z: kernel.forward(z, z), lambda z: kernel.forward(z, x + 0), lambda z: kernel.forward(x, z)]

@@ -61,7 +61,6 @@ def test_images_are_flattened_and_restored():
 
 
 def test_integers_travel_as_whole_floats():
-    """As GPyTorch hands points over, for a network that takes integers; also without a copy column."""
     case = make_case("attention", steps=2)
     kernel, X = EPKKernel(case.trajectory, normalize="mean_diagonal"), case.test.flatten(1)
     x = train_copy(X.double())
@@ -112,8 +111,6 @@ def test_what_a_kernel_cannot_use_is_refused(trajectory, unchecked):
 
 def test_a_kernel_says_what_it_is(trajectory):
     kernel = EPKKernel(trajectory, "independent", normalize="cosine", path=chords(2))
-    assert all(
-        part in repr(kernel) for part in ("='independent'", "batch_shape=(3,)", "ChordPath(every=2)", "'cosine'")
-    )
-    assert repr(gauss_legendre(4)) in repr(kernel)
+    words = "='independent'", "batch_shape=(3,)", "ChordPath(every=2)", "'cosine'", repr(gauss_legendre(4))
+    assert all(word in repr(kernel) for word in words)
     assert "path" not in repr(EPKKernel(trajectory))

@@ -38,10 +38,8 @@ def test_points_know_their_copies_in_every_dtype_that_holds_them(trajectory, mad
         assert tag_points(trajectory, x) is x
         assert parse_points(trajectory, x).is_train.tolist() == expected
         assert has_mark(torch.stack([x, x])).tolist() == [expected] * 2
-        assert parse_points(trajectory, x.flip(0).index_select(0, torch.tensor([5, 0]))).is_train.tolist() == [
-            True,
-            False,
-        ]
+        ends = parse_points(trajectory, x.flip(0).index_select(0, torch.tensor([5, 0])))
+        assert ends.is_train.tolist() == [True, False]
     for kind in (torch.float16, torch.bfloat16):
         if made_in.is_floating_point and (made_in == kind or made_in.itemsize > 2):
             assert parse_points(trajectory, joint.to(kind).double()).is_train.tolist() == expected
@@ -61,7 +59,6 @@ COLUMNS = {
 @pytest.mark.parametrize("kind", [torch.float32, torch.float64])
 @pytest.mark.parametrize("column", COLUMNS)
 def test_a_table_with_one_column_too_many_is_refused(trajectory, column, kind):
-    """One column that is no input is not taken for the copy column, whatever it holds."""
     extra = torch.tensor(COLUMNS[column], dtype=torch.float64)
     X = torch.randn(4, 2, dtype=torch.float64).mul(3).round()
     table = torch.cat([X, extra[:, None]], 1).to(kind)

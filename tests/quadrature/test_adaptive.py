@@ -91,7 +91,6 @@ def test_each_status_has_a_network_that_provokes_it_and_a_residual_that_shows_it
 
 
 def test_the_derivative_of_another_function_is_given_up_after_two_halvings() -> None:
-    """Where it is wrong all along the step: 1 + 2 + 4 intervals of 4 nodes, beside the first orders."""
     function = FUNCTIONS["stop_gradient"]
     found = integrate(segment(function), ONE, epk.adaptive(), 1)
     assert found.status.tolist() == [INCONSISTENT]
@@ -102,7 +101,6 @@ def test_the_derivative_of_another_function_is_given_up_after_two_halvings() -> 
 
 @pytest.mark.parametrize("rule", [epk.adaptive(), epk.gauss_legendre(3)], ids=["adaptive", "fixed"])
 def test_a_derivative_that_is_not_finite_has_a_status_of_its_own_and_stays_visible(rule: Rule) -> None:
-    """At x = 0, the root's argument stays zero, where its derivative is infinite."""
     found = integrate(segment(FUNCTIONS["root"]), 0 * ONE, rule, 1)
     assert found.status.tolist() == [QuadratureStatus.NOT_FINITE]
     assert found.residual.isnan().all()
@@ -122,7 +120,6 @@ def test_the_certificate_of_points_that_are_fine_is_a_number() -> None:
 
 
 def test_outputs_that_are_not_finite_are_refused() -> None:
-    """Fine at all training points, infinite at x = 0."""
     trajectory = run_of(torch.reciprocal)
     for ask in (epk.reconstruct, epk.attribute):
         with pytest.raises(ValueError, match=r"the network's outputs at the start of a step must be finite: row 1"):
@@ -131,7 +128,6 @@ def test_outputs_that_are_not_finite_are_refused() -> None:
 
 @pytest.mark.slow
 def test_a_points_status_is_its_own_and_its_intervals_most_severe() -> None:
-    """The jump is in one of many intervals, and at x = 1/2 there is none."""
     line = segment(lambda h: torch.where(h > 1.5, 1 + h, h).sin())
     found = integrate(line, torch.cat([ONE, 0.5 * ONE]), epk.adaptive(), 1)
     assert found.status.tolist() == [INCONSISTENT, QuadratureStatus.CONVERGED]
@@ -153,9 +149,8 @@ def test_a_kink_that_is_not_located_costs_more_and_more_than_a_small_bound() -> 
     found = integrate(segment(lambda h: torch.where(h > 0, h, 0 * h)), ONE, epk.adaptive(), 1)
     assert abs(float(found.total) - 2) < 1e-11
     assert float(found.evaluations) > 100
-    few, enough = (
-        integrate(segment(FUNCTIONS["blind_kink"]), ONE, epk.adaptive(max_evaluations=k), 1) for k in (100, 1000)
-    )
+    line, rules = segment(FUNCTIONS["blind_kink"]), (epk.adaptive(max_evaluations=k) for k in (100, 1000))
+    few, enough = (integrate(line, ONE, rule, 1) for rule in rules)
     assert 100 < float(enough.evaluations) < 1000
     assert float(enough.residual) < 1e-11 < 1e-6 < float(few.residual)
 
@@ -203,7 +198,6 @@ def test_gram_blocks_do_not_warn_under_a_fixed_rule_or_of_a_sound_network() -> N
 
 
 def test_a_huge_point_does_not_loosen_anothers_tolerance() -> None:
-    """A float32-like sloppiness at one point comes from its own size, not from its neighbour's."""
     case = make_case("relu", lr=0.5)
     X, of = case.test, partial(integrate, first_step(case.trajectory, case.test), rule=epk.adaptive(1e-14), num_steps=1)
     alone, joined = of(X), of(torch.cat([X, 1e9 * X[:1]]))

@@ -179,7 +179,6 @@ def test_what_is_not_linear_in_a_weight_is_not_followed(kind: type[nn.Module], m
 
 
 def test_a_smooth_stretch_raises_the_order_instead_of_halving() -> None:
-    """Each point has one interval, with as many nodes as it needs."""
     line, X = step_of("group_norm", lr=1.0)
     found = integrated(line, X)
     assert found.num_intervals.tolist() == [1] * len(X)
@@ -227,7 +226,6 @@ def from_minus_one(activation: nn.Module, end: float) -> WeightSegment:
 
 
 def test_kinks_are_searched_before_any_node_only_where_a_unit_switches() -> None:
-    """Of two points of one step, the unit of the first is on from 1/2 on, and that of the other always off."""
     X = torch.tensor([[1.0], [0.0]], dtype=torch.float64)
     found = integrate(from_minus_one(nn.ReLU(), 1.0), X, epk.adaptive(), 1)
     assert found.num_intervals.tolist() == [2, 1]
@@ -301,7 +299,6 @@ def blind(line: object, x: Tensor, pair: Tensor, a: Tensor, b: Tensor) -> tuple[
 @pytest.mark.mostly_slow
 @pytest.mark.parametrize("name", KINKED)
 def test_a_located_kink_costs_a_fraction_of_a_blind_one(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Linear, the function, linear: the logits are polynomials in t between kinks."""
     X = torch.randn(6, 3, dtype=torch.float64)
     net = nn.Sequential(nn.Linear(3, 16), Kinked(KINKED[name]), nn.LazyLinear(2)).double()
     net(X)

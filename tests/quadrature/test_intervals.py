@@ -1,5 +1,6 @@
 """Quadrature rules are values: how exact they are, how their orders rise, and which of them suffices."""
 
+import itertools
 import math
 from collections.abc import Callable
 from functools import partial
@@ -92,9 +93,8 @@ def test_the_rule_that_a_function_needs_is_predicted(start: str) -> None:
     p = np.polynomial.legendre.Legendre(wanted.numpy(), domain=[0, 1])
     assert (coefficients(p.integ(), p, start) - wanted).abs().max() < 1e-11  # a polynomial's are its own
     for rate in (0.1, 0.5, 1.0, 2.0):
-        needed, suffices = smallest_rules(
-            lambda t, a=rate: math.exp(a * t), lambda t, a=rate: a * math.exp(a * t), start
-        )
+        f, slope = lambda t, a=rate: math.exp(a * t), lambda t, a=rate: a * math.exp(a * t)
+        needed, suffices = smallest_rules(f, slope, start)
         assert needed <= suffices <= needed + 4
     for place in (0.3, 0.47, 0.61):  # the negative control: a kink
         kinked = smallest_rules(lambda t, a=place: max(t - a, 0.0) + t, lambda t, a=place: float(t > a) + 1.0, start)
@@ -102,7 +102,6 @@ def test_the_rule_that_a_function_needs_is_predicted(start: str) -> None:
 
 
 def test_two_orders_tell_how_fast_the_next_converges() -> None:
-    """For 1 / (1 + t): errors of Gauss-Legendre with 3, 5 and 8 nodes."""
     sums = [sum(weight / (1 + t) for t, weight in gauss_legendre(n)) for n in (3, 5, 8)]
     before, now, after = (torch.tensor([abs(value - math.log(2))], dtype=torch.float64) for value in sums)
     degrees = (torch.tensor([2 * n - 1]) for n in (5, 3, 8))
@@ -146,7 +145,6 @@ def test_left_riemann_is_algorithm_1_and_midpoints_lie_between_its_nodes():
 
 
 def test_rules_are_values():
-    """They key caches and stand in headers of tables."""
     assert epk.gauss_legendre(4) == epk.gauss_legendre(4) != epk.gauss_legendre(3)
     assert epk.adaptive(1e-9) == epk.adaptive(1e-9, order=4) != epk.adaptive(1e-8)
     rules = [rule for rule, _, _ in RULES.values()] + [epk.adaptive(1e-9), epk.adaptive(1e-9, order=3)]
@@ -176,8 +174,7 @@ REFUSED = {
     },
     **{
         f"{make.__name__}_{n}": (lambda make=make, n=n: make(n), f"the number of nodes must be at least 1: got {n}")
-        for make in LARGEST
-        for n in (0, -1)
+        for make, n in itertools.product(LARGEST, (0, -1))
     },
     **{
         f"tol_{tol}": (lambda tol=tol: epk.adaptive(tol), "tol must be positive and finite: got")

@@ -57,7 +57,6 @@ def test_recording_leaves_the_training_as_it_is(recipe):
 
 @pytest.mark.parametrize("recipe", named(EXACT))
 def test_the_reference_closes_by_itself(recipe):
-    """Loss terms sum to the gradients that were used; shares, decay and statistics to the change of the network."""
     result = recorded(recipe)
     watched = result.recorder
     first = watched.steps[0]
@@ -117,7 +116,6 @@ def test_contributions_are_those_of_separate_backward_passes(recipe):
 @pytest.mark.compiled
 @pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")  # torch's own call
 def test_a_compiled_network_is_recorded():
-    """torch.compile, with the random numbers that torch draws."""
     parts, expected = attributed(programs.compiled_nanogpt), brute_force(programs.compiled_nanogpt)
     assert parts.certified
     assert relative_error(parts.total, recorded(programs.compiled_nanogpt).outputs) < 1e-10

@@ -30,9 +30,8 @@ class Erased(Dataset):
 def weighted_sampler():
     """Rows are drawn with replacement, so that a batch holds some twice, each erased elsewhere."""
     X, y = images(24)
-    net = nn.Sequential(
-        nn.Conv2d(1, 3, 3, bias=False), nn.BatchNorm2d(3), nn.Tanh(), nn.Flatten(), nn.Linear(48, C)
-    ).double()
+    layers = [nn.Conv2d(1, 3, 3, bias=False), nn.BatchNorm2d(3), nn.Tanh(), nn.Flatten(), nn.Linear(48, C)]
+    net = nn.Sequential(*layers).double()
     optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
     sampler = WeightedRandomSampler(torch.linspace(0.1, 1.0, 24), 24)
     loader = DataLoader(IndexedDataset(Erased(X, y)), batch_size=10, sampler=sampler)

@@ -102,7 +102,6 @@ def partly_live(net, first, name):
 
 
 def test_states_that_share_the_memory_of_what_is_trained_are_refused(rows):
-    """A live state dict, whole or in part, before or beside copies, and views of one vector."""
     _, states, X, y = rows
     first, last, net = states[0], states[-1], small_net()
     live = net.state_dict()
@@ -172,7 +171,6 @@ def test_a_state_dict_of_another_network_is_refused(rows):
 
 
 def test_what_others_write_beside_a_network_is_no_left_over(rows):
-    """Other modules of a wrapper, counts of batches, extra state, a network under torch.compile."""
     net, states, X, _ = rows
     expected = epk.between(net, states, X[:2]).pieces
     counts = [{name: value for name, value in state.items() if "batches" not in name} for state in states]

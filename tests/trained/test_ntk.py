@@ -38,9 +38,8 @@ def block(J, L):
 
 def convolutional():
     """In training mode, with moving statistics, dropout and a frozen first layer."""
-    net = nn.Sequential(
-        nn.Conv2d(1, 3, 3), nn.BatchNorm2d(3), nn.Dropout(0.5), nn.ReLU(), nn.Flatten(), nn.Linear(48, C)
-    ).double()
+    layers = [nn.Conv2d(1, 3, 3), nn.BatchNorm2d(3), nn.Dropout(0.5), nn.ReLU(), nn.Flatten(), nn.Linear(48, C)]
+    net = nn.Sequential(*layers).double()
     nn.init.uniform_(net[1].running_mean), nn.init.uniform_(net[1].running_var, 0.5, 2.0)
     net[0].requires_grad_(False)
     return net
@@ -242,9 +241,8 @@ def test_the_kernel_in_gpytorch_has_the_same_numbers(outputs):
     assert kernel.batch_shape == torch.Size([C] if outputs == "independent" else [])
     if outputs == "independent":
         assert_close(kernel[1](kernel.rows(X)).to_dense(), epk.ntk(net, X, outputs=1))
-    assert f"NTKKernel({sum(p.numel() for p in net[1:].parameters())} weights, points of shape (1, 6, 6)" in repr(
-        kernel
-    )
+    count = sum(p.numel() for p in net[1:].parameters())
+    assert f"NTKKernel({count} weights, points of shape (1, 6, 6)" in repr(kernel)
 
 
 def test_derivatives_in_the_points_are_those_of_jacobians():

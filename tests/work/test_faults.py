@@ -213,10 +213,9 @@ def test_another_copy_of_the_run_is_refused(tmp_path, folder):
             jobs._opened.cache_clear()
             return super().submit(function, *arguments)
 
+    options = {"executor": Elsewhere(), "checkpoint": folder}
     with pytest.raises(ValueError, match=r"Or another run was recorded there"):
-        epk.gram_block(
-            run, mixed(2), mixed(2), rule=epk.QuadratureRule.left_endpoint(), executor=Elsewhere(), checkpoint=folder
-        )
+        epk.gram_block(run, mixed(2), mixed(2), rule=epk.QuadratureRule.left_endpoint(), **options)
 
 
 @pytest.mark.parametrize("error", [StopError, KeyboardInterrupt])
