@@ -16,7 +16,7 @@ import epk_gp as epk
 from epk_gp.core.model import functionalize
 from epk_gp.core.replayed_steps import RunReplay, replayed_steps
 from epk_gp.kernel_machine import certificate
-from epk_gp.kernel_machine.certificate import StepMismatches
+from epk_gp.kernel_machine.certificate import StepMismatches, larger
 from loops import data, mlp
 
 STEPS = 5
@@ -173,6 +173,12 @@ def test_a_fixed_rule_is_certified_where_it_is_exact():
     for call in (epk.reconstruct, epk.attribute):
         with pytest.warns(epk.CertificateWarning, match=r"a fixed rule: epk_gp.adaptive\(\)"):
             assert not call(run, run.inputs[:3], rule=epk.QuadratureRule.left_riemann(10)).certified
+
+
+def test_the_larger_of_two_numbers_keeps_nan():
+    assert (larger(1.0, 2.0), larger(3.0, 2.0)) == (2.0, 3.0)
+    for pair in ((1.0, float("nan")), (float("nan"), 1.0)):
+        assert larger(*pair) != larger(*pair)
 
 
 # A bias in front of BatchNorm has a gradient of pure rounding, which Adam makes steps of

@@ -179,11 +179,3 @@ def test_the_network_as_prior_mean_has_its_own_derivative(state):
     assert gradcheck(lambda x: mean(torch.cat([x, copy], 1)), (x,))
     tagged = torch.cat([x, copy], 1).detach()
     assert torch.equal(mean(tagged.clone().requires_grad_()), mean(tagged))
-
-
-@pytest.mark.parametrize("outputs", ["full", "independent"])
-def test_a_posterior_can_be_differentiated_with_respect_to_its_test_points(outputs):
-    case = make_case("tanh", steps=2)
-    gp = epk.LogitGP(case.trajectory, outputs, rule=RULE)
-    x = case.test[:2].clone().requires_grad_()
-    assert gradcheck(lambda x: (gp(test_copy(x)).mean, gp(x).variance), (x,), fast_mode=True)

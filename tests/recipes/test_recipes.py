@@ -7,12 +7,12 @@ import torch
 
 import epk_gp as epk
 from epk_gp.core.step import NOT_OF_DATA
-from recipes import graphs, loops, programs, sequences, targets, unusual, variants
+from recipes import graphs, loops, programs, sequences, targets, variants
 from recipes.path_reference import brute_force_terms
 from recipes.problem import as_tuple
 from recipes.reference import Watched, step_terms
 
-FAMILIES = (sequences, loops, targets, unusual, variants, graphs, programs)
+FAMILIES = (sequences, loops, targets, variants, graphs, programs)
 EXACT = [recipe for family in FAMILIES for recipe in family.RECIPES]
 LOW = targets.IN_LOW_PRECISION
 RECORDER = epk.Recorder
