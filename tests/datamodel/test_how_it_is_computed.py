@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from datamodel_cases import Loop, internals, mlp, vectors
-from torch import Tensor
+from datamodel_cases import Loop, error, internals, mlp, vectors
 
 import epk_gp as epk
 from epk_gp.kernel_machine.influence import Influence
@@ -20,10 +19,6 @@ pytestmark = pytest.mark.filterwarnings("ignore:the datamodel is not certified")
 LOOP = Loop(optimizer="adam", steps=14, batch=4)
 X, Y = LOOP.asked
 KEPT = (torch.arange(3)[:, None] != torch.arange(11) % 3).double()
-
-
-def error(a: Tensor, b: Tensor) -> float:
-    return float((a.double() - b.double()).norm() / b.double().norm())
 
 
 def single(dtype: torch.dtype = torch.float32) -> epk.Trajectory:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from datamodel_cases import Loop, dense, margin, mlp
+from datamodel_cases import TIGHT, Loop, dense, margin, mlp
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -15,14 +15,9 @@ from epk_gp.core.losses import NegativeLogLikelihood
 from helpers import assert_close
 
 pytestmark = pytest.mark.filterwarnings("ignore:the datamodel is not certified")  # of few steps
-TIGHT = 1e-10 / torch.finfo(torch.float64).eps
 M = 11
 CLASS_WEIGHTS = (1.0, 2.0, 0.5)
 LABELS = torch.arange(M) % 3
-
-
-def error(a: Tensor, b: Tensor) -> float:
-    return float((a - b).norm() / b.norm())
 
 
 @dataclass(frozen=True, eq=False)

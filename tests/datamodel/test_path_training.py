@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from datamodel_cases import Dense, Loop, dense, internals, margin, mlp, vectors
+from datamodel_cases import TIGHT, Dense, Loop, dense, error, internals, margin, mlp, vectors
 from optimizer_cases import OPTIONS
 from torch import Tensor
 
@@ -14,7 +14,6 @@ from epk_gp.optimizers.update_rules import broadcast_to_params
 from helpers import assert_close
 
 pytestmark = pytest.mark.filterwarnings("ignore:the datamodel is not certified")  # of few steps
-TIGHT = 1e-10 / torch.finfo(torch.float64).eps
 STIFF = Loop("mlp", "sgd", steps=250)  # ten Euler steps and more
 LOOPS = {"stiff": STIFF, "adam": Loop("mlp", "adam", steps=41, batch=4), "short": Loop("cnn", "sgd", steps=7)}
 every_loop = pytest.mark.parametrize("loop", LOOPS.values(), ids=LOOPS.keys())
@@ -49,10 +48,6 @@ def simulated(u: Tensor, reference: Dense, weights: Tensor, steps: int) -> Tenso
         for _ in range(steps):
             u = u + K @ (weights * reference.a * torch.sigmoid(-u[: len(weights)])) / steps
     return u[len(weights) :]
-
-
-def error(a: Tensor, b: Tensor) -> float:
-    return float((a - b).norm() / b.norm())
 
 
 def with_smaller_steps(monkeypatch: pytest.MonkeyPatch, factor: float) -> None:
@@ -184,10 +179,6 @@ REFUSED = ("Muon", "SparseAdam", "Rprop")  # matrices; rates that are 0 where a 
 SHORT = Loop("mlp", "sgd", steps=7, points=7)
 
 
-def distance(a: Tensor, b: Tensor) -> float:
-    return float((a - b).norm() / b.norm())
-
-
 @every_ridge
 def test_scores_are_the_formula_with_explicit_jacobians(loop: Loop) -> None:
     reference, model = dense(loop), loop.model
@@ -246,7 +237,7 @@ def test_a_number_for_each_weight_goes_into_two_factors_by_means_of_its_inverse(
     model = epk.datamodel(loop.run, *loop.asked)
     assert model.metric == "factored"
     assert_close(model.scores, dense(loop, metric=in_two_factors).ridge(), rounding=TIGHT)
-    assert 0.01 < distance(model.scores, dense(loop).ridge()) < 0.3
+    assert 0.01 < error(model.scores, dense(loop).ridge()) < 0.3
 
 
 def test_other_metrics_are_no_metrics_of_adam() -> None:
@@ -254,8 +245,8 @@ def test_other_metrics_are_no_metrics_of_adam() -> None:
     loop = RIDGES["wide adam"]
     scores = loop.model.scores
     flat = dense(loop, metric=lambda H: H.mean().expand(len(H))).ridge()
-    assert distance(flat, scores) > 0.3
-    assert distance(dense(loop, metric=torch.ones_like).ridge(), scores) > 0.3
+    assert error(flat, scores) > 0.3
+    assert error(dense(loop, metric=torch.ones_like).ridge(), scores) > 0.3
 
 
 def test_the_kernel_of_the_last_state_gives_other_scores() -> None:
@@ -264,7 +255,7 @@ def test_the_kernel_of_the_last_state_gives_other_scores() -> None:
     reference = dense(loop)
     last = reference.kernels[-1:].expand(6, -1, -1)
     assert_close(loop.model.scores, reference.ridge(), rounding=TIGHT)
-    assert distance(replace(reference, kernels=last).ridge(), loop.model.scores) > 0.05
+    assert error(replace(reference, kernels=last).ridge(), loop.model.scores) > 0.05
 
 
 @pytest.mark.parametrize("rate", [1e-3, 1e-4])
@@ -278,8 +269,8 @@ def test_of_few_small_steps_scores_are_contributions(rate: float) -> None:
     model = epk.datamodel(run, X, y)
     ask = epk.RowFunction(margin, y)
     contributions = epk.attribute(run, X, function=ask).samples[:, 0]
-    assert distance(model.scores, contributions) < 20 * rate
+    assert error(model.scores, contributions) < 20 * rate
     training = model.trainings[0]
     k = sum(training.kernels)[len(training.forces) :]
-    assert distance(model.scores, k * training.forces / 7) < 20 * rate
-    assert distance(model.derivative(), contributions) < 20 * rate
+    assert error(model.scores, k * training.forces / 7) < 20 * rate
+    assert error(model.derivative(), contributions) < 20 * rate

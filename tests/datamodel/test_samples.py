@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from datamodel_cases import Loop, mlp, vectors
+from datamodel_cases import TIGHT, Loop, mlp, vectors
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -13,7 +13,6 @@ import epk_gp as epk
 from helpers import assert_close
 
 pytestmark = pytest.mark.filterwarnings("ignore:the datamodel is not certified")  # of few steps
-TIGHT = 1e-10 / torch.finfo(torch.float64).eps
 M = 11
 LABELS = torch.arange(M) % 3
 X_ASKED, Y_ASKED = Loop().asked
