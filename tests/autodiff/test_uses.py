@@ -46,18 +46,15 @@ class LanguageModel(nn.Module):
     def forward(self, ids: Tensor) -> Tensor:
         n, length = ids.shape
         x, where = self.words(ids), torch.arange(length)
-        if self.positions == "embedded":
-            x = x + self.places(where)
-        elif self.positions == "embedded in one row":
-            x += self.places(where[None])
-        elif self.positions == "types":
-            x = x + self.types(self.numbers.expand(n, length))
-        elif self.positions == "added":
-            x = x + self.learned[:, :length]
-        elif self.positions == "sliced":
-            x += 0.5 * self.learned[:length]
-        elif self.positions == "joined":
-            x = torch.cat([self.learned.expand(n, -1, -1), x], dim=1)
+        x = {
+            "none": lambda: x,
+            "embedded": lambda: x + self.places(where),
+            "embedded in one row": lambda: x.add_(self.places(where[None])),
+            "types": lambda: x + self.types(self.numbers.expand(n, length)),
+            "added": lambda: x + self.learned[:, :length],
+            "sliced": lambda: x.add_(0.5 * self.learned[:length]),
+            "joined": lambda: torch.cat([self.learned.expand(n, -1, -1), x], dim=1),
+        }[self.positions]()
         y = self.norm(x)
         if self.by_hand:
             y = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + 1e-5) * self.scale

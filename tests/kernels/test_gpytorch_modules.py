@@ -103,24 +103,13 @@ class Peer(BaseKernelTestCase):
         return x
 
 
-class TestPeerFull(Peer, unittest.TestCase):
-    outputs = "full"
-
-
-class TestPeerIndependent(Peer, unittest.TestCase):
-    outputs = "independent"
-
-
-class TestPeerTrace(Peer, unittest.TestCase):
-    outputs = "trace"
-
-
-class TestPeerClass(Peer, unittest.TestCase):
-    outputs = 1
-
-
-class TestPeerIndependentCosine(TestPeerIndependent):
-    options = {"normalize": "cosine"}  # noqa: RUF012
+KINDS = {
+    "Full": ("full", {}), "Independent": ("independent", {}), "Trace": ("trace", {}), "Class": (1, {}),
+    "IndependentCosine": ("independent", {"normalize": "cosine"}),
+}  # fmt: skip
+for kind, (outputs, options) in KINDS.items():
+    own = {"outputs": outputs, "options": options, "__module__": __name__}
+    globals()[f"TestPeer{kind}"] = type(f"TestPeer{kind}", (Peer, unittest.TestCase), own)
 
 
 class TestPeerOnPlainInputs(Peer, unittest.TestCase):

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from weighted_loops import Apply
 
 import epk_gp as epk
 from epk_gp.autodiff.dense import WeightSegment, directional_derivatives
@@ -16,17 +17,12 @@ from epk_gp.quadrature.rules import QuadratureStatus
 from helpers import first_step
 
 
-class Recurrent(nn.Module):
-    """A recurrent layer read at its last place."""
-
-    def __init__(self, kind: Callable[..., nn.Module], **options: object) -> None:
-        super().__init__()
-        self.rnn, self.out = kind(3, 6, **options), nn.LazyLinear(2)
-        self.batch_first = bool(options.get("batch_first"))
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = self.rnn(x if self.batch_first else x.transpose(0, 1))[0]
-        return self.out(h[:, -1] if self.batch_first else h[-1])
+def recurrent(kind: Callable[..., nn.Module], **options: object) -> nn.Module:
+    """Return a recurrent layer that is read at its last place."""
+    takes, first = (lambda r: r[0][:, -1]), (lambda x: x)
+    if not options.get("batch_first"):
+        takes, first = (lambda r: r[0][-1]), (lambda x: x.transpose(0, 1))
+    return nn.Sequential(Apply(first), kind(3, 6, **options), Apply(takes), nn.LazyLinear(2))
 
 
 class Cells(nn.Module):
@@ -91,11 +87,11 @@ def group_norm() -> nn.Module:
 
 # Each with the number of evaluations that a point and step may take on average.
 NETWORKS: dict[str, tuple[Callable[[], nn.Module], float]] = {
-    "lstm": (lambda: Recurrent(nn.LSTM, batch_first=True), 4),
-    "lstm_of_two_layers": (lambda: Recurrent(nn.LSTM, num_layers=2, bidirectional=True, proj_size=4), 4),
-    "gru": (lambda: Recurrent(nn.GRU, bias=False), 4),
-    "rnn": (lambda: Recurrent(nn.RNN, bidirectional=True, batch_first=True), 4),
-    "rnn_with_kinks": (lambda: Recurrent(nn.RNN, nonlinearity="relu"), 6),
+    "lstm": (lambda: recurrent(nn.LSTM, batch_first=True), 4),
+    "lstm_of_two_layers": (lambda: recurrent(nn.LSTM, num_layers=2, bidirectional=True, proj_size=4), 4),
+    "gru": (lambda: recurrent(nn.GRU, bias=False), 4),
+    "rnn": (lambda: recurrent(nn.RNN, bidirectional=True, batch_first=True), 4),
+    "rnn_with_kinks": (lambda: recurrent(nn.RNN, nonlinearity="relu"), 6),
     "cells": (Cells, 4),
     "attention": (Attentive, 4),
     "encoder": (lambda: nn.Sequential(nn.TransformerEncoderLayer(3, 1, 8, batch_first=True, activation="gelu"),
