@@ -1,6 +1,7 @@
 """Runs that keep every k-th state: the same sums, along states made again bit by bit, or by the update rule."""
 
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 
 import pytest
@@ -176,56 +177,37 @@ def test_trajectories_of_kept_states_are_not_plain_gradient_descent_where_a_scal
 LONG, SPARSE, LETTERS, LENGTH = 12, 5, 11, 8
 
 
-class Block(nn.Module):
-    """Causal attention and a wide layer, with dropout in both."""
-
-    def __init__(self, width, rate):
-        super().__init__()
-        self.norm_1, self.norm_2 = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.qkv, self.out, self.rate = nn.Linear(width, 3 * width), nn.Linear(width, width), rate
-        self.wide = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width), nn.Dropout(rate))
-
-    def forward(self, x):
-        n, T, width = x.shape
-        q, k, v = self.qkv(self.norm_1(x)).view(n, T, 3, 2, -1).permute(2, 0, 3, 1, 4)
-        rate = self.rate if self.training else 0.0
-        a = F.scaled_dot_product_attention(q, k, v, is_causal=True, dropout_p=rate)
-        x = x + self.out(a.transpose(1, 2).reshape(n, T, width))
-        return x + self.wide(self.norm_2(x))
-
-
 class GPT(nn.Module):
-    """Tied embeddings, positions without a row."""
+    """Causal attention and a wide layer, with dropout in both; tied embeddings, positions without a row."""
 
     def __init__(self, rate=0.1, width=16):
         super().__init__()
-        self.wte, self.wpe = nn.Embedding(LETTERS, width), nn.Embedding(LENGTH, width)
-        self.block, self.norm = Block(width, rate), nn.LayerNorm(width)
+        self.wte, self.wpe, self.rate = nn.Embedding(LETTERS, width), nn.Embedding(LENGTH, width), rate
+        self.norm_1, self.norm_2, self.norm = (nn.LayerNorm(width) for _ in range(3))
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.wide = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width), nn.Dropout(rate))
         self.head = nn.Linear(width, LETTERS, bias=False)
         self.head.weight = self.wte.weight
 
     def forward(self, x):
-        return self.head(self.norm(self.block(self.wte(x) + self.wpe(torch.arange(x.shape[1])))))
+        n, T = x.shape
+        x = self.wte(x) + self.wpe(torch.arange(T))
+        q, k, v = self.qkv(self.norm_1(x)).view(n, T, 3, 2, -1).permute(2, 0, 3, 1, 4)
+        rate = self.rate if self.training else 0.0
+        a = F.scaled_dot_product_attention(q, k, v, is_causal=True, dropout_p=rate)
+        x = x + self.out(a.transpose(1, 2).reshape(n, T, -1))
+        return self.head(self.norm(x + self.wide(self.norm_2(x))))
 
 
-def mlp():
-    return nn.Sequential(nn.Linear(4, 16), nn.ReLU(), nn.Dropout(0.2), nn.Linear(16, 3))
-
-
-def cnn():
-    return nn.Sequential(nn.Conv2d(1, 6, 3, bias=False), nn.BatchNorm2d(6), nn.ReLU(), nn.Flatten(), nn.Linear(96, 3))
-
-
-def adamw(p):
-    return torch.optim.AdamW(p, lr=0.01, weight_decay=0.1)
-
-
-def momentum(p):
-    return torch.optim.SGD(p, lr=0.05, momentum=0.9, weight_decay=1e-3)
-
-
-def of_letters(z, y):
-    return F.cross_entropy(z.view(-1, LETTERS), y.view(-1))
+NETS = {
+    "mlp": lambda: nn.Sequential(nn.Linear(4, 16), nn.ReLU(), nn.Dropout(0.2), nn.Linear(16, 3)),
+    "cnn": lambda: nn.Sequential(
+        nn.Conv2d(1, 6, 3, bias=False), nn.BatchNorm2d(6), nn.ReLU(), nn.Flatten(), nn.Linear(96, 3)
+    ),
+    "gpt": lambda rate=0.1: GPT(rate),
+}
+ADAMW = partial(torch.optim.AdamW, lr=0.01, weight_decay=0.1)
+MOMENTUM = partial(torch.optim.SGD, lr=0.05, momentum=0.9, weight_decay=1e-3)
 
 
 class OtherSGD(torch.optim.SGD):
@@ -239,20 +221,21 @@ class OtherSGD(torch.optim.SGD):
 
 
 LOOPS = {
-    "mlp, AdamW": (mlp, adamw, {}),
-    "mlp, momentum, clipped": (mlp, momentum, {"clip": 0.5}),
-    "mlp, masked, clipped": (mlp, adamw, {"masked": 5, "clip": 0.5}),
-    "mlp, fused": (mlp, lambda p: torch.optim.AdamW(p, lr=0.01, fused=True), {}),
-    "cnn, momentum, accumulated": (cnn, momentum, {"accumulated": 3}),
-    "cnn, AdamW, clipped": (cnn, adamw, {"clip": 0.3}),
-    "gpt, AdamW, accumulated, clipped": (GPT, adamw, {"accumulated": 3, "clip": 1.0}),
-    "gpt, fused attention, momentum": (lambda: GPT(0.0), momentum, {}),
-    "gpt, classes second": (GPT, adamw, {"value": lambda z, y: F.cross_entropy(z.transpose(1, 2), y)}),
-    "gpt, sum": (GPT, adamw, {"value": lambda z, y: by_sum(z, y)}),
-    "gpt, bfloat16": (GPT, adamw, {"autocast": True, "unexplained": 0.5}),
-    "gpt, no loss stated": (GPT, adamw, {"loss": None}),
-    "mlp, focal loss, not stated": (mlp, adamw, {"loss": None, "value": lambda z, y: F.cross_entropy(z, y) ** 2}),
+    "mlp, AdamW": (ADAMW, {}), "mlp, momentum, clipped": (MOMENTUM, {"clip": 0.5}),
+    "mlp, masked, clipped": (ADAMW, {"masked": 5, "clip": 0.5}),
+    "mlp, fused": (partial(torch.optim.AdamW, lr=0.01, fused=True), {}),
+    "cnn, momentum, accumulated": (MOMENTUM, {"accumulated": 3}), "cnn, AdamW, clipped": (ADAMW, {"clip": 0.3}),
+    "gpt, AdamW, accumulated, clipped": (ADAMW, {"accumulated": 3, "clip": 1.0}),
+    "gpt, fused attention, momentum": (MOMENTUM, {"rate": 0.0}),
+    "gpt, classes second": (ADAMW, {"value": lambda z, y: F.cross_entropy(z.transpose(1, 2), y)}),
+    "gpt, sum": (ADAMW, {"value": lambda z, y: of_letters(z, y, reduction="sum") / 64}),
+    "gpt, bfloat16": (ADAMW, {"autocast": True, "unexplained": 0.5}), "gpt, no loss stated": (ADAMW, {"loss": None}),
+    "mlp, focal loss, not stated": (ADAMW, {"loss": None, "value": lambda z, y: F.cross_entropy(z, y) ** 2}),
 }  # fmt: skip
+
+
+def of_letters(z, y, **options):
+    return F.cross_entropy(z.view(-1, LETTERS), y.view(-1), **options)
 
 
 def data(net):
@@ -265,10 +248,10 @@ def data(net):
 
 
 def record(name, path=None, *, make_optimizer=None, keep=SPARSE):
-    make_net, optimizer, options = LOOPS[name]
+    optimizer, options = LOOPS[name]
     options = dict(options)
     torch.manual_seed(1)
-    net = make_net()
+    net = NETS[name[:3]](*([options.pop("rate")] if "rate" in options else []))
     X, y = data(net)
     optimizer = (make_optimizer or optimizer)(net.parameters())
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda s: min(s, 4) / 4 * (1 - s / 50))  # begins with 0
@@ -297,10 +280,6 @@ def record(name, path=None, *, make_optimizer=None, keep=SPARSE):
             optimizer.step()
             scheduler.step()
     return recorder.trajectory
-
-
-def by_sum(z, y):
-    return F.cross_entropy(z.view(-1, LETTERS), y.view(-1), reduction="sum") / 64
 
 
 def asked(run):

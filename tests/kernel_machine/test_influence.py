@@ -1,6 +1,7 @@
 """Influence: what it returns, how it is split, what is said of it; that it is a derivative, test_retrain shows."""
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -20,15 +21,9 @@ from epk_gp.kernel_machine.axes import by_label, by_parameter, by_sample, by_ste
 from epk_gp.kernel_machine.influence import Influence
 from epk_gp.optimizers.torch_rules import rule_for
 
-
-def adamw(p: list[nn.Parameter]) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(p, lr=0.02, eps=1e-3)
-
-
-def momentum(p: list[nn.Parameter]) -> torch.optim.Optimizer:
-    return torch.optim.SGD(p, lr=0.2, momentum=0.8, weight_decay=0.01)
-
-
+adamw = partial(torch.optim.AdamW, lr=0.02, eps=1e-3)
+momentum = partial(torch.optim.SGD, lr=0.2, momentum=0.8, weight_decay=0.01)
+sgd = partial(torch.optim.SGD, lr=0.2, momentum=0.5)
 LOOP = WeightedLoop(adamw)
 X = LOOP.test_points
 CHOSEN = torch.tensor([2, 0, 1])
@@ -218,10 +213,6 @@ def test_wrong_arguments_are_refused(run, whole):
     ):
         with pytest.raises(kind, match=message):
             call()
-
-
-def sgd(p: list[nn.Parameter]) -> torch.optim.Optimizer:
-    return torch.optim.SGD(p, lr=0.2, momentum=0.5)
 
 
 def scaled() -> nn.Module:

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -24,7 +25,7 @@ from epk_gp.storage.chunks import read_groups
 
 Optimizer = optim.Optimizer
 Make = Callable[[list[nn.Parameter]], Optimizer]
-INF = float("inf")
+INF, sgd = float("inf"), partial(optim.SGD, lr=0.2, momentum=0.8, weight_decay=0.01)
 WEIGHTS = torch.stack([torch.ones(POINTS), torch.arange(POINTS) % 3, torch.full((POINTS,), 3.0)]).double()
 LEFT_OUT = torch.ones(2, POINTS, dtype=torch.float64)
 LEFT_OUT[1, 3] = 0
@@ -39,10 +40,6 @@ def adam(p: Any, **options: Any) -> Optimizer:
 
 def adamw(p: list[nn.Parameter]) -> Optimizer:
     return optim.AdamW([{"params": p[:1], "lr": 0.05}, {"params": p[1:]}], lr=0.02, eps=1e-3)
-
-
-def sgd(p: Any) -> Optimizer:
-    return optim.SGD(p, lr=0.2, momentum=0.8, weight_decay=0.01)
 
 
 MAKE: dict[str, Make] = {
