@@ -19,10 +19,6 @@ STEPS = 24
 CALLS = list[int]()  # of the network, by the number of its rows
 
 
-def counted() -> nn.Module:
-    return mlp(Apply(lambda h: CALLS.append(len(h)) or h))
-
-
 def tokens(**options: int) -> nn.Module:
     """A network of tokens, of which some batches hold none of number 0."""
     entries, mean = Apply(lambda x: (3 * x.abs()).long() % 7), Apply(lambda h: h.mean(dim=1).tanh())
@@ -39,7 +35,8 @@ class Recurrent(nn.Module):
 
 
 NETWORKS = {
-    "mlp": counted, "tokens": tokens, "padding": lambda: tokens(padding_idx=0), "recurrent": Recurrent,
+    "mlp": lambda: mlp(Apply(lambda h: CALLS.append(len(h)) or h)),
+    "tokens": tokens, "padding": lambda: tokens(padding_idx=0), "recurrent": Recurrent,
     "normalised": lambda: mlp(nn.LayerNorm(6)), "weight norm": lambda: nn.Sequential(weight_norm(nn.Linear(INPUTS, 3))),
     "convolution": lambda: nn.Sequential(nn.Unflatten(1, (1, 4)), nn.Conv1d(1, 3, 4), nn.Flatten()),
 }  # fmt: skip

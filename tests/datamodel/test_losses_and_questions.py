@@ -36,10 +36,6 @@ class LossLoop(Loop):
         return self.make().double()
 
 
-def log_likelihoods() -> nn.Module:
-    return nn.Sequential(*mlp(), nn.LogSoftmax(dim=1))
-
-
 def sine(outputs: int) -> Tensor:
     return torch.arange(M * outputs, dtype=torch.float64).reshape(M, outputs).sin()
 
@@ -87,7 +83,10 @@ CASES = {
         epk.CrossEntropy(ignore_index=7), lambda z, y: F.cross_entropy(z, y, ignore_index=7),
         targets=ignored(LABELS, 7), weights=(torch.arange(M) % 4 != 1).double(), are_margins=True, labels=ASKED,
     ),
-    "log-likelihood": Case(NegativeLogLikelihood(), F.nll_loss, make=log_likelihoods, are_margins=True, labels=ASKED),
+    "log-likelihood": Case(
+        NegativeLogLikelihood(), F.nll_loss, make=lambda: nn.Sequential(*mlp(), nn.LogSoftmax(1)), are_margins=True,
+        labels=ASKED,
+    ),
     "two classes": Case(
         epk.CrossEntropy(), F.cross_entropy, targets=HALVES, make=lambda: mlp(2), are_margins=True, labels=ASKED % 2
     ),
@@ -121,11 +120,6 @@ def losses_of(case: Case) -> Callable[[Tensor], Tensor]:
     return total
 
 
-def classes_of(case: Case) -> Tensor:
-    """Classes of samples; a sample that is left out has class 0."""
-    return case.targets.where(case.targets < 3, 0)
-
-
 def numbers_of(case: Case) -> Callable[[Tensor], Tensor]:
     if case.labels is None:
         return lambda z: z.flatten()
@@ -138,7 +132,8 @@ def numbers_of(case: Case) -> Callable[[Tensor], Tensor]:
 def test_scores_of_every_loss_are_the_formula_with_explicit_jacobians(case: Case) -> None:
     loop = case.loop()
     X = loop.asked[0]
-    coordinates = (lambda z: margin(z, classes_of(case))) if case.are_margins else (lambda z: z.T.flatten())
+    classes = case.targets.where(case.targets < 3, 0)  # a sample that is left out has class 0
+    coordinates = (lambda z: margin(z, classes)) if case.are_margins else (lambda z: z.T.flatten())
     reference = dense(loop, coordinates=coordinates, numbers=numbers_of(case), loss=losses_of(case))
     if case.weights is not None:
         # the mean divides by the sum of the weights that count

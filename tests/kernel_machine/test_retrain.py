@@ -77,10 +77,6 @@ def adding(make: Make, **options: Any) -> WeightedLoop:
     return loop_of(lambda p: make(p[2:]), at_step, options={"trained": ["0.weight", "0.bias"]})
 
 
-def unfreezing() -> WeightedLoop:
-    return loop_of(lambda p: adam([p[0].requires_grad_(False), *p[1:]]), lambda s, _, p: p[0].requires_grad_(s >= 3))
-
-
 def regrouping() -> WeightedLoop:
     """A group is removed, and its parameters come back in a group with another eps."""
 
@@ -140,7 +136,9 @@ LOOPS: dict[str, WeightedLoop] = {
     "operation_of_ones_own": WeightedLoop(sgd, lambda: mlp(activation=Apply(torch.square))),
     "transformer": WeightedLoop(adamw, Encoder), "accumulated": WeightedLoop(adamw, accumulated=3),
     "relu": WeightedLoop(adamw, lambda: mlp(activation=nn.ReLU())), "full_batch": WeightedLoop(sgd, batch=POINTS),
-    "unfrozen_layer": unfreezing(),
+    "unfrozen_layer": loop_of(
+        lambda p: adam([p[0].requires_grad_(False), *p[1:]]), lambda s, _, p: p[0].requires_grad_(s >= 3)
+    ),
     "scheduled": loop_of(adam, lambda s, o, _: o.param_groups[0].update(lr=0.05 * 0.8**s)),
     "Adam_beta2": changing(adam, betas=(0.9, 0.5)), "Adam_eps": changing(adam, eps=0.1),
     "Adam_amsgrad": changing(lambda p: adam(p, amsgrad=True, betas=(0.9, 0.5)), amsgrad=False),
