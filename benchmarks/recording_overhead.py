@@ -27,7 +27,7 @@ from torch.nn import functional as F
 
 import epk_gp as epk
 from epk_gp.datasets import Dataset, mnist_folder
-from epk_gp.storage.verify import check_run
+from epk_gp.storage.run import check_run
 
 HERE = Path(__file__).parent
 FIRST = 3  # steps: all are checked, and the derivative is probed along one of them

@@ -65,7 +65,7 @@ CAPABILITIES = {
     "Lightning and Hugging Face": ("recording/lightning.py", "recording/huggingface.py", "callbacks.py"),
     "runs on disk": ("storage/*.py",),
     "hostile and damaged files": (
-        "storage/run.py", "storage/verify.py", "storage/writer.py",
+        "storage/run.py", "storage/writer.py",
     ),
     "workers": ("work/*.py",),
     "cost estimates": ("kernel_machine/plan.py",),

@@ -21,7 +21,7 @@ from torch import nn
 
 import epk_gp as epk
 from epk_gp.storage.journal import read_journal
-from epk_gp.storage.verify import check_run
+from epk_gp.storage.run import check_run
 
 STEPS, POINTS = 6, 12
 Report = Callable[[epk.Recorder], object]

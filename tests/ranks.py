@@ -96,8 +96,7 @@ class Loop:
         parts: Number of backward passes of a step, all but the last of them without communication.
         sizes: How many rows of a batch each rank gets; None for equal parts.
         options: Options of the optimizer.
-        module: Give the recorder the network inside of the wrapper.
-        kind: How the processes share the training: "ddp", "fully_shard", or "zero".
+        module: Give the recorder the network inside of the wrapper, and the wrapper as `ddp`.
         pulls: Share of the way back to slow weights that every second step ends with (Lookahead).
         clip: Bound of the norm of the gradient.
     """
@@ -108,7 +107,6 @@ class Loop:
     optimizer: Callable[..., torch.optim.Optimizer] = torch.optim.SGD
     options: Any = None
     module: bool = False
-    kind: str = "ddp"
     pulls: float = 0.0
     clip: float = float("inf")
     steps: int = 4
@@ -147,28 +145,10 @@ LOOPS = {
     "accumulated": Loop(lambda: (nn.BatchNorm1d(6), nn.Dropout(0.2)), parts=2),
     "accumulated_batch_norm": Loop(lambda: (nn.BatchNorm1d(6),), parts=2),
     "uneven": Loop(sizes=(6, 2)),
-    "fully_shard": Loop(lambda: (nn.BatchNorm1d(6), nn.Dropout(0.2)), kind="fully_shard", **ADAMW),
-    "fully_shard_accumulated": Loop(lambda: (nn.Dropout(0.2),), parts=2, kind="fully_shard"),
-    "zero": Loop(kind="zero", **ADAMW),
     "adamw": Loop(**ADAMW),
     "lookahead": Loop(pulls=0.4),
     "clipped": Loop(clip=0.1234567),
-    "fully_shard_clipped": Loop(kind="fully_shard", clip=0.1234567),
 }
-
-
-def wrap(loop: Loop, net: nn.Module) -> tuple[Any, torch.optim.Optimizer]:
-    """Return the network as the processes share it, and its optimizer."""
-    if loop.kind == "fully_shard":
-        for layer in net:
-            if any(True for _ in layer.parameters()):
-                fully_shard(layer)
-        return fully_shard(net), loop.make_optimizer(net)
-    optimizer = loop.make_optimizer(net)
-    if loop.kind == "zero":
-        of_torch = importlib.import_module("torch.distributed.optim")  # warns when it is imported
-        optimizer = of_torch.ZeroRedundancyOptimizer(net.parameters(), type(optimizer), **loop.options)
-    return DistributedDataParallel(net), optimizer
 
 
 def on_rank(name: str, **options: Any) -> Any:
@@ -176,18 +156,16 @@ def on_rank(name: str, **options: Any) -> Any:
     loop, (X, y) = LOOPS[name], data()
     rank, size = distributed.get_rank(), distributed.get_world_size()
     net = network(*loop.layers())
-    wrapped, optimizer = wrap(loop, net)
+    wrapped, optimizer = DistributedDataParallel(net), loop.make_optimizer(net)
     slow = [p.detach().clone() for p in net.parameters()] if loop.pulls else []
     torch.manual_seed(10 + rank)
-    with epk.Recorder(net if loop.module else wrapped, optimizer, X, y, check_every=1, **options) as recorder:
+    given: Any = {"net": net, "ddp": wrapped} if loop.module else {"net": wrapped}
+    with epk.Recorder(optimizer=optimizer, X=X, y=y, check_every=1, **given, **options) as recorder:
         for step, batches in enumerate(loop.batches(size)):
             optimizer.zero_grad()
             parts = batches[rank].chunk(loop.parts)
             for number, rows in enumerate(parts, start=1):
-                if loop.kind == "fully_shard":
-                    wrapped.set_requires_gradient_sync(number == loop.parts)
-                is_last = number == loop.parts or loop.kind == "fully_shard"
-                with nullcontext() if is_last else wrapped.no_sync():
+                with nullcontext() if number == loop.parts else wrapped.no_sync():
                     (F.cross_entropy(wrapped(X[rows]), y[rows]) / loop.parts).backward()
                 recorder.batch(rows, weight=1 / loop.parts)
             nn.utils.clip_grad_norm_(net.parameters(), loop.clip)
@@ -292,16 +270,37 @@ def unwrapped_when_recorded() -> str:
     return "nothing"
 
 
-def sharded_vocabulary() -> str:
-    """Return what a recorder says of a network whose last layer has some of the outputs on each rank."""
-    (X, y), net = data(), network()
-    mesh = init_device_mesh("cpu", (SIZE,))
-    parallelize_module(net, mesh, {"2": ColwiseParallel(output_layouts=Shard(-1), use_local_output=False)})
+def refusal(net: Any, optimizer: torch.optim.Optimizer | None = None, **options: Any) -> str:
+    """Return what a recorder says of a network and its optimizer before the training."""
     try:
-        epk.Recorder(net, torch.optim.SGD(net.parameters(), lr=0.1), X, y)
-    except ValueError as error:
+        epk.Recorder(net, optimizer or torch.optim.SGD(net.parameters(), lr=0.1), *data(), **options)
+    except (TypeError, ValueError) as error:
         return str(error)
     return "nothing"
+
+
+def sharded_vocabulary() -> str:
+    """Some of the outputs of the last layer are on each rank."""
+    net, mesh = network(), init_device_mesh("cpu", (SIZE,))
+    parallelize_module(net, mesh, {"2": ColwiseParallel(output_layouts=Shard(-1), use_local_output=False)})
+    return refusal(net)
+
+
+def sharded_weights() -> str:
+    """FSDP2."""
+    return refusal(fully_shard(network()))
+
+
+def sharded_state() -> str:
+    """Each rank has the state of some parameters."""
+    of_torch, net = importlib.import_module("torch.distributed.optim"), network()  # warns when it is imported
+    optimizer = of_torch.ZeroRedundancyOptimizer(net.parameters(), torch.optim.AdamW, lr=0.02)
+    return refusal(DistributedDataParallel(net), optimizer)
+
+
+def another_wrapper() -> str:
+    """`ddp=` holds another network."""
+    return refusal(network(), ddp=DistributedDataParallel(network()))
 
 
 def with_join() -> str:
@@ -319,11 +318,11 @@ def with_join() -> str:
     return "nothing"
 
 
-def resumable(name: str, run: Path, death: int | None = None) -> Any:
+def resumable(run: Path, death: int | None = None) -> Any:
     """Record a run that is resumed if it is there; each rank draws its rows, and rank 1 dies after a step."""
-    loop, (X, y), rank = LOOPS[name], data(), distributed.get_rank()
+    (X, y), rank = data(), distributed.get_rank()
     net = network(nn.BatchNorm1d(6), nn.Dropout(0.2))
-    wrapped, optimizer = wrap(loop, net)
+    wrapped, optimizer = DistributedDataParallel(net), PLAIN.make_optimizer(net)
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.8)
     rows_of_rank = torch.Generator().manual_seed(rank)
     torch.manual_seed(10 + rank)

@@ -37,7 +37,7 @@ from epk_gp.datasets import DATA_VARIABLE, Dataset, digits, mnist_folder
 from epk_gp.gp.stacking import most_likely_temperature
 from epk_gp.kernel_machine.baselines import tangent_trajectory
 from epk_gp.provenance import Stopwatch
-from epk_gp.trained.network import as_trajectory
+from epk_gp.trained.ntk import as_trajectory
 
 # Without torchvision, which it does not import and whose wheels do not fit every build of torch.
 PACKAGES = ["--no-deps", "torch==2.13.0", "laplace-torch==0.3"]

@@ -7,8 +7,7 @@ import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
 
-from epk_gp.adapters.batches import ordered
-from epk_gp.adapters.scores import SampleScorer, Scores
+from epk_gp.adapters.scores import SampleScorer, Scores, ordered
 from epk_gp.core.checks import validate_count
 from epk_gp.core.trajectory import Trajectory
 

@@ -7,8 +7,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from epk_gp.adapters.batches import ordered
-from epk_gp.adapters.scores import SampleScorer
+from epk_gp.adapters.scores import SampleScorer, ordered
 
 
 class EPKAttributor(SampleScorer):

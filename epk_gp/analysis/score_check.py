@@ -22,11 +22,11 @@ from epk_gp.autodiff.scalars import Function
 from epk_gp.core.checks import ComputeSettings, door, parse_options, validate_count
 from epk_gp.core.inputs import Inputs
 from epk_gp.core.losses import ClassLoss, Head, ignored_class
+from epk_gp.core.replayed_steps import RunReplay, replayed_steps
 from epk_gp.core.show import NAME_LENGTH, Entry, Summary, Table, Tabular, count, shortened
 from epk_gp.core.trajectory import Trajectory
 from epk_gp.kernel_machine.attribute import attribute, parse_request
 from epk_gp.kernel_machine.influence import influence
-from epk_gp.kernel_machine.plan import seconds_of_step
 from epk_gp.kernel_machine.retrain import Retraining, retrain
 from epk_gp.quadrature.rules import adaptive, straight
 
@@ -213,7 +213,7 @@ def check_scores(
     ways: dict[str, Any] = {"contributions": partial(attribute, **asked), "derivatives": partial(influence, **asked)}
     ways |= {name: partial(retrain, weights=rows) for name, rows in weights.items()}
     wanted = contributions, derivatives, *map(len, weights.values())
-    training, costs = seconds_of_step(trajectory, rows, 1.0) * max(1, trajectory.num_steps), dict[str, Cost]()
+    training, costs = _seconds_of_step(trajectory, rows) * max(1, trajectory.num_steps), dict[str, Cost]()
     truths, outcomes, notes = dict[str, Tensor](), dict[str, Tensor](), list[str]()
     for name, compute in (way for way, is_wanted in zip(ways.items(), wanted, strict=True) if is_wanted):
         begin = time.perf_counter()
@@ -247,6 +247,16 @@ def check_scores(
         each = CheckedScores(s, s.sum(dim=1) - (end - start), like, **found)
         checked[name] = replace(each, findings=tuple(_findings(trajectory, raw.get(name, s), each, truths, rng)))
     return ScoreCheck({name: checked.pop(name) for name in raw}, checked, end - start, costs, tuple(notes))
+
+
+def _seconds_of_step(trajectory: Trajectory, X: Tensor) -> float:
+    """Return the seconds of a step that is compared with the recorded one, over a second, in the precision of X."""
+    begin, count = time.perf_counter(), 0
+    for _ in replayed_steps(RunReplay(trajectory, trajectory.model_for(X), X)):
+        count += 1
+        if time.perf_counter() - begin > 1.0:
+            break
+    return (time.perf_counter() - begin) / max(1, count)
 
 
 def _findings(

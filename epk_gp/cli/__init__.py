@@ -80,8 +80,7 @@ def _warnings_in_one_line() -> Iterator[None]:
     """Show warnings as errors are shown."""
 
     def show(message: Warning | str, category: type[Warning], *where: Any, **options: Any) -> None:
-        # Neither what is for calls from Python (a command has a bar) nor torch's to linear_operator
-        if category.__name__ != "SlowCallWarning" and not str(message).startswith("`torch.jit.script` is"):
+        if not str(message).startswith("`torch.jit.script` is"):  # torch's to linear_operator
             typer.echo(f"epk-gp: warning: {message}", err=True)
 
     shown_before = warnings.showwarning

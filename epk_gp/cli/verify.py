@@ -15,8 +15,8 @@ from epk_gp.core.torch_overrides import filter_own_warnings
 from epk_gp.kernel_machine.reconstruct import Reconstruction, reconstruct
 from epk_gp.provenance import Stopwatch, write_json
 from epk_gp.quadrature.rules import AdaptiveRule
+from epk_gp.storage.run import RunSummary, check_run
 from epk_gp.storage.schema import chunk_schema
-from epk_gp.storage.verify import RunSummary, check_run
 
 _NUM_POINTS = 10  # by default: each costs about as much as the last, 1 s of a CNN's 100 steps
 _BOUNDS = ("max_error", "max_residual", "total_residual", "evaluations", "max_step_mismatch", "certified")

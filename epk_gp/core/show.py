@@ -25,10 +25,6 @@ class CertificateWarning(UserWarning):
     """A warning that a result's certificate does not support it, or that a run cannot have a certificate."""
 
 
-class SlowCallWarning(UserWarning):
-    """A warning that a call will take more than half a minute and shows no progress."""
-
-
 def warn_uncertified(message: str) -> None:
     """Emit a `CertificateWarning` that points to the user's line outside the package."""
     warn_caller(message, CertificateWarning)

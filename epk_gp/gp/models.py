@@ -16,7 +16,7 @@ from epk_gp.core.checks import ComputeSettings, door, parse_options, validate_co
 from epk_gp.core.inputs import Inputs
 from epk_gp.core.losses import Head, resolve_head
 from epk_gp.core.plans import posterior_points
-from epk_gp.core.show import tracked
+from epk_gp.core.show import new_bar, tracked
 from epk_gp.core.trajectory import Trajectory, parse_inputs, validate_trajectory
 from epk_gp.gp.data import TargetKind, make_targets, parse_train_indices, validate_known
 from epk_gp.gp.output_coupling import (
@@ -35,7 +35,6 @@ from epk_gp.kernels.epk import CACHE_BYTES, NORMALIZATION_POINTS, UNSUPPORTED_OP
 from epk_gp.kernels.tagging import PointSets, as_test_points, parse_points, tag_points, train_copy, validate_batches
 from epk_gp.kernels.values import kernel_values, normalized_block, point_blocks
 from epk_gp.quadrature.rules import QuadratureRule, WeightPath, gauss_legendre, straight
-from epk_gp.work.run import progress_bar
 
 
 @door
@@ -293,7 +292,7 @@ class LogitGP(gpytorch.models.ExactGP):  # type: ignore[misc]  # gpytorch ships 
         coupling, own = self.coupling, self._train_points()
         config = replace(self.kernel.config, cache=BlockCache(0))  # blocks with test points are not needed again
         means, covariances, variances = [], [], []
-        with torch.no_grad(), progress_bar(x.count, "posterior", unit="point", shown=progress) as bar:
+        with torch.no_grad(), new_bar(None, "posterior", shown=progress, total=x.count, unit="point") as bar:
             factor, weights = self.factorize()
             own_norms = point_blocks(self.kernel.config, own)[1] if config.is_cosine else None
             per_point, budget = coupling.num_matrices * coupling.rows_per_point, config.options.memory_budget

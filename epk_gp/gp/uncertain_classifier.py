@@ -33,7 +33,7 @@ from epk_gp.storage import files
 from epk_gp.storage.rows import TrainingInputs, map_data
 from epk_gp.storage.run import recorded_model
 from epk_gp.storage.schema import Count, Positive, Record, RunDescription, run_header, validated
-from epk_gp.trained.network import as_trajectory
+from epk_gp.trained.ntk import as_trajectory
 
 _CACHE_BYTES = 64 * 2**20  # size of cached predictions: all scores of the same points cost one evaluation
 

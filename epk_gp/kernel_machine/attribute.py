@@ -41,7 +41,7 @@ from epk_gp.kernel_machine.terms import (
     sources_of,
 )
 from epk_gp.quadrature.rules import Rule, WeightPath, adaptive, layerwise, straight
-from epk_gp.work.run import Advice, Sums, run
+from epk_gp.work.run import Sums, run
 
 # A result with a larger amplification warns that its terms cancel: small networks have 1.5 to 7, ResNets 20 to 40.
 _LARGE_AMPLIFICATION = 10
@@ -417,16 +417,7 @@ def _split(work: AttributionWork, options: ComputeOptions) -> tuple[tuple[Groupe
     whole, trajectory, X, kernel = work.whole, work.kernel.trajectory, work.X, work.kernel
     initial, network = map(whole.select_outputs, kernel.end_outputs(X))
     totals, rest = work.totals(work.as_rows(initial), torch.arange(work.num_rows)), Sums()
-    ways = ["progress=True shows how far it is"]
-    if not whole.is_layerwise and whole.net.plan.supports_interpolation:
-        ways.insert(0, "path=epk_gp.layerwise() takes two evaluations for each point and step, along another path")
-    if whole.num_outputs > 1 and trajectory.asked_of is None:
-        ways.insert(0, "classes= explains one output of each point")
-
-    def trainings(seconds: float) -> float:
-        return seconds / (work.residuals.seconds * whole.num_outputs * len(X))
-
-    for piece, sums in run(work, options, "attribution", advice=Advice("; ".join(ways), trainings)):
+    for piece, sums in run(work, options, "attribution"):
         rows = work.blocks[piece.place[0]]
         for name, total in totals.named.items():
             total[rows] += sums.added.pop(name)

@@ -1,7 +1,6 @@
 """Certificates: limits for the effects of quadrature and rounding on a sum over the run."""
 
 import math
-import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
@@ -255,12 +254,11 @@ class StepResiduals:
 
     Attributes:
         mismatches: The comparison.
-        seconds: Duration of the replay: about as long as the training, in the dtype of the computation.
     """
 
     def __init__(self, run: RunReplay, max_rows: int, *, keeps: bool, keeps_all: bool) -> None:
         trajectory, model = run.trajectory, run.model
-        begun, like = time.monotonic(), torch.zeros(0, dtype=model.spec.dtype, device=model.spec.device)
+        like = torch.zeros(0, dtype=model.spec.dtype, device=model.spec.device)
         self.mismatches, self._sizes = StepMismatches(), model.sizes
         self._rows, self._amplified = dict[int, Tensor](), dict[int, dict[int, Tensor]]()
         rows: Tensor | None = None
@@ -283,7 +281,7 @@ class StepResiduals:
                 rows = rows_of_weights(most, model.num_weights, like, max_rows) if rows is None else rows
                 rows[count] = residual.to(rows)
                 self._rows[index], count = rows[count], count + 1
-        self._like, self.seconds = like, time.monotonic() - begun
+        self._like = like
 
     def __getitem__(self, s: int) -> Float[Tensor, " P"] | None:
         """Return rho_s; None if it is zero up to rounding."""

@@ -6,13 +6,9 @@ records the step. The moving statistics of the run are those of rank 0. In a ste
 those of rank 0, whose last pass leaves the statistics of the run.
 """
 
-import copy
-import gc
-from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any, TypeVar, cast
 
 import torch
@@ -51,51 +47,43 @@ class Ranks:
     """The processes that train one network together; only the present one if there are no others.
 
     Attributes:
-        net: The network without its wrapper, with all weights.
-        called: The object on which the loop's calls can be hooked.
-        optimizer: Its optimizer, or several, with all of their state.
+        net: The network without its wrapper.
         rank: Number of this process among them.
         size: Number of processes.
         is_writer: Whether this process checks and writes the steps.
-        is_divided: Whether there are several processes, or this one's network or optimizer is wrapped as a part of
-            them.
         warning: The likeliest cause, as a clause, of an unexplained step: processes without a wrapper.
     """
 
-    def __init__(self, net: Any, optimizer: Optimizers) -> None:
-        """Find the processes by the network's wrapper, which is searched for if it is not given.
+    def __init__(self, net: Any, optimizer: Optimizers, ddp: DistributedDataParallel | None) -> None:
+        """Find the processes by the wrapper: the network given, or the one that holds it inside another module.
 
         Raises:
-            ValueError: The network normalises by the rows of all ranks, or it is divided over several dimensions.
+            TypeError: `ddp` is no such wrapper.
+            ValueError: `ddp` does not hold the network; ranks hold parts of weights or of the optimizer's state; or the
+                network normalises by the rows of all ranks.
         """
-        self.net = self.called = cast("Any", net.module if isinstance(net, DistributedDataParallel) else net)
+        self.net = cast("Any", net.module if isinstance(net, DistributedDataParallel) else net)
         self.rank, self.size, self._first, self.group, self.is_writer = 0, 1, 0, None, True
-        self.is_divided, self.warning = False, cast("str | None", None)
+        self.warning = cast("str | None", None)
         self._sends_states, self._loaded = False, cast("list[Any] | None", None)
-        self.optimizer, self._twin = optimizer, cast("WholeTwin | None", None)
-        count = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
-        known = [net] if self.net is not net else gc.get_objects() if count > 1 else []
-        wrappers = [own for own in reversed(known) if issubclass(type(own), DistributedDataParallel)]
-        with_net = (own for own in wrappers if any(part is self.net for part in own.modules()))
-        self._wrapper = cast("Any", next(with_net, None))
-        is_sharded = _is_sharded(self.net)
-        if self._wrapper is None and not is_sharded:
+        self._wrapper = cast("Any", net if self.net is not net else ddp)
+        count = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 0
+        if count:
+            _validate_whole(self.net, as_optimizers(optimizer))
+        if self._wrapper is None:
             if count > 1:  # each may train a separate network, or it may be wrapped later
                 self.warning = (
                     f"the gradient was averaged over the {count} processes of torch.distributed: give the recorder the "
-                    "network that DistributedDataParallel has wrapped"
+                    "network that DistributedDataParallel has wrapped, or ddp= where it has wrapped a larger module"
                 )
             return
-        mesh = next(self.net.parameters()).device_mesh if is_sharded and hasattr(self.net, "reshard") else None
-        if is_sharded and (mesh is None or mesh.ndim > 1):
-            raise ValueError(
-                "weights must be whole, or divided by fully_shard(net) over one dimension of ranks: got others. "
-                "Tensor parallelism, as of a vocabulary that is sharded, gives no process all outputs of a row."
-            )
-        group = self._wrapper.process_group if mesh is None else mesh.get_group()
-        members = dist.get_process_group_ranks(group)
+        if not isinstance(self._wrapper, DistributedDataParallel):
+            raise TypeError(f"ddp must be a DistributedDataParallel: got {type(ddp).__name__}.")
+        if all(part is not self.net for part in self._wrapper.modules()):
+            raise ValueError("ddp must hold the network that is recorded: it holds another one.")
+        members = dist.get_process_group_ranks(self._wrapper.process_group)
         self.rank, self.size, self._first = members.index(dist.get_rank()), len(members), members[0]
-        self.is_writer, self.is_divided = self.rank == 0, self.size > 1
+        self.is_writer = self.rank == 0
         if self.size > 1 and any(isinstance(module, nn.SyncBatchNorm) for module in self.net.modules()):
             raise ValueError(
                 "a forward pass must depend on the rows of its own rank: SyncBatchNorm normalises by those of all. Use "
@@ -104,10 +92,6 @@ class Ranks:
         if self.size > 1:
             # a separate group: the loop's collectives do not interfere, and may not be on the CPU
             self.group = dist.new_group(members, backend="gloo", use_local_synchronization=True)
-        optimizers = as_optimizers(optimizer)  # without wrappers
-        if is_sharded or any(_local(own) is not own for own in optimizers):
-            self.is_divided, self._twin = True, WholeTwin(self.net, optimizers, self)
-            self.net, self.called, self.optimizer = self._twin.net, self._twin.called, self._twin.optimizers
 
     def gather(self, value: _Value) -> list[_Value]:
         """Return the values of all ranks on the writing rank, and none on the others."""
@@ -210,9 +194,7 @@ class Ranks:
         self._loaded = state["states"]
 
     def complete_iteration(self, own: TrainingState) -> None:
-        """Store options that a scheduler changed, and send this rank's training state to the writing rank."""
-        if self._twin is not None:
-            self._twin.pull_options()
+        """Send this rank's training state to the writing rank."""
         if self._sends_states and not self.is_writer:
             self.gather({"state": own.state_dict(), "buffers": {n: b.cpu() for n, b in self.net.named_buffers()}})
 
@@ -228,7 +210,7 @@ class Ranks:
             The recorded steps, without their passes.
         """
         state = TrainingState(optimizers, {}, torch.zeros(0))
-        self._sends_states = self.size > 1
+        self._sends_states = True
         values = {n: p.data for n, p in self.net.named_parameters()} | dict(self.net.named_buffers())
         on_cpu = {name: value.cpu() for name, value in values.items()}
         known = (self._loaded, state.state_dict(), [replace(step, passes=()) for step in steps], on_cpu)
@@ -243,9 +225,24 @@ class Ranks:
                 on_cpu |= loaded[self.rank]["buffers"]
             for name, value in on_cpu.items():
                 values[name].copy_(value)
-        if self._twin is not None:
-            self._twin.push()
         return list(steps)
+
+
+def _validate_whole(net: Any, optimizers: Sequence[Optimizer]) -> None:
+    """Raise if a process holds a part of the weights, or of the optimizers' state.
+
+    Raises:
+        ValueError: It does.
+    """
+    weights = net.parameters() if isinstance(net, nn.Module) else ()
+    parts = ["weights that ranks divide"] * any(hasattr(p, "full_tensor") for p in weights)
+    parts += [name for own in optimizers if (name := type(own).__name__) == "ZeroRedundancyOptimizer"]
+    if parts:
+        raise ValueError(
+            "each process must hold all weights and all of the optimizer's state, because a step is recorded with all "
+            f"of them: got {parts[0]}. Train with DistributedDataParallel and a plain optimizer, in place of "
+            "fully_shard, tensor parallelism and ZeroRedundancyOptimizer."
+        )
 
 
 def _joined(steps: Sequence[Step], setup: TrainingSetup, before: Tensor, after: Tensor) -> Step:
@@ -262,148 +259,3 @@ def _joined(steps: Sequence[Step], setup: TrainingSetup, before: Tensor, after: 
     batch, weights = (torch.cat(values).cpu() for values in zip(*((p.samples, p.c) for p in parts), strict=True))
     needed = () if all(one.is_plain for one in passes) else tuple(passes)
     return replace(steps[-1], batch=batch, sample_weights=weights / len(steps), passes=needed)
-
-
-class WholeTwin:
-    """A network and optimizers with all weights, gradients and state, copied from others that are divided among ranks.
-
-    They follow a network of `fully_shard`, and a `ZeroRedundancyOptimizer`: hooks of a twin are registered on the
-    original, and are called when all ranks have gathered the values.
-
-    Attributes:
-        net: The network with all weights: the original one if it has them.
-        called: The object on which the loop's calls can be hooked.
-        optimizers: The optimizers of its parameters.
-    """
-
-    def __init__(self, net: nn.Module, optimizers: Sequence[Optimizer], ranks: "Ranks") -> None:
-        """Gather everything, on all ranks together, as in all further calls."""
-        self._original, self._originals, self._ranks = net, optimizers, ranks
-        self.net = _whole_copy(net) if _is_sharded(net) else net
-        self._twins = dict(zip(net.parameters(), self.net.parameters(), strict=True))
-        self._copied = [(p, q) for p, q in self._twins.items() if p is not q]
-        for _, q in self._copied:
-            q.grad = torch.zeros_like(q)  # until real ones arrive: if all are None, a step was skipped
-        self.optimizers = [copy.copy(_local(optimizer)) for optimizer in optimizers]
-        for optimizer, twin in zip(optimizers, self.optimizers, strict=True):
-            vars(twin)["register_step_pre_hook"] = _after(self.pull_gradients, optimizer.register_step_pre_hook, twin)
-            vars(twin)["register_step_post_hook"] = _after(self.pull, optimizer.register_step_post_hook, twin)
-        self.called = SimpleNamespace(
-            register_forward_pre_hook=_after(self._follow_modes, net.register_forward_pre_hook, self.net),
-            register_forward_hook=_after(self._follow_modes, net.register_forward_hook, self.net),
-        )
-        self.pull()
-
-    @torch.no_grad()
-    def pull(self) -> None:
-        """Gather weights, state and options."""
-        for p, q in self._copied:
-            q.copy_(_whole(p.detach()))
-        for optimizer, twin in zip(self._originals, self.optimizers, strict=True):
-            local, held = _local(optimizer), _held(optimizer)
-            stored = [(n, local.state[p]) for n, p in enumerate(held) if p in local.state]
-            states = {n: {key: _whole(value) for key, value in state.items()} for n, state in stored}
-            if local is not optimizer:
-                parts: list[Any] = [states] * self._ranks.size
-                dist.all_gather_object(parts, states, group=self._ranks.group)
-                states = {n: own for part in parts for n, own in part.items()}
-            twin.state = defaultdict(dict, {self._twins.get(held[n], held[n]): own for n, own in states.items()})
-        self.pull_options()
-
-    @torch.no_grad()
-    def pull_gradients(self) -> None:
-        """Gather gradients and options."""
-        for p, q in self._copied:
-            q.grad = None if p.grad is None else _whole(p.grad)
-        self.pull_options()
-
-    def pull_options(self) -> None:
-        """Copy the optimizers' options to the twins."""
-        for optimizer, twin in zip(self._originals, self.optimizers, strict=True):
-            groups = optimizer.param_groups
-            twin.param_groups = [{**own, "params": [self._twins.get(p, p) for p in own["params"]]} for own in groups]
-
-    @torch.no_grad()
-    def push(self) -> None:
-        """Give each rank its part of the twin's weights, state and options."""
-        for p, q in self._copied:
-            p.copy_(_part(q.detach(), p))
-        for optimizer, twin in zip(self._originals, self.optimizers, strict=True):
-            local = _local(optimizer)
-            for p in _held(local):
-                q = self._twins.get(p, p)
-                local.state[p] = {k: _part(v, p) if v.shape == q.shape else v for k, v in twin.state[q].items()}
-            for group, own in zip(twin.param_groups, optimizer.param_groups, strict=True):
-                own |= {**group, "params": own["params"]}
-
-    def _follow_modes(self) -> None:
-        """Copy the original's modes and buffers, which are not divided."""
-        for part, original in zip(self.net.modules(), self._original.modules(), strict=True):
-            part.training = original.training
-            part._buffers.update(original._buffers)
-
-
-def _after(gather: Callable[[], None], register: Callable[..., Any], twin: Any) -> Callable[..., Any]:
-    """Return a function that registers a hook on an original; the hook gets its twin after the values are gathered."""
-
-    def register_hook(hook: Any, **options: Any) -> Any:
-        def call(original: Any, *arguments: Any) -> Any:
-            gather()
-            return hook(twin, *arguments)
-
-        return register(call, **options)
-
-    return register_hook
-
-
-def _local(optimizer: Any) -> Optimizer:
-    """Return the optimizer that holds a rank's part of the state."""
-    local: Optimizer = optimizer.optim if type(optimizer).__name__ == "ZeroRedundancyOptimizer" else optimizer
-    return local
-
-
-def _held(optimizer: Optimizer) -> list[nn.Parameter]:
-    return [p for group in optimizer.param_groups for p in group["params"]]
-
-
-def _is_sharded(net: Any) -> bool:
-    return isinstance(net, nn.Module) and any(hasattr(p, "full_tensor") for p in net.parameters())
-
-
-def _whole(value: Any) -> Any:
-    return value.full_tensor() if hasattr(value, "full_tensor") else value
-
-
-def _part(value: Tensor, like: Any) -> Tensor:
-    """Return a rank's part of a tensor that is divided like another one."""
-    if not hasattr(like, "full_tensor"):
-        return value
-    part: Tensor = dist.tensor.distribute_tensor(value, like.device_mesh, like.placements)
-    return part
-
-
-def _whole_copy(net: Any) -> nn.Module:
-    """Copy a network that `fully_shard` divides among ranks as one with all weights, without its hooks.
-
-    torch replaces the class of such modules to forbid copies.
-    """
-    net.reshard()  # after a forward pass without a backward pass its weights are not parameters
-    memo: dict[int, Any] = {id(p): nn.Parameter(_whole(p.detach()), p.requires_grad) for p in net.parameters()}
-    memo |= {id(b): b for b in net.buffers()}
-    kinds = [(part, type(part)) for part in net.modules() if hasattr(part, "reshard")]
-    for part in net.modules():
-        for name, value in vars(part).items():
-            if name.startswith("__composable_api"):
-                memo[id(value)] = None
-            elif name.endswith("_hooks"):
-                is_kept = name in ("_forward_hooks", "_forward_pre_hooks")
-                kept = ((key, hook) for key, hook in value.items() if is_kept and "FSDP" not in repr(hook))
-                memo[id(value)] = OrderedDict(kept)
-    try:
-        for part, kind in kinds:
-            part.__class__ = kind.__bases__[1]
-        whole: nn.Module = copy.deepcopy(net, memo)
-    finally:
-        for part, kind in kinds:
-            part.__class__ = kind
-    return whole

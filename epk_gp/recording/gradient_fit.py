@@ -178,7 +178,7 @@ class ArrivedGradient:
 
     Args:
         model: The network.
-        parameters: Returns the parameters; None if some are missing, or ranks hold parts of them.
+        parameters: Returns the parameters; None if some are missing.
     """
 
     def __init__(self, model: FunctionalModel, parameters: Callable[[], Sequence[Tensor] | None]) -> None:

@@ -70,8 +70,14 @@ class HuggingFaceRecorderCallback(RunOfCallback, TrainerCallback):  # type: igno
         """Start the recorder.
 
         Raises:
-            ValueError: The trainer removes the indices from the batches, or `Recorder` cannot record the training.
+            ValueError: The trainer removes the indices from the batches, or runs in several processes, or `Recorder`
+                cannot record the training.
         """
+        if args.world_size > 1:
+            raise ValueError(
+                f"the Trainer must run in one process: got {args.world_size}, and no callback gets the network that "
+                "DistributedDataParallel has wrapped. Write the loop with Accelerate and epk_gp.Recorder."
+            )
         if args.remove_unused_columns:
             raise ValueError("batches must hold rows' indices: set TrainingArguments(remove_unused_columns=False).")
         model, loss = kwargs["model"], self._loss

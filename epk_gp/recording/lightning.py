@@ -6,6 +6,7 @@ from typing import Any
 
 from pytorch_lightning import Callback, LightningModule, Trainer
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from epk_gp.core.losses import UnstatedLoss
@@ -68,7 +69,9 @@ class RecorderCallback(RunOfCallback, Callback):
             clip = ClipValue(float(bound)) if trainer.gradient_clip_algorithm == "value" else ClipNorm(float(bound))
         first, *rest = trainer.optimizers
         own = trainer.optimizers if rest else first
-        self._recorder = Recorder(self._net, own, *self._data, clip=clip, **self._options)
+        wrapper = trainer.strategy.model
+        ddp = wrapper if isinstance(wrapper, DistributedDataParallel) else None
+        self._recorder = Recorder(self._net, own, *self._data, clip=clip, ddp=ddp, **self._options)
         self._recorder.__enter__()
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:

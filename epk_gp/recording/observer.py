@@ -86,9 +86,7 @@ class StepObserver:
         self._shapes = dict[torch.Size, Tensor]()  # shapes of the targets of the last passes, by the rows' shapes
         self._versions = list[int]()  # write counts when a pass last found the last step's weights
         self._parts, self._modes = [*setup.net.modules()], (list[bool](), torch.empty(0, dtype=torch.bool))
-        self._arrived = ArrivedGradient(
-            setup.model, setup.live.parameters if hasattr(called, "parameters") else lambda: None
-        )
+        self._arrived = ArrivedGradient(setup.model, setup.live.parameters)
         self.other_optimizer = ""  # description of another optimizer that stepped
         self._statistics = setup.model.statistics_of(setup.net)  # after the last pass; only passes may change them
         with as_written(setup.net) as self._autocast:  # it begins inside a pass
@@ -317,8 +315,6 @@ class StepObserver:
 
     def _look_at_gradients(self, *, is_backward: bool = True) -> None:
         """Find out whether gradients were cleared since a batch was announced, or left over from an earlier step."""
-        if not hasattr(self._called, "parameters"):
-            return  # ranks hold parts of the gradients, and gather them at the step
         has_gradient = any(bool(g.any()) for g in self._present_gradients())
         if not has_gradient and not self._step.announced and not any(f.sent for f in self._step.waiting):
             return

@@ -77,6 +77,7 @@ class Recorder:
         unexplained: float | None = None,
         trained: Collection[str] = (),
         output: Callable[[Any], Tensor] | None = None,
+        ddp: nn.parallel.DistributedDataParallel | None = None,
     ) -> None:
         """Check everything that can be checked before training starts.
 
@@ -117,6 +118,7 @@ class Recorder:
                 optimizer are recorded too, unless they are more than the trained ones and more than 2^20 weights.
             output: Maps the network's result to the outputs (n, C) to explain, if the result has another form, such as
                 `lambda returned: returned.logits`.
+            ddp: The wrapper of several processes, if it holds `net` inside a larger module.
 
         Raises:
             TypeError: An argument has a wrong type.
@@ -132,9 +134,9 @@ class Recorder:
         stateful = {} if stateful is None else stateful
         if check_every is not None:
             validate_count(check_every, "check_every")
-        self._ranks = Ranks(net, optimizer)
-        called = called if self._ranks.called is net else self._ranks.called  # a wrapper changes buffers before a call
-        net, optimizer = self._ranks.net, self._ranks.optimizer
+        self._ranks = Ranks(net, optimizer, ddp)
+        called = called if self._ranks.net is net else self._ranks.net  # a wrapper changes buffers before a call
+        net = self._ranks.net
         setup = make_setup(
             net, optimizer, X, y, loss, update_rule, clip=clip, unexplained=unexplained, trained=trained,
             output=output, folder=folder if self._ranks.is_writer else None,
@@ -156,7 +158,7 @@ class Recorder:
         momentum = momentum if setup.momentum is None else setup.momentum.clone()
         if not self._ranks.is_writer:  # the writing rank keeps everything that is equal on all ranks
             optimizers, momentum = (), momentum[:0]
-        elif self._ranks.is_divided:
+        elif self._ranks.size > 1:
             objects = {**stateful, OTHER_RANKS: self._ranks}
         self._training = TrainingState(optimizers, objects, momentum, net, self._groups)
         self._needs_until = bool(stateful)
@@ -172,7 +174,7 @@ class Recorder:
                 self._ranks.validate(self._data_digest)
             if folder is not None and self._ranks.is_writer:
                 self._open(folder, header, storage, resume)
-        if folder is not None and self._ranks.is_divided:
+        if folder is not None and self._ranks.size > 1:
             steps = self._ranks.restore(self._optimizers, self._training, self._history.steps)
             if not self._ranks.is_writer:
                 self._setup = replace(setup, model=functionalize_like(setup.model, net))
@@ -463,7 +465,7 @@ class Recorder:
 
     def _complete_iteration(self, *, commits: bool = True) -> None:
         """Store the training state if the run is on disk, and commit steps if due."""
-        if self._ranks.is_divided:
+        if self._ranks.size > 1:
             self._ranks.complete_iteration(self._training)
         if self._commits is None:
             return

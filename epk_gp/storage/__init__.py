@@ -11,6 +11,6 @@ pickled, opening a run executes nothing, and the content of a file is checked be
 
 The files, from the lowest level: `files` (atomic writes, checksums, tensors by name), `schema` (header and data),
 `journal`, `passes` (forward passes), `chunks` (all other tensors of a chunk), `training_state` (optimizer, schedulers,
-generators), `writer` (locks and commits), `verify` (checks), `run`. `partial_sums` stores unfinished sums of long
+generators), `writer` (locks and commits), `run` (also checks). `partial_sums` stores unfinished sums of long
 computations. Start reading at `run`; the package imports `core` and `optimizers`.
 """

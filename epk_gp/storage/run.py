@@ -1,8 +1,8 @@
-"""Create, resume and open a run on disk, and check that network, loss, data and optimizer are the recorded ones."""
+"""Create, resume, open and check a run on disk; check that network, loss, data and optimizer are the recorded ones."""
 
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,15 +17,25 @@ from epk_gp.core.losses import CrossEntropy, Loss, MeanSquaredError, NegativeLog
 from epk_gp.core.model import FunctionalModel, fingerprint_outputs, functionalize, with_kept_activations
 from epk_gp.core.plans import TensorSpec
 from epk_gp.core.replayed_steps import RunReplay, replayed_steps
+from epk_gp.core.show import tracked
 from epk_gp.core.states import recomputation_of
-from epk_gp.core.step import fingerprint_data
+from epk_gp.core.step import Step, fingerprint_data
 from epk_gp.core.trajectory import Trajectory, flat_state
 from epk_gp.optimizers.torch_rules import OptimizerGroup
 from epk_gp.optimizers.update_rules import clip_from_json, step_tolerance
 from epk_gp.storage import chunks
 from epk_gp.storage.files import pack, regular_file_size
-from epk_gp.storage.journal import read_journal, resume_name
-from epk_gp.storage.schema import HEADER, WEIGHT_DTYPES, RunHeader, chunk_schema, describe_loss, read_data, read_header
+from epk_gp.storage.journal import JOURNAL, Chunk, read_journal, resume_name
+from epk_gp.storage.schema import (
+    DATA,
+    HEADER,
+    WEIGHT_DTYPES,
+    RunHeader,
+    chunk_schema,
+    describe_loss,
+    read_data,
+    read_header,
+)
 from epk_gp.storage.training_state import REPLAY, TrainingState, read_training_state
 from epk_gp.storage.writer import RunWriter, create_run_dir, open_for_writing, write_header
 
@@ -330,3 +340,53 @@ def load_trajectory(
     trajectory = chunks.with_computed_states(trajectory)
     validate_loss_function(trajectory)
     return trajectory
+
+
+@dataclass(frozen=True)
+class RunSummary:
+    """Summary of a run after all its files were checked.
+
+    Attributes:
+        header: The run's header.
+        chunks: Its committed chunks.
+        steps: Its steps.
+        finished: Whether the recording was finished.
+        files: Number of files that were checked.
+    """
+
+    header: dict[str, Any]
+    chunks: tuple[Chunk, ...]
+    steps: tuple[Step, ...]
+    finished: bool
+    files: int
+
+    @property
+    def num_steps(self) -> int:
+        """Number S of steps."""
+        return len(self.steps)
+
+
+def check_run(folder: str | os.PathLike[str], *, progress: bool = False) -> RunSummary:
+    """Read every file of a run and compare it with its committed form.
+
+    Raises:
+        FileNotFoundError: The folder holds no run, or a file is missing.
+        ValueError: A file is damaged; the message names it and its states.
+    """
+    header = read_header(folder)
+    read_data(folder, header)
+    schema, journal = chunk_schema(header), read_journal(folder)
+    steps = list[Step]()
+    for chunk in tracked(journal.chunks, "checking", unit="chunk", shown=progress):
+        own = chunks.read_steps(folder, schema, chunk)
+        for step in own:
+            list(step.passes)  # each is read and checked
+        steps.extend(own)
+    number, chunk = len(journal.chunks) - 1, journal.chunks[-1]
+    try:
+        read_training_state(folder, number, chunk)
+    except FileNotFoundError:
+        if read_journal(folder).bytes == journal.bytes:  # a writer that commits another chunk removes it
+            raise
+    files = len((HEADER, DATA, JOURNAL, resume_name(number), *journal.chunks)) + journal.finished
+    return RunSummary(header, journal.chunks, tuple(steps), journal.finished, files)

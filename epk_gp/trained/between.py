@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate, pairwise
-from typing import Any, Literal, Unpack, cast
+from typing import Any, Literal, NamedTuple, Unpack, cast
 
 import torch
 from jaxtyping import Float, Int64, Shaped
@@ -27,7 +27,7 @@ from epk_gp.core.gradients import passes_of
 from epk_gp.core.graphs import tensors_of
 from epk_gp.core.inputs import Inputs
 from epk_gp.core.losses import CrossEntropy, Head, Loss, sample_weights
-from epk_gp.core.model import functionalize, uncompiled
+from epk_gp.core.model import FunctionalModel, functionalize, uncompiled
 from epk_gp.core.plans import rows_of_weights
 from epk_gp.core.replayed_steps import RunReplay
 from epk_gp.core.show import Entry, Summary, Tabular, count, warn_caller
@@ -56,11 +56,12 @@ from epk_gp.optimizers.update_rules import LinearStep, stack_coefficients
 from epk_gp.quadrature.adaptive import Integral
 from epk_gp.quadrature.rules import adaptive, layerwise, straight
 from epk_gp.trained.checkpoints import Checkpoint, CheckpointStates, Named, listed
-from epk_gp.trained.heads import Cut, HeadLayout, cuts_of, found_heads
-from epk_gp.trained.network import as_trajectory
+from epk_gp.trained.ntk import as_trajectory
 from epk_gp.work.run import Sums, run
 
 SplitBy = Literal["stretch", "module", "parameter", "head"]
+# By attention module, and in it by parameter: (before, heads) of the parameter's entries as (before, heads, rest).
+HeadLayout = Mapping[str, Mapping[str, tuple[int, int]]]
 CHECKPOINTS = "checkpoints"  # name that replaces an update rule
 _BLOCK = 256  # largest number of training samples whose gradients are computed together
 
@@ -137,20 +138,21 @@ class CheckpointSplit(Tabular, Certificate):
         """Split the change along one axis or several.
 
         Args:
-            axes: Names of the axes: "stretch", "module", "parameter" or "head" (modules, divided into heads if there
-                are any).
+            axes: Names of the axes: "stretch", "module", "parameter" or "head" (modules, divided into heads if they
+                were given).
             depth: Join modules whose names agree in this many parts, such as 2 for "blocks.0"; None joins none.
 
         Raises:
-            ValueError: An axis is unknown, or no heads are known.
+            ValueError: An axis is unknown, or no heads were given.
         """
         known = ("stretch", "module", "parameter", "head")
         if not axes or any(axis not in known for axis in axes) or len({*axes}) < len(axes):
             raise ValueError(f"axes must be different ones of {', '.join(map(repr, known))}: got {axes}.")
         if "head" in axes and not any(head for *_, head in self.names):
             raise ValueError(
-                "heads must be known: none were found, or heads that change places do not leave the outputs as they "
-                'are. Pass heads={"blocks.0.attn": {"qkv.weight": (3, 4), ...}}, the (before, heads) of each parameter.'
+                "heads must be given, for names do not say which entries of a parameter belong to a head: got none. "
+                'Pass between(..., heads={"blocks.0.attn": {"qkv.weight": (3, 4), "proj.weight": (64, 4)}}), by '
+                "attention module and parameter (before, heads): the entries lie as (before, heads, rest)."
             )
         modules = [".".join(module.split(".")[:depth]) for _, module, _ in self.names]
         labels = {
@@ -178,7 +180,7 @@ class CheckpointSplit(Tabular, Certificate):
         return self.by("stretch")
 
     def by_head(self) -> Shares:
-        """Split the change by attention head: queries, keys, values and the part of the output; else by module."""
+        """Split the change by attention head, of `between(heads=)`; by module elsewhere."""
         return self.by("head")
 
     def _frame(self) -> tuple[Any, ...]:
@@ -334,7 +336,7 @@ def between(
         output: Maps the network's result to outputs (n, C), if it has another form; not needed with a function and
             without data.
         heads: By attention module, and in it by parameter, (before, heads): its entries are arranged as (before, heads,
-            rest). None looks for them by usual names, and tests the result.
+            rest). `by_head` needs it.
         options: `memory_budget` and `progress`; see `ComputeOptions`.
 
     Raises:
@@ -355,8 +357,8 @@ def between(
     c = sample_weights(trajectory.loss, trajectory.targets) if rates else torch.zeros(0)
     X = parse_inputs(trajectory, X).detach()
     kernel, rows, _ = parse_request(trajectory, X, None, (head, adaptive(tol=1e-12), straight()), (classes, function))
-    last, net = flat_state(trajectory, trajectory.num_steps, X), trajectory.model_for(X)
-    cuts = found_heads(net, last, X[:2]) if heads is None else cuts_of(heads, net)
+    net = trajectory.model_for(X)
+    cuts = _cuts({} if heads is None else heads, net)
     divided = tuple((cut.before, cut.heads) if (cut := cuts.get(name)) else (1, 1) for name in net.names)
     kind: Callable[..., _StretchTerms] = partial(_StretchTerms, cuts=divided, c=c, rates=rates)
     sums = partial(_sums, kind, classes, parsed, names=_names(trajectory, cuts), checkpoints=titles)
@@ -491,7 +493,38 @@ def _sums(
     )
 
 
-def _names(path: Trajectory, cuts: Mapping[str, Cut]) -> tuple[tuple[str, str, str], ...]:
+class _Cut(NamedTuple):
+    """How a parameter's entries are divided into heads, as (before, heads, rest), in the attention module."""
+
+    module: str
+    before: int
+    heads: int
+
+
+def _cuts(layout: HeadLayout, model: FunctionalModel) -> dict[str, _Cut]:
+    """Return the cut of each parameter that a layout names.
+
+    Raises:
+        TypeError: A layout is no pair of whole numbers.
+        ValueError: There is no such parameter, or it cannot be divided so.
+    """
+    shapes, cuts = dict(zip(model.names, model.shapes, strict=True)), dict[str, _Cut]()
+    for module, parameters in layout.items():
+        for parameter, pair in parameters.items():
+            if not isinstance(pair, tuple) or len(pair) != 2 or not all(isinstance(n, int) for n in pair):
+                raise TypeError(f"heads must say (before, heads) for each parameter, two whole numbers: got {pair!r}.")
+            name, (before, heads) = f"{module}.{parameter}".lstrip("."), pair
+            if name not in shapes or before < 1 or heads < 1 or shapes[name].numel() % (before * heads):
+                got = f"{tuple(shapes[name])}" if name in shapes else "no such parameter"
+                raise ValueError(
+                    f"heads must divide a trained parameter into (before, heads, rest): {name!r} into "
+                    f"{(before, heads)}, got {got}."
+                )
+            cuts[name] = _Cut(module, before, heads)
+    return cuts
+
+
+def _names(path: Trajectory, cuts: Mapping[str, _Cut]) -> tuple[tuple[str, str, str], ...]:
     """Return parameter, module and head of each piece."""
     pieces = list[tuple[str, str, str]]()
     most = {

@@ -1,4 +1,4 @@
-"""The empirical tangent kernel of a network (Jacot et al. 2018): its blocks, and the kernel in GPyTorch."""
+"""A network that was not recorded, as a run without steps; its tangent kernel (Jacot et al. 2018), also in GPyTorch."""
 
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -9,10 +9,11 @@ import torch
 from jaxtyping import Float, Shaped
 from torch import Tensor, nn
 
+from epk_gp.autodiff.scalars import dim_of_loss
 from epk_gp.core.checks import ComputeSettings, parse_options
-from epk_gp.core.graphs import Graph, Ragged, as_ragged, map_tensors
+from epk_gp.core.graphs import Graph, Ragged, as_ragged, map_tensors, tensors_of
 from epk_gp.core.inputs import Inputs, Points, Signature
-from epk_gp.core.losses import Head, apply_head, resolve_head
+from epk_gp.core.losses import Head, Loss, apply_head, resolve_head
 from epk_gp.core.model import perturbed_initial, uncompiled
 from epk_gp.core.show import warn_caller
 from epk_gp.core.step import fingerprint_data
@@ -22,11 +23,55 @@ from epk_gp.kernel_machine.baselines import tangent_trajectory
 from epk_gp.kernels.blocks import Outputs, parse_outputs
 from epk_gp.kernels.epk import CACHE_BYTES, EPKKernel
 from epk_gp.quadrature.rules import QuadratureRule
+from epk_gp.recording.recorder import Recorder
 from epk_gp.recording.setup import validate_row_independence
-from epk_gp.trained.network import as_trajectory
+from epk_gp.storage.rows import Targets, TrainingInputs
 
 OtherInputs = Shaped[Tensor, "m ..."] | Sequence[Tensor] | Mapping[str, Tensor] | Ragged  # m inputs
 _NUM_EXAMPLES = 8  # rows on which the network is tested: more than those on which its derivatives are compared
+
+
+def as_trajectory(
+    net: nn.Module,
+    X: TrainingInputs,
+    y: Targets = None,
+    *,
+    loss: Loss | nn.Module | None = None,
+    output: Callable[[Any], Tensor] | None = None,
+) -> Trajectory:
+    """Return the run without steps of a network in evaluation mode, at its present weights that require gradients.
+
+    The network is copied, and its modes do not change. Its moving statistics are constants, like all of its buffers.
+
+    Args:
+        net: The network.
+        X: n inputs, as `Recorder` takes them; they replace the training inputs.
+        y: Their targets, if a loss is stated.
+        loss: The loss of the targets; None states none.
+        output: Maps the network's result to outputs (n, C), if it has another form.
+
+    Raises:
+        TypeError, ValueError: Network, inputs, targets and loss do not fit, or no weight requires a gradient.
+    """
+    if not isinstance(net, nn.Module):
+        raise TypeError(f"the network must be a torch.nn.Module: got {type(net).__name__}.")
+    if not any(p.requires_grad for p in net.parameters()):
+        raise ValueError(
+            "the network must have weights that require gradients, with respect to which it is differentiated: it has "
+            "none. Call net.requires_grad_(True), or requires_grad_(True) of the parameters to differentiate in."
+        )
+    modes = [(module, module.training) for module in net.modules()]
+    net.eval()
+    try:
+        if isinstance(X, Graph) and y is None:  # one row per node
+            z = next(tensors_of(net(*X.args, **X.kwargs)))
+            y = z.new_zeros(len(z))
+        run = Recorder(net, None, X, y, loss=loss, output=output).trajectory
+        dim_of_loss(run)  # no step will check it
+    finally:
+        for module, mode in modes:
+            module.training = mode
+    return replace(run, live=None)
 
 
 @dataclass(frozen=True)

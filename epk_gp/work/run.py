@@ -9,11 +9,10 @@ import os
 import pickle
 import platform
 import shutil
-import time
 import zlib
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from concurrent.futures import BrokenExecutor
 from contextlib import closing, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, fields, replace
@@ -30,88 +29,13 @@ import epk_gp
 from epk_gp.autodiff.dense import PlannedModel
 from epk_gp.core.checks import ComputeOptions, SupportsSubmit
 from epk_gp.core.plans import DifferentiationPlan
-from epk_gp.core.show import SlowCallWarning, new_bar, warn_caller
+from epk_gp.core.show import new_bar
 from epk_gp.core.torch_overrides import disable_fused_attention
 from epk_gp.core.trajectory import Trajectory
 from epk_gp.storage.chunks import require_same_run
 from epk_gp.storage.files import atomic_write, checksum
 from epk_gp.storage.partial_sums import PartialSums
 from epk_gp.work.workers import only_owner, pickled, scratch_folder, submit, threads_of_workers, wait
-
-_MEASURED, _LONG, _REST = 3.0, 30.0, 10.0  # seconds: least measured, length of a long call, least remaining
-_TRAININGS = 2.0  # trainings per output above which a long call gives its message for any remaining time
-
-
-@dataclass(frozen=True)
-class Advice:
-    """The message of a call that will take long.
-
-    Attributes:
-        ways: Ways to make it faster.
-        trainings: Maps its seconds to the equivalent number of replays of the training per output.
-    """
-
-    ways: str
-    trainings: Callable[[float], float] | None = None
-
-    def sentence(self, words: str, seconds: float, rest: float) -> str:
-        """Return the message about the length of a call; "" if it is not long, or nearly done."""
-        if not rest or seconds <= _LONG:
-            return ""
-        trainings = 0.0 if self.trainings is None else self.trainings(seconds)
-        if rest < _REST and trainings <= _TRAININGS:
-            return ""
-        cost = f", {float(f'{trainings:.2g}'):g} times a replay of the training for each output" if trainings else ""
-        return f"the {words} will take about {seconds / 60:.1f} minutes{cost}: {self.ways}."
-
-
-class SlowCallNotice(std_tqdm):  # type: ignore[type-arg]
-    """No bar, but one `SlowCallWarning` if the first items show that a call will take more than half a minute.
-
-    Args:
-        total: Total number of items.
-        desc: Name of the counted work.
-        advice: The message of the warning.
-        clock: Returns the time in seconds.
-    """
-
-    def __init__(self, total: int, desc: str, advice: Advice, *, clock: Callable[[], float] = time.monotonic) -> None:
-        super().__init__(disable=True)
-        self._size, self._words, self._advice, self._clock, self._begun = total, desc, advice, clock, clock()
-        self._has_spoken = False
-        self._first: tuple[float, float] = (0, 0.0)  # first items and their seconds: the first ones may be slower
-
-    def update(self, n: int | float | None = 1) -> bool | None:
-        """Count n more items, and warn once if all of them will take long."""
-        self.n += n or 0
-        seconds, (items, begun) = self._clock() - self._begun, self._first
-        if not items:
-            self._first = self.n, seconds
-        elif not self._has_spoken and seconds >= _MEASURED:
-            rest = (self._size - self.n) * (seconds - begun) / (self.n - items)
-            if sentence := self._advice.sentence(self._words, seconds + rest, rest):
-                self._has_spoken = True
-                warn_caller(sentence, SlowCallWarning)
-        return None
-
-
-def progress_bar(
-    total: int, desc: str, *, unit: str = "it", initial: int = 0, shown: bool = True, advice: Advice | None = None
-) -> std_tqdm:  # type: ignore[type-arg]
-    """Return a bar (`new_bar`), to be used in a `with` statement and advanced by `update(n)`.
-
-    Args:
-        total: Number of items of the whole call.
-        desc: Name of the counted work, such as "training".
-        unit: Name of an item.
-        initial: Number of items that were done before.
-        shown: Whether a bar is wanted.
-        advice: What a call that shows no bar says if it will be long.
-    """
-    if not shown and advice is not None:
-        return SlowCallNotice(total - initial, desc, advice)
-    return new_bar(None, desc, shown=shown, total=total, unit=unit, initial=initial)
-
 
 Place = tuple[int, ...]
 
@@ -225,9 +149,7 @@ def _save_begun(stored: PartialSums | None, name: str, sums: Sums) -> None:
             sums.save(stored, name + BEGUN, is_whole=False)
 
 
-def run(
-    work: Work, options: ComputeOptions, what: str, *, advice: Advice | None = None
-) -> Generator[tuple[Piece, Sums], None, None]:
+def run(work: Work, options: ComputeOptions, what: str) -> Generator[tuple[Piece, Sums], None, None]:
     """Compute all pieces, here or on workers, and yield every total with its last piece, in order.
 
     With a checkpoint, pieces and totals are saved, and those of an earlier call are not computed again, with or without
@@ -238,7 +160,6 @@ def run(
         work: The computation.
         options: The executor, the folder for sums, and whether progress is shown.
         what: Text of the progress bar.
-        advice: The message if the call turns out to be long.
 
     Raises:
         BlockingIOError: Another job computes into the checkpoint.
@@ -249,7 +170,7 @@ def run(
     with nullcontext() if executor is None else threads_of_workers(executor), _folder(work, options) as stored:
         missing = (piece for pieces in _totals(work) for piece in pieces[_num_joined(stored, pieces) :])
         workers = None if executor is None or stored is None else _by_workers(work, missing, executor, stored)
-        with _bar(work, stored, options, what, advice) as bar, nullcontext() if workers is None else closing(workers):
+        with _bar(work, stored, options, what) as bar, nullcontext() if workers is None else closing(workers):
             for pieces in _totals(work):
                 done, used = _num_joined(stored, pieces), list[str]()
                 total = Sums.load(stored, pieces[0].total, work.device) if done else Sums()
@@ -309,14 +230,14 @@ def _num_joined(stored: PartialSums | None, pieces: list[Piece]) -> int:
     return 0 if stored is None or not pieces[0].total else stored.count(pieces[0].total)
 
 
-def _bar(work: Work, stored: PartialSums | None, options: ComputeOptions, what: str, advice: Advice | None) -> std_tqdm:  # type: ignore[type-arg]
+def _bar(work: Work, stored: PartialSums | None, options: ComputeOptions, what: str) -> std_tqdm:  # type: ignore[type-arg]
     """Return a progress bar: of steps, or of the pieces of workers."""
     is_here, size, done = options.executor is None, 0, 0
     for pieces in _totals(work):
         counts = [piece.steps if is_here else 1 for piece in pieces]
         size, done = size + sum(counts), done + sum(counts[: _num_joined(stored, pieces)])
     unit = "step" if is_here else "piece"
-    return progress_bar(size, what, unit=unit, initial=done, shown=options.progress, advice=advice if is_here else None)
+    return new_bar(None, what, shown=options.progress, total=size, unit=unit, initial=done)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

@@ -1,10 +1,7 @@
 """Contributions along any axes: samples, labels, steps, layers, parameters; in blocks of points, or of outputs."""
 
-import functools
 import itertools
-import re
-import warnings
-from concurrent.futures import ThreadPoolExecutor
+import sys
 
 import pytest
 import torch
@@ -15,12 +12,10 @@ import epk_gp as epk
 from epk_gp.autodiff.dense import flat_columns
 from epk_gp.autodiff.verification import plan_for
 from epk_gp.core.plans import MemoryPlan
-from epk_gp.core.show import SlowCallWarning
 from epk_gp.kernel_machine.attribute import Attribution, GroupedAttribution
 from epk_gp.kernel_machine.axes import Axis, by_label, by_layer, by_parameter, by_sample, by_step
 from epk_gp.kernel_machine.terms import TERMS, AttributionWork
-from epk_gp.work import run as progress
-from helpers import NETWORKS, assert_close, make_case
+from helpers import NETWORKS, Terminal, assert_close, make_case
 
 AXES = {
     "sample": by_sample,
@@ -144,36 +139,13 @@ def test_axes_and_classes_that_are_not_of_the_run_are_refused():
             epk.attribute(trajectory, X, **options(trajectory))
 
 
-@pytest.fixture
-def slow_clock(monkeypatch):
-    """A clock on which every step takes ten seconds, and no steps are taken together."""
-    monkeypatch.setattr(MemoryPlan, "lines_together", lambda *_: 1)
-    clock = functools.partial(next, itertools.count(0, 10))
-    monkeypatch.setattr(progress, "SlowCallNotice", functools.partial(progress.SlowCallNotice, clock=clock))
-
-
-@pytest.mark.parametrize(("options", "said"), [
-    ({}, ("classes= explains one output", "path=epk_gp.layerwise() takes two", "progress=True shows")),
-    ({"classes": torch.tensor([0, 1, 2])}, ("path=epk_gp.layerwise() takes two", "progress=True shows")),
-    ({"path": epk.layerwise()}, ("classes= explains one output", "progress=True shows")),
-], ids=["all outputs", "one output", "layerwise"])  # fmt: skip
-def test_a_quiet_call_that_will_be_long_says_once_what_would_be_faster(run, slow_clock, options, said):
-    trajectory, X = run
-    with pytest.warns(SlowCallWarning) as caught:
-        epk.attribute(trajectory, X, **options)
-    (warning,) = caught
-    cost = r"[\d.]+ minutes, ([\d.e+]+) times a replay of the training for each output"
-    ((trainings, ways),) = re.findall(rf"^the attribution will take about {cost}: (.*)\.$", str(warning.message))
-    assert float(trainings) > 2  # ten seconds a step of the clock, less than one of the replay
-    assert all(way.startswith(start) for way, start in zip(ways.split("; "), said, strict=True))
-
-
-def test_a_call_that_shows_its_progress_or_has_workers_says_nothing_of_its_length(run, slow_clock):
-    trajectory, X = run
-    with ThreadPoolExecutor(1) as executor, warnings.catch_warnings():
-        warnings.simplefilter("error")
-        epk.attribute(trajectory, X, progress=True)
-        epk.attribute(trajectory, X, executor=executor)
+def test_a_call_shows_its_progress_where_it_is_asked_to(run, monkeypatch):
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stderr", terminal)
+    epk.attribute(*run)
+    assert terminal.getvalue() == ""
+    epk.attribute(*run, progress=True)
+    assert "attribution: 100%" in terminal.getvalue()
 
 
 # Where the adjoints of all outputs of a point do not fit into the budget, outputs go through the run apart

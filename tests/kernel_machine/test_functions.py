@@ -205,7 +205,7 @@ def test_pieces_workers_and_checkpoints_change_nothing(tmp_path, monkeypatch):
     by = [by_sample(run), by_layer(run)]
     split = epk.attribute(run, X, by=by, function=asked, **options)
     assert torch.allclose(split.values.sum(dim=3), expected.samples, rtol=0, atol=1e-10)
-    plan = plan_attribution(run, X, function=asked, seconds=1, **options)
+    plan = plan_attribution(run, X, function=asked, **options)
     assert plan.pieces == 3
 
 

@@ -1,6 +1,7 @@
 """Batches that say which rows they hold, and loops that belong to others: Lightning's and Hugging Face's trainers."""
 
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -263,6 +264,13 @@ def test_a_trainer_that_removes_the_indices_is_refused(data, net, tmp_path):
         fit_huggingface(data, net, tmp_path, remove_unused_columns=True)
     with pytest.raises(ValueError, match="must hold the rows' indices under 'index': got labels, x"):
         fit_huggingface(data, net, tmp_path, wrapped=False)
+
+
+def test_a_trainer_of_several_processes_is_refused(data):
+    pytest.importorskip("transformers")
+    callback, arguments = callbacks.HuggingFaceRecorderCallback(*data), SimpleNamespace(world_size=2)
+    with pytest.raises(ValueError, match="the Trainer must run in one process: got 2, .*Write the loop with Accel"):
+        callback.on_train_begin(arguments)
 
 
 @pytest.mark.slow

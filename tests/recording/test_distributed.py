@@ -14,13 +14,16 @@ from ranks import (
     LOOPS,
     POINTS,
     SIZE,
+    another_wrapper,
     data,
     in_one_process,
     on_rank,
     on_ranks,
     on_whole_batches,
     resumable,
+    sharded_state,
     sharded_vocabulary,
+    sharded_weights,
     unwrapped_when_recorded,
     with_fault,
     with_join,
@@ -97,7 +100,10 @@ def test_a_sound_loop_says_nothing(tmp_path):
 
 
 REFUSED = {
-    sharded_vocabulary: r"weights must be whole, or divided by fully_shard\(net\) .* vocabulary that is sharded, gives",
+    sharded_vocabulary: "each process must hold all weights .*: got weights that ranks divide. Train with Distrib",
+    sharded_weights: "each process must hold all weights .*: got weights that ranks divide",
+    sharded_state: "all of the optimizer's state, .*: got ZeroRedundancyOptimizer",
+    another_wrapper: "ddp must hold the network that is recorded: it holds another one",
     unwrapped_when_recorded: "Likely cause: the gradient was averaged over the 2 processes",
     with_join: "step 0: rank 0: all ranks must have as many batches",
 }
@@ -108,6 +114,12 @@ REFUSED = {
 def test_what_ranks_cannot_record_is_refused_on_all_of_them(program, message, tmp_path):
     said = on_ranks(SIZE, program, tmp_path)
     assert [re.search(message, one) is not None for one in said] == [True] * SIZE, said
+
+
+def test_ddp_takes_a_wrapper_alone():
+    net, _ = LOOPS["plain"].make()
+    with pytest.raises(TypeError, match="ddp must be a DistributedDataParallel: got Sequential"):
+        epk.Recorder(net, torch.optim.SGD(net.parameters(), lr=0.1), *data(), ddp=net)
 
 
 @pytest.mark.slow
@@ -130,14 +142,13 @@ def test_influence_and_retraining_follow_the_statistics_of_each_rank(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["plain", "fully_shard", "zero"])
-def test_a_run_whose_rank_died_is_resumed_to_the_same_end(name, tmp_path):
+def test_a_run_whose_rank_died_is_resumed_to_the_same_end(tmp_path):
     """With each rank's own random numbers, rows, and buffers; from the last step on disk."""
-    whole, _ = on_ranks(SIZE, resumable, tmp_path / "whole", name, tmp_path / "whole" / "run")
+    whole, _ = on_ranks(SIZE, resumable, tmp_path / "whole", tmp_path / "whole" / "run")
     assert whole[0] == 0
     broken = tmp_path / "broken"
-    assert on_ranks(SIZE, resumable, broken, name, broken / "run", 3, dies=True) == []
-    (first, digest), (_, count) = on_ranks(SIZE, resumable, broken, name, broken / "run")
+    assert on_ranks(SIZE, resumable, broken, broken / "run", 3, dies=True) == []
+    (first, digest), (_, count) = on_ranks(SIZE, resumable, broken, broken / "run")
     assert 3 <= first <= 4
     assert (digest, count) == (whole[1], 6)
 
@@ -145,7 +156,6 @@ def test_a_run_whose_rank_died_is_resumed_to_the_same_end(name, tmp_path):
 PROGRAMS = Path(__file__).parents[2] / "docs" / "recipes" / "programs"
 LAUNCHES = {  # a program: steps, and what starts its processes
     "ddp": (6, ("torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=1")),
-    "fsdp": (3, ("torch.distributed.run", "--standalone", "--nproc-per-node=2")),
     "accelerate_ddp": (6, ("accelerate.commands.launch", "--multi_gpu", "--num_processes=2", "--main_process_port=0")),
     "lightning_ddp": (6, ()),
 }

@@ -7,7 +7,7 @@ from torch import nn
 
 import epk_gp as epk
 from epk_gp.recording import recorder as recorder_module
-from epk_gp.storage.verify import check_run
+from epk_gp.storage.run import check_run
 from stored_runs import replace_chunk
 
 M, EXAMPLES = 24, 3

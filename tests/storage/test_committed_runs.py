@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file
 
 import epk_gp as epk
-from epk_gp.storage.verify import check_run
+from epk_gp.storage.run import check_run
 from page_code import load
 
 HERE = Path(__file__).parents[1] / "data" / "format1"

@@ -11,8 +11,8 @@ from torch.nn import functional as F
 
 import epk_gp as epk
 from epk_gp.core.states import recomputation_of
+from epk_gp.storage.run import check_run
 from epk_gp.storage.schema import read_header
-from epk_gp.storage.verify import check_run
 from loops import data, file_hashes, mlp, sgd
 from stored_runs import KEPT_STEPS as STEPS
 from stored_runs import changed, chunk_files, entry, refused, step, with_tensor

@@ -17,8 +17,8 @@ from epk_gp.optimizers.update_rules import LinearStep, broadcast_to_params, stac
 from epk_gp.recording.history import RunHistory
 from epk_gp.storage import passes as passes_module
 from epk_gp.storage.passes import StoredPasses
+from epk_gp.storage.run import check_run
 from epk_gp.storage.schema import read_header
-from epk_gp.storage.verify import check_run
 from loops import data
 from stored_runs import CHUNK, add, begin, equal_values, finish, norm_net, random_pass, same_passes, write_by_hand
 

@@ -13,10 +13,9 @@ from torch.nn import functional as F
 from torch.optim import lr_scheduler
 
 import epk_gp as epk
-from epk_gp.storage.run import resume_run
+from epk_gp.storage.run import check_run, resume_run
 from epk_gp.storage.schema import read_header
 from epk_gp.storage.training_state import TrainingState, validate_resumable
-from epk_gp.storage.verify import check_run
 from loops import data, file_hashes, mlp, sgd
 from stored_runs import add, begin, finish, norm_net, resumed, step
 

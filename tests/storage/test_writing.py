@@ -15,7 +15,7 @@ import pytest
 import epk_gp as epk
 from epk_gp.storage import files
 from epk_gp.storage import writer as writing
-from epk_gp.storage.verify import check_run
+from epk_gp.storage.run import check_run
 from loops import data, file_hashes, mlp, sgd
 from stored_runs import record, resumed, step
 

@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import epk_gp as epk
-from epk_gp.trained.network import as_trajectory
+from epk_gp.trained.ntk import as_trajectory
 from helpers import assert_close
 
 C = 3
