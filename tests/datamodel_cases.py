@@ -22,6 +22,13 @@ from loops import Tokens
 NODES = 6
 Metric = Callable[[dict[str, Any], dict[str, Any], int], Any]
 
+TIGHT = 1e-10 / torch.finfo(torch.float64).eps  # of `assert_close`
+
+
+def error(a: Tensor, b: Tensor) -> float:
+    """Return the distance of a from b, relative to the length of b."""
+    return float((a.double() - b.double()).norm() / b.double().norm())
+
 
 def internals(name: str) -> ModuleType:
     return importlib.import_module(f"epk_gp.datamodels.{name}")

@@ -68,7 +68,7 @@ def thin_path(
     Raises:
         TypeError, ValueError: k is not a whole number in 1 .. S, or the network cannot take the points.
     """
-    parsed = parse_options("thin_path", ("checkpoint", "accumulate", "executor"), **options)
+    parse_options("thin_path", ("checkpoint", "accumulate", "executor"), **options)
     X = parse_inputs(trajectory, X)
     validate_count(every, "every")
     validate_count(num_probe, "num_probe")
@@ -79,7 +79,7 @@ def thin_path(
     probe = torch.cat([_spaced(training, num_probe), _spaced(X, num_probe)])
     is_train = torch.arange(len(probe), device=X.device) < min(num_probe, len(training))
     points = Points(probe, is_train)
-    full, other = (PathKernel(run, head, rule).block(points, points, parsed) for run in (trajectory, thinned))
+    full, other = (PathKernel(run, head, rule).block(points, points, **options) for run in (trajectory, thinned))
     difference = other - full
     diagonal = torch.einsum("ncnc->nc", full).mean()
     return Thinning(

@@ -68,7 +68,6 @@ def product(net, params, d, x):
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", NETWORKS)
 def test_averages_give_the_whole_change_of_every_row(name):
-    """With as many rows as places: only the inputs tell rows."""
     net, params, d, x = made(NETWORKS[name], 0.3, rows=LENGTH)
     start, end, v, found, size = product(net, params, d, x)
     for z, w in ((start, params), (end, {name: value.detach() + d[name] for name, value in params.items()})):
@@ -82,7 +81,6 @@ def test_averages_give_the_whole_change_of_every_row(name):
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", NETWORKS)
 def test_averages_over_tiny_changes_are_derivatives_in_the_middle(name):
-    """No difference of near numbers is in them."""
     net, params, d, x = made(NETWORKS[name], 1e-9, rows=3)
     _, _, v, found, _ = product(net, params, d, x)
     middle = {name: (value.detach() + d[name] / 2).requires_grad_() for name, value in params.items()}
@@ -112,7 +110,6 @@ def overwriting():
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", [*BY_HAND, "overwriting"])
 def test_products_that_a_pass_held_are_those_at_the_end_of_the_next(name):
-    """Two stretches, the later one first; products that are overwritten in place are computed again."""
     net, params, d, x = made(BY_HAND.get(name, overwriting), 0.3, rows=3)
     held, starts = [HeldProducts(None, 1 << 30)], []
     for step in (1.0, 0.0):

@@ -14,20 +14,17 @@ import epk_gp as epk
 from epk_gp.autodiff import verification
 from epk_gp.autodiff.dense import PlannedModel
 from epk_gp.autodiff.interception import UnsupportedParameterUseError
-from epk_gp.autodiff.representations import ContractionCost, DenseJacobian, NodeWeights, OuterProductJacobian
+from epk_gp.autodiff.representations import ContractionCost
 from epk_gp.autodiff.scalars import ask
 from epk_gp.autodiff.verification import plan_for, with_plan
-from epk_gp.gram.accumulator import GramAccumulator
 from epk_gp.kernel_machine.baselines import tangent_trajectory
 from helpers import assert_close, make_case, surprising_run
 
 
 def test_the_dense_plan_is_found_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Over the one-step runs that are made of a run, which share its network, and in later calls."""
     failures, original = [], UnsupportedParameterUseError.__init__  # a parameter is met where the plan has none
-    monkeypatch.setattr(
-        UnsupportedParameterUseError, "__init__", lambda *args: failures.append(args) or original(*args)
-    )
+    noted = lambda *args: failures.append(args) or original(*args)  # noqa: E731
+    monkeypatch.setattr(UnsupportedParameterUseError, "__init__", noted)
     trajectory, X = surprising_run()
     a, other = epk.Points(X, is_train=True), tangent_trajectory(trajectory)
     first, again = (epk.gram_block(tangent_trajectory(trajectory, s), a, a) for s in (0, 0))
@@ -108,9 +105,8 @@ def test_a_plan_is_made_for_each_dtype() -> None:
 def test_large_networks_are_verified_on_fewer_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     """The true Jacobian of all rows would take gigabytes; the plan is the same."""
     case, sizes, compared = make_case("cnn"), [], verification.dense_jacobian
-    monkeypatch.setattr(
-        verification, "dense_jacobian", lambda *args, **kwargs: sizes.append(len(args[3])) or compared(*args, **kwargs)
-    )
+    noted = lambda *args, **kwargs: sizes.append(len(args[3])) or compared(*args, **kwargs)  # noqa: E731
+    monkeypatch.setattr(verification, "dense_jacobian", noted)
     plans = []
     for num_bytes in (1 << 28, 0):
         monkeypatch.setattr(verification, "_TRUTH_BYTES", num_bytes)
@@ -136,16 +132,6 @@ def test_a_network_of_many_outputs_is_verified_by_as_many_backward_passes(monkey
     assert plans[0] == dataclasses.replace(plans[1], **sizes)
     assert plans[0].num_outputs == 3
     assert plans[0].supports_jvp
-
-
-def test_both_sides_must_have_one_representation() -> None:
-    dense = DenseJacobian(torch.zeros(1, 2, 3))
-    factored = OuterProductJacobian(torch.zeros(2, 1, 3), torch.zeros(1, 2, 1, 1), False, False, False)
-    tile = GramAccumulator((1, 2, 1, 2), torch.zeros(0))
-    with pytest.raises(TypeError, match="DenseJacobian met OuterProductJacobian. This is a bug in epk_gp"):
-        dense.add_inner(factored, tile, 1.0, layer=0, same_points=True)
-    with pytest.raises(TypeError, match="must name their points"):
-        NodeWeights(torch.ones(2), None, 2).row_points()
 
 
 def test_the_cheaper_representation_follows_the_shape() -> None:

@@ -62,10 +62,7 @@ SEEN = {
     "another activation": (lambda conv, x: F.max_pool2d(torch.tanh(conv(x)), 2), conv2d()),
     "means of windows": (pooled(F.avg_pool2d, kernel_size=2), conv2d()),
     "used twice": (lambda conv, x: F.max_pool2d(F.relu(z := conv(x)), 2) + 0.1 * z[:, :, ::2, ::2], conv2d()),
-    "relu used twice": (
-        lambda conv, x: F.max_pool2d(h := F.relu(conv(x)), 2) * h.mean((2, 3), keepdim=True),
-        conv2d(),
-    ),
+    "relu used twice": (lambda conv, x: F.max_pool2d(h := F.relu(conv(x)), 2) * h.mean((2, 3), keepdim=True), conv2d()),
     "called twice": (lambda conv, x: pool(conv, x) + pool(conv, x.flip(2)), conv2d()),
     "two pools": (lambda conv, x: (lambda z: F.max_pool2d(z, 2) - F.max_pool2d(-z, 2))(conv(x)), conv2d()),
     "groups": (pool, conv2d(2, groups=2)),

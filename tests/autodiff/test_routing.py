@@ -73,26 +73,22 @@ def inputs(n: int) -> Tensor:
 # What is asked of test points a and training points b, and the page's answer, or the network's.
 ASKED: dict[str, Callable[..., tuple[Tensor, Tensor]]] = {
     "gram_block": lambda run, a, b, head: (
-        epk.gram_block(run, a, b, head=head, rule=RULE),
-        reference.gram_block(run, a, b, head, RULE),
+        epk.gram_block(run, a, b, head=head, rule=RULE), reference.gram_block(run, a, b, head, RULE),
     ),
     "gram_diagonal_blocks": lambda run, a, b, head: (
         gram_diagonal_blocks(run, a, head=head, rule=RULE),
         torch.einsum("ncnd->ncd", reference.gram_block(run, a, a, head, RULE)).contiguous(),
     ),
     "attribute": lambda run, a, b, head: (
-        epk.attribute(run, a.X, head=head, rule=RULE).samples,
-        reference.contributions(run, a.X, head, RULE),
+        epk.attribute(run, a.X, head=head, rule=RULE).samples, reference.contributions(run, a.X, head, RULE),
     ),
     "total": lambda run, a, b, head: (
-        epk.attribute(run, a.X, head=head).total,
-        epk.network_outputs(run, a.X, head=head),
+        epk.attribute(run, a.X, head=head).total, epk.network_outputs(run, a.X, head=head),
     ),
     "reconstruct": lambda run, a, b, head: (
-        epk.reconstruct(run, a.X, head=head).outputs,
-        epk.network_outputs(run, a.X, head=head),
+        epk.reconstruct(run, a.X, head=head).outputs, epk.network_outputs(run, a.X, head=head),
     ),
-}
+}  # fmt: skip
 
 
 def check(run: epk.Trajectory, X: Tensor, head: str) -> None:
@@ -237,9 +233,7 @@ FUNCTIONS: dict[str, Callable[[Applied, Tensor], Tensor]] = {
 
 
 @pytest.mark.parametrize("function", FUNCTIONS.values(), ids=FUNCTIONS)
-def test_layerwise_takes_constants_scatters_and_multiples_of_weights(
-    function: Callable[[Applied, Tensor], Tensor],
-) -> None:
+def test_layerwise_takes_constants_scatters_and_multiples_of_weights(function):
     run = trained(Applied(function), inputs(8))
     assert epk.attribute(run, run.inputs[:1], path=epk.layerwise(every=2)).certified
 
@@ -258,15 +252,12 @@ def test_a_number_made_of_a_weight_is_a_clear_error() -> None:
         epk.attribute(run, run.inputs[:1])
 
 
-@pytest.mark.parametrize(
-    "door",
-    [
-        lambda run, X: epk.attribute(run, X).samples,
-        lambda run, X: epk.reconstruct(run, X).outputs,
-        lambda run, X: epk.influence(run, X).values,
-        lambda run, X: epk.retrain(run, torch.full((8,), 0.5)).states,
-    ],
-)
+@pytest.mark.parametrize("door", [
+    lambda run, X: epk.attribute(run, X).samples,
+    lambda run, X: epk.reconstruct(run, X).outputs,
+    lambda run, X: epk.influence(run, X).values,
+    lambda run, X: epk.retrain(run, torch.full((8,), 0.5)).states,
+])  # fmt: skip
 def test_the_callers_autocast_changes_nothing(door: Callable[[epk.Trajectory, Tensor], Tensor]) -> None:
     run = trained(nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3)), inputs(8).float())
     expected = door(run, run.inputs[:2])

@@ -33,13 +33,9 @@ def test_long_names_are_told_apart_in_tables():
     names = [f"base_model.model.model.layers.{k}.{p}_proj.lora_A.default.weight" for k in (0, 1) for p in "qk"]
     axes = (Axis("step", torch.arange(1), ("state 0 → state 1",)), Axis("parameter", torch.arange(4), tuple(names)))
     assert [group_name(axes[1:], k) for k in range(4)] == ["0.q_proj", "0.k_proj", "1.q_proj", "1.k_proj"]
+    assert (shortened("encoder.layers.0.attention.weight", 16), shortened("short", 5)) == ("encoder…n.weight", "short")
     assert group_name(axes, 2) == "state…tate 1, 1.q_proj"
     assert group_name([Axis("parameter", torch.arange(1), ("a" * 30,))], 0) == "a" * 11 + "…" + "a" * 12
-
-
-def test_a_long_name_keeps_its_ends():
-    assert shortened("encoder.layers.0.attention.weight", 16) == "encoder…n.weight"
-    assert shortened("short", 5) == "short"
 
 
 class Unreadable:

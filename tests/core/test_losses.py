@@ -167,14 +167,10 @@ def test_pixels_have_torchs_loss_and_where_both_orders_fit_classes_are_second():
 
 
 REGRESSIONS = {
-    "squared": nn.MSELoss(),
-    "squared_sum": nn.MSELoss(reduction="sum"),
-    "absolute": nn.L1Loss(),
-    "absolute_sum": nn.L1Loss(reduction="sum"),
-    "huber": nn.HuberLoss(delta=0.3),
-    "smooth": nn.SmoothL1Loss(),
+    "squared": nn.MSELoss(), "squared_sum": nn.MSELoss(reduction="sum"), "absolute": nn.L1Loss(),
+    "absolute_sum": nn.L1Loss(reduction="sum"), "huber": nn.HuberLoss(delta=0.3), "smooth": nn.SmoothL1Loss(),
     "binary": nn.BCEWithLogitsLoss(pos_weight=torch.tensor([3.0]).double()),
-}
+}  # fmt: skip
 SHAPES = {"n": ((N,), (N,)), "n_of_n_1": ((N, 1), (N,)), "n_1_of_n": ((N,), (N, 1)), "image": ((N, 2, 3), (N, 2, 3))}
 
 
@@ -272,10 +268,7 @@ def test_rows_are_taken_from_every_structure():
 
 
 WRONG_TARGETS = {
-    r"must have shape \(6, 3\), or \(6, 4\) .*: got \(6, 5\)": (
-        epk.CrossEntropy(),
-        torch.zeros(N, T + 1).long(),
-    ),
+    r"must have shape \(6, 3\), or \(6, 4\) .*: got \(6, 5\)": (epk.CrossEntropy(), torch.zeros(N, T + 1).long()),
     r"labels must lie in 0\.\.2 .*: got 3\.\.3": (epk.CrossEntropy(), torch.full((N, T), 3)),
     "at least one sample must not be ignored": (epk.CrossEntropy(), torch.full((N, T), -100)),
     "one class weight per output: got 2 for 3": (epk.CrossEntropy("sum", (1.0, 2.0)), torch.zeros(N, T).long()),

@@ -1,4 +1,4 @@
-"""The update rule of every optimizer of torch: its step, to rounding, with all options."""
+"""The update rule of every optimizer of torch: its step, to rounding; every run is a kernel machine."""
 
 import re
 from pathlib import Path
@@ -6,9 +6,12 @@ from pathlib import Path
 import pytest
 import torch
 from optimizer_cases import CASES, OF_TORCH, OPTIONS, batches, newton_schulz, optimizer_for, problem, recorded
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional as F
 
+import epk_gp as epk
+from epk_gp.core.losses import NegativeLogLikelihood
+from epk_gp.kernel_machine.baselines import single_machine
 from epk_gp.optimizers.torch_rules import (
     RULES,
     as_optimizers,
@@ -26,6 +29,7 @@ from epk_gp.optimizers.update_rules import (
     validate_unexplained,
 )
 from epk_gp.recording.observer import states_before
+from helpers import assert_close
 
 PAGE = Path(__file__).parents[2] / "docs" / "capabilities" / "optimizers.md"
 pytestmark = pytest.mark.filterwarnings("ignore:Sparse invariant checks")
@@ -145,12 +149,10 @@ def test_optimizers_without_a_rule_are_refused_in_words():
         pass
 
     net, _, _ = problem("SGD")
+    unknown = rf"must be known: that of {__name__}.Unknown is not. Known are ASGD, AdEMAMix, .* state it"
     for optimizer, says in (
         (torch.optim.LBFGS(net.parameters()), "must take one gradient a step: LBFGS evaluates the loss several times"),
-        (
-            Unknown(net.parameters(), {"lr": 0.1, "rho": 0.5}),
-            rf"must be known: that of {__name__}.Unknown is not. Known are ASGD, AdEMAMix, .* state it",
-        ),
+        (Unknown(net.parameters(), {"lr": 0.1, "rho": 0.5}), unknown),
     ):
         with pytest.raises(ValueError, match=says):
             rule_for(optimizer)
@@ -160,17 +162,13 @@ def test_a_group_without_a_learning_rate_is_refused():
     net, _, _ = problem("SGD")
     for options in ({"eta": 0.1}, {"lr": None}):
         optimizer = type("Mine", (torch.optim.Optimizer,), {})(net.parameters(), options)
-        with pytest.raises(
-            ValueError, match="must have its learning rate as the option 'lr', a number. Add it; to Adafactor"
-        ):
+        with pytest.raises(ValueError, match="its learning rate as the option 'lr', a number. Add it; to Adafactor"):
             learning_rate(optimizer)
 
 
 def several(net: nn.Module) -> list[torch.optim.Optimizer]:
-    return [
-        torch.optim.SGD(net[0].parameters(), lr=0.1, momentum=0.9),
-        torch.optim.Adadelta(net[2].parameters(), lr=1.0, weight_decay=0.1),
-    ]
+    first = torch.optim.SGD(net[0].parameters(), lr=0.1, momentum=0.9)
+    return [first, torch.optim.Adadelta(net[2].parameters(), lr=1.0, weight_decay=0.1)]
 
 
 def test_several_optimizers_have_one_rule():
@@ -187,11 +185,8 @@ def test_several_optimizers_have_one_rule():
 def test_a_first_step_is_one_beside_an_optimizer_that_needs_the_weights_before():
     """torch does not dampen the first gradient; Adafactor's rule sees the weights in its first step too."""
     net, X, y = problem("SGD")
-    optimizers = [
-        torch.optim.SGD(net[0].parameters(), lr=0.1, momentum=0.9, dampening=0.5),
-        torch.optim.Adafactor(net[2].parameters()),
-    ]
-    run, gradients = recorded(net, optimizers, X, y, batches())
+    first = torch.optim.SGD(net[0].parameters(), lr=0.1, momentum=0.9, dampening=0.5)
+    run, gradients = recorded(net, [first, torch.optim.Adafactor(net[2].parameters())], X, y, batches())
     assert largest_relative_error(run, gradients) <= 1e-12
 
 
@@ -208,9 +203,7 @@ def test_one_of_several_rules_may_be_one_s_own():
 def test_what_are_no_rules_and_no_steps_is_refused():
     net, _, _ = problem("SGD")
     for strange in (lambda *_: None, "SGD", ["SGD"]):
-        with pytest.raises(
-            TypeError, match="update_rule must be an UpdateRule, or one or None for each .*: got (func|str)"
-        ):
+        with pytest.raises(TypeError, match="update_rule must be an UpdateRule, or one or None for .*: got (func|str)"):
             rule_for(several(net)[0], strange)
     with pytest.raises(TypeError, match="coefficients must be a LinearStep: got NoneType"):
         stack_coefficients([None], (4,))
@@ -240,3 +233,50 @@ def test_what_several_optimizers_hold_of_earlier_gradients_is_known(name):
     held, entry = momentum_before(optimizers, None, parameters), "momentum_buffer" if name == "Muon" else "exp_avg"
     expected = [torch.zeros(24).double(), optimizers[1].state[net[2].weight][entry].flatten()]
     assert torch.equal(held, torch.cat(expected))
+
+
+def small_problem() -> tuple[nn.Module, Tensor, Tensor, Tensor]:
+    torch.manual_seed(3)
+    net = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3)).double()
+    return net, torch.randn(11, 4).double(), torch.randint(0, 3, (11,)), torch.randn(3, 4).double()
+
+
+LOSSES = {
+    "class_weights": epk.CrossEntropy(class_weights=(1.0, 4.0, 0.3)),
+    "smoothing": epk.CrossEntropy("sum", label_smoothing=0.2),
+    "ignored": epk.CrossEntropy(ignore_index=2),
+    "likelihood": NegativeLogLikelihood(class_weights=(1.0, 4.0, 0.3)),
+    "torch_module": nn.CrossEntropyLoss(weight=torch.tensor([1.0, 4.0, 0.3]).double(), ignore_index=1),
+    "function": epk.PerSampleLoss(lambda z, y: F.multi_margin_loss(z, y, p=2)),
+}
+
+
+@pytest.mark.parametrize("loss", LOSSES.values(), ids=LOSSES.keys())
+def test_every_loss_is_explained_on_uneven_batches(loss):
+    net, X, y, X_test = small_problem()
+    net = nn.Sequential(net, nn.LogSoftmax(dim=1)) if isinstance(loss, NegativeLogLikelihood) else net
+    optimizer, generator = torch.optim.SGD(net.parameters(), lr=0.2, momentum=0.9), torch.manual_seed(1)
+    run = epk.train(net, X, y, optimizer=optimizer, steps=4, batch_size=4, loss=loss, generator=generator)
+    for head in ("logits", "log_softmax"):
+        assert epk.attribute(run, X_test, head=head).max_error <= 1e-11
+
+
+def test_a_network_that_ends_in_log_softmax_counts_it_once():
+    runs = []
+    for loss, ends in ((epk.CrossEntropy(), False), (epk.CrossEntropy(), True), (NegativeLogLikelihood(), True)):
+        net, X, y, X_test = small_problem()
+        whole = nn.Sequential(net, nn.LogSoftmax(dim=1)) if ends else net
+        optimizer = torch.optim.SGD(whole.parameters(), lr=0.2)
+        runs.append(epk.train(whole, X, y, optimizer=optimizer, steps=5, loss=loss))
+    expected = epk.attribute(runs[0], X_test, head="log_softmax").samples
+    for run in runs[1:]:
+        for head in ("logits", "log_softmax"):
+            assert_close(epk.attribute(run, X_test, head=head).samples, expected)
+    machine = single_machine(runs[2], X_test, head="logits")
+    assert machine.max_error <= 1e-12
+
+
+def test_coefficients_of_several_types_lose_nothing():
+    kinds = (torch.tensor([True, False]), torch.tensor([0.5, 0.25]), torch.tensor([0.1], dtype=torch.float64), 0.5)
+    joined = stack_coefficients([LinearStep(lr=0.1, grad_scale=kind) for kind in kinds], [2, 2, 1, 1])
+    assert joined.grad_scale.tolist() == [1, 0, 0.5, 0.25, 0.1, 0.5]

@@ -104,17 +104,13 @@ def test_one_value_per_point_is_an_output():
 
 
 CALLS = {
-    "as_recorded": lambda X: ((), X),
-    "by_position": lambda X: ((X["ids"], X["mask"], X["scale"]), {}),
+    "as_recorded": lambda X: ((), X), "by_position": lambda X: ((X["ids"], X["mask"], X["scale"]), {}),
     "mixed": lambda X: ((X["ids"],), {"scale": X["scale"], "mask": X["mask"]}),
-    "with_options": lambda X: ((), {**X, "return_dict": True}),
-    "missing": lambda X: ((), {"ids": X["ids"]}),
-    "no_tensor": lambda X: ((), {**X, "mask": None}),
-    "other_shape": lambda X: ((), {**X, "mask": X["mask"][:, :2]}),
-    "other_kind": lambda X: ((), {**X, "mask": X["ids"]}),
-    "other_rows": lambda X: ((), {**X, "scale": X["scale"][:2]}),
+    "with_options": lambda X: ((), {**X, "return_dict": True}), "missing": lambda X: ((), {"ids": X["ids"]}),
+    "no_tensor": lambda X: ((), {**X, "mask": None}), "other_shape": lambda X: ((), {**X, "mask": X["mask"][:, :2]}),
+    "other_kind": lambda X: ((), {**X, "mask": X["ids"]}), "other_rows": lambda X: ((), {**X, "scale": X["scale"][:2]}),
     "unknown_argument": lambda X: ((), {**X, "other": 1}),
-}
+}  # fmt: skip
 
 
 def test_a_call_with_the_inputs_is_packed_as_they_are_and_another_is_not():
@@ -153,16 +149,13 @@ ENTRIES = [
     *(
         {"inputs": tensors, "has_output": False}
         for tensors in (
-            [],
-            [{"key": 0, "dtype": "torch.int64"}],
-            [{"key": 0, "shape": [-1], "dtype": "torch.int64"}],
-            [{"key": 0, "shape": [1], "dtype": "torch.cfloat"}],
-            [{"key": 0, "shape": [1], "dtype": ["x"]}],
+            [], [{"key": 0, "dtype": "torch.int64"}], [{"key": 0, "shape": [-1], "dtype": "torch.int64"}],
+            [{"key": 0, "shape": [1], "dtype": "torch.cfloat"}], [{"key": 0, "shape": [1], "dtype": ["x"]}],
             [{"key": "a", "shape": [1], "dtype": "torch.int64"}] * 2,
             [{"key": 1, "shape": [1], "dtype": "torch.int64"}],
         )
     ),
-]
+]  # fmt: skip
 
 
 def test_a_damaged_entry_of_a_header_is_refused():

@@ -6,23 +6,18 @@ from typing import Any
 
 import pytest
 import torch
-from datamodel_cases import Loop, dense, margin, mlp
+from datamodel_cases import TIGHT, Loop, dense, margin, mlp
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 import epk_gp as epk
-from epk_gp.core.losses import NegativeLogLikelihood, as_loss
+from epk_gp.core.losses import NegativeLogLikelihood
 from helpers import assert_close
 
 pytestmark = pytest.mark.filterwarnings("ignore:the datamodel is not certified")  # of few steps
-TIGHT = 1e-10 / torch.finfo(torch.float64).eps
 M = 11
 CLASS_WEIGHTS = (1.0, 2.0, 0.5)
 LABELS = torch.arange(M) % 3
-
-
-def error(a: Tensor, b: Tensor) -> float:
-    return float((a - b).norm() / b.norm())
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,10 +36,6 @@ class LossLoop(Loop):
         return self.make().double()
 
 
-def log_likelihoods() -> nn.Module:
-    return nn.Sequential(*mlp(), nn.LogSoftmax(dim=1))
-
-
 def sine(outputs: int) -> Tensor:
     return torch.arange(M * outputs, dtype=torch.float64).reshape(M, outputs).sin()
 
@@ -53,10 +44,6 @@ def quartic(z: Tensor, y: Tensor) -> Tensor:
     """A loss of one's own, whose curvature depends on the outputs."""
     difference = z - y
     return (difference**2 / 2 + difference**4 / 4).sum(dim=1)
-
-
-def classes_in(logits: Tensor) -> Tensor:
-    return (logits > 0).long().squeeze(-1)
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,13 +59,8 @@ class Case:
     labels: Tensor | None = None  # of four questions, whose log-odds are asked for
 
     def loop(self) -> LossLoop:
-        return LossLoop(
-            optimizer="momentum",
-            loss=self.of_batch,
-            targets=self.targets,
-            make=self.make,
-            options={"loss": self.stated},
-        )
+        own = {"loss": self.of_batch, "targets": self.targets, "make": self.make, "options": {"loss": self.stated}}
+        return LossLoop(optimizer="momentum", **own)
 
 
 def ignored(labels: Tensor, index: int) -> Tensor:
@@ -98,14 +80,13 @@ CASES = {
         labels=ASKED,
     ),
     "ignored samples": Case(
-        epk.CrossEntropy(ignore_index=7),
-        lambda z, y: F.cross_entropy(z, y, ignore_index=7),
-        targets=ignored(LABELS, 7),
-        weights=(torch.arange(M) % 4 != 1).double(),
-        are_margins=True,
+        epk.CrossEntropy(ignore_index=7), lambda z, y: F.cross_entropy(z, y, ignore_index=7),
+        targets=ignored(LABELS, 7), weights=(torch.arange(M) % 4 != 1).double(), are_margins=True, labels=ASKED,
+    ),
+    "log-likelihood": Case(
+        NegativeLogLikelihood(), F.nll_loss, make=lambda: nn.Sequential(*mlp(), nn.LogSoftmax(1)), are_margins=True,
         labels=ASKED,
     ),
-    "log-likelihood": Case(NegativeLogLikelihood(), F.nll_loss, make=log_likelihoods, are_margins=True, labels=ASKED),
     "two classes": Case(
         epk.CrossEntropy(), F.cross_entropy, targets=HALVES, make=lambda: mlp(2), are_margins=True, labels=ASKED % 2
     ),
@@ -116,18 +97,13 @@ CASES = {
         make=lambda: mlp(1),
         labels=ASKED % 2,
     ),
-    "logits of several": Case(
-        nn.BCEWithLogitsLoss(), F.binary_cross_entropy_with_logits, targets=(sine(3) > 0).double()
-    ),
+    "logits of several": Case(nn.BCEWithLogitsLoss(), F.binary_cross_entropy_with_logits, (sine(3) > 0).double()),
     "squared error of one output": Case(epk.MeanSquaredError(), F.mse_loss, targets=sine(1), make=lambda: mlp(1)),
     "squared error of several": Case(epk.MeanSquaredError(), F.mse_loss, targets=sine(3)),
     "own loss": Case(
-        epk.PerSampleLoss(quartic, name="quartic"),
-        lambda z, y: quartic(z, y).mean(),
-        targets=sine(2),
-        make=lambda: mlp(2),
+        epk.PerSampleLoss(quartic, name="quartic"), lambda z, y: quartic(z, y).mean(), sine(2), lambda: mlp(2),
     ),
-}
+}  # fmt: skip
 every_case = pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
 
 
@@ -144,11 +120,6 @@ def losses_of(case: Case) -> Callable[[Tensor], Tensor]:
     return total
 
 
-def classes_of(case: Case) -> Tensor:
-    """Classes of samples; a sample that is left out has class 0."""
-    return case.targets.where(case.targets < 3, 0)
-
-
 def numbers_of(case: Case) -> Callable[[Tensor], Tensor]:
     if case.labels is None:
         return lambda z: z.flatten()
@@ -161,7 +132,8 @@ def numbers_of(case: Case) -> Callable[[Tensor], Tensor]:
 def test_scores_of_every_loss_are_the_formula_with_explicit_jacobians(case: Case) -> None:
     loop = case.loop()
     X = loop.asked[0]
-    coordinates = (lambda z: margin(z, classes_of(case))) if case.are_margins else (lambda z: z.T.flatten())
+    classes = case.targets.where(case.targets < 3, 0)  # a sample that is left out has class 0
+    coordinates = (lambda z: margin(z, classes)) if case.are_margins else (lambda z: z.T.flatten())
     reference = dense(loop, coordinates=coordinates, numbers=numbers_of(case), loss=losses_of(case))
     if case.weights is not None:
         # the mean divides by the sum of the weights that count
@@ -266,18 +238,8 @@ def test_questions_do_not_depend_on_those_beside_them() -> None:
 def test_probabilities_as_targets_have_outputs_as_coordinates() -> None:
     q = sine(3).softmax(dim=1)
     loop = LossLoop(optimizer="momentum", loss=F.cross_entropy, targets=q)
-    reference = dense(
-        loop,
-        coordinates=lambda z: z.T.flatten(),
-        numbers=lambda z: z.log_softmax(dim=1).flatten(),
-        loss=lambda u: M * F.cross_entropy(u.unflatten(0, (-1, M)).T, q),
-    )
+    loss, numbers = lambda u: M * F.cross_entropy(u.unflatten(0, (-1, M)).T, q), lambda z: z.log_softmax(1).flatten()
+    reference = dense(loop, coordinates=lambda z: z.T.flatten(), numbers=numbers, loss=loss)
     model = epk.datamodel(loop.run, loop.asked[0])
     scores = reference.ridge(model.trainings[0].curvature)
     assert_close(model.scores, scores.unflatten(1, (-1, M)).sum(dim=1), rounding=TIGHT)
-
-
-def test_the_loss_of_torch_is_the_same_loss() -> None:
-    X, y = LOOP.asked
-    run = LOOP.record(loss=as_loss(nn.CrossEntropyLoss()))
-    assert torch.equal(epk.datamodel(run, X, y).scores, LOOP.model.scores)

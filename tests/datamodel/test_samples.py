@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from datamodel_cases import Loop, margin, mlp, vectors
+from datamodel_cases import TIGHT, Loop, mlp, vectors
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -13,7 +13,6 @@ import epk_gp as epk
 from helpers import assert_close
 
 pytestmark = pytest.mark.filterwarnings("ignore:the datamodel is not certified")  # of few steps
-TIGHT = 1e-10 / torch.finfo(torch.float64).eps
 M = 11
 LABELS = torch.arange(M) % 3
 X_ASKED, Y_ASKED = Loop().asked
@@ -119,12 +118,6 @@ def test_shares_are_means_over_the_time_of_the_run() -> None:
     assert_close(shares(on_batches(batches, rates)), expected)
 
 
-def test_a_sample_that_is_drawn_more_often_has_a_larger_share() -> None:
-    often = [[0, 1, 2, 3, 4, 5], [0, 6, 7, 8, 9, 10]] * 6
-    found = shares(on_batches(often))
-    assert_close(found, torch.tensor([2.0] + [1.0] * 10).double() / 12)
-
-
 def test_samples_that_were_never_drawn_are_absent_and_have_scores() -> None:
     run = on_batches([list(range(8))] * 12)
     model = epk.datamodel(run, X_ASKED, Y_ASKED)
@@ -160,15 +153,6 @@ def test_of_two_runs_everything_is_the_mean() -> None:
     assert torch.equal(one.scores, own[0].scores)
 
 
-def test_runs_on_complementary_halves_know_all_samples() -> None:
-    halves = [list(range(0, M, 2)), list(range(1, M, 2))]
-    runs = [on_batches([rows] * 12) for rows in halves]
-    model = epk.datamodel(runs, X_ASKED, Y_ASKED)
-    assert_close(model.present, torch.full((M,), 0.5, dtype=torch.float64))
-    assert model.scores.shape == (4, M)
-    assert bool(model.predict(torch.ones(M)).isfinite().all())
-
-
 @pytest.mark.parametrize("change", ["labels", "order", "count"])
 def test_runs_on_other_samples_are_refused(change: str) -> None:
     y = LABELS.clone()
@@ -176,9 +160,3 @@ def test_runs_on_other_samples_are_refused(change: str) -> None:
     own = train(y=y) if change == "labels" else Loop(points=10).run if change == "count" else train(y=LABELS.flip(0))
     with pytest.raises(ValueError, match="must have the same training samples, in the same order"):
         epk.datamodel([train(), own], X_ASKED, Y_ASKED)
-
-
-def test_log_odds_of_a_run_are_those_of_its_network() -> None:
-    run = train()
-    model = epk.datamodel(run, X_ASKED, Y_ASKED)
-    assert_close(model.outputs, margin(epk.network_outputs(run, X_ASKED), Y_ASKED))

@@ -131,16 +131,13 @@ def test_a_stated_optimizer_counts() -> None:
     assert float((flat.scores - model.scores).norm() / model.scores.norm()) > 0.1
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"count": 5}, "6 checkpoints at least"),
-        ({"optimizer": "AdamW"}, 'optimizer must be "Adam", "SGD" or None'),
-        ({"data": None}, "need both data= and network="),
-        ({"pairs": 3}, "recorded run that saw all samples"),
-        ({"backwards": True}, "must be those of a training"),
-    ],
-)
+@pytest.mark.parametrize(("options", "message"), [
+    ({"count": 5}, "6 checkpoints at least"),
+    ({"optimizer": "AdamW"}, 'optimizer must be "Adam", "SGD" or None'),
+    ({"data": None}, "need both data= and network="),
+    ({"pairs": 3}, "recorded run that saw all samples"),
+    ({"backwards": True}, "must be those of a training"),
+])  # fmt: skip
 def test_checkpoints_that_are_too_few_or_are_asked_too_much_are_refused(options: dict[str, Any], message: str) -> None:
     loop, asked = Loop(optimizer="adam", steps=60), dict(options)
     count, is_backwards = asked.pop("count", 6), asked.pop("backwards", False)

@@ -63,12 +63,9 @@ def test_halves_are_complementary_and_follow_the_seed(forecast_model: Any) -> No
     own = [epk.datamodel(LOOP.run, X, Y, pairs=3, seed=seed).forecast.sample_weights for seed in (3, 4)]
     assert torch.equal(own[0], halves[:6])
     assert not torch.equal(own[1], own[0])
-
-
-def test_of_an_odd_number_of_samples_all_are_in_one_half_of_each_pair() -> None:
-    halves = internals("model")._complementary_halves(11, 3, 0)
-    assert bool((halves[::2] + halves[1::2] == 1).all())
-    assert halves.sum(dim=1).tolist() == [5, 6] * 3
+    odd = internals("model")._complementary_halves(11, 3, 0)  # all samples are in one half of each pair
+    assert bool((odd[::2] + odd[1::2] == 1).all())
+    assert odd.sum(dim=1).tolist() == [5, 6] * 3
 
 
 def test_the_measured_numbers_are_those_of_retraining(forecast_model: Any) -> None:

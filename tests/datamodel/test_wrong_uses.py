@@ -12,7 +12,7 @@ from helpers import refusal
 
 LOOP = Loop()
 X, Y = LOOP.asked
-NAN, INF = float("nan"), float("inf")
+NAN = float("nan")
 pytestmark = pytest.mark.usefixtures("unchecked")
 
 
@@ -32,7 +32,6 @@ RUN = LOOP.run
 QUESTIONS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "no y": (asked(RUN, X), ValueError, "y must have the class of each input"),
     "y out of range": (asked(RUN, X, Y + 1), ValueError, r"y must lie in 0\.\.2: got 1\.\.3"),
-    "y below 0": (asked(RUN, X, Y - 1), ValueError, r"y must lie in 0\.\.2: got -1"),
     "too few y": (asked(RUN, X, Y[:2]), ValueError, r"y must have one entry per point: got shape \(2,\) for 4"),
     "y of two dimensions": (asked(RUN, X, Y[:, None]), ValueError, "y must"),
     "y of floats": (asked(RUN, X, Y.double()), TypeError, "y must be class indices"),
@@ -41,8 +40,6 @@ QUESTIONS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "head and a function": (
         asked(RUN, X, head="logits", function=lambda z: z[:, 0]), ValueError, "must not be given together",
     ),
-    "classes out of range": (asked(RUN, X, classes=Y + 1), ValueError, r"classes must lie in 0\.\.2"),
-    "too few classes": (asked(RUN, X, classes=Y[:1]), ValueError, "classes must have one entry per point"),
     "another head": (asked(RUN, X, classes=Y, head="softmax"), ValueError, "head must be one of"),
     "a function of all rows": (
         asked(RUN, X, function=lambda z: z / z.sum()), ValueError, "function must map each row of outputs by itself",
@@ -51,6 +48,10 @@ QUESTIONS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "other inputs": (asked(RUN, X[:, :3], Y), ValueError, r"X must have shape \(n, 4\)"),
     "inputs with NaN": (asked(RUN, X.where(X < 1, NAN), Y), ValueError, "X must be finite"),
     "no inputs": (asked(RUN, X[:0], Y[:0]), ValueError, "X must hold at least one point"),
+    "no run at all": (asked([], X, Y), (TypeError, ValueError), "run"),
+    "an unknown head beside y": (asked(RUN, X, Y, head="softmax"), ValueError, "head|y"),
+    "a head beside y": (asked(RUN, X, Y, head="logits"), ValueError, "head|y"),
+    "classes beside y": (asked(RUN, X, Y, classes=Y.flip(0)), ValueError, "classes|y"),
     "no run": (asked(None, X, Y), TypeError, "trajectory must be an epk_gp.Trajectory: got NoneType"),
     "a network": (asked(mlp(), X, Y), TypeError, "trajectory must be an epk_gp.Trajectory"),
     "a run and none": (asked([RUN, None], X, Y), TypeError, "trajectory must be an epk_gp.Trajectory: got NoneType"),
@@ -64,7 +65,6 @@ QUESTIONS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     ),
     "too small a budget": (asked(RUN, X, Y, memory_budget=1000), ValueError, "memory_budget must be at least 1 MiB"),
     "two pairs": (asked(RUN, X, Y, pairs=2), ValueError, "pairs must be at least 3: got 2"),
-    "pairs below 0": (asked(RUN, X, Y, pairs=-3), ValueError, "pairs must be at least 3"),
     "half a pair": (asked(RUN, X, Y, pairs=3.5), TypeError, "pairs must be a whole number"),
     "a seed of no kind": (asked(RUN, X, Y, seed="one"), TypeError, "seed must be a whole number"),
     "another option": (asked(RUN, X, Y, nodes=6), TypeError, "argument 'nodes'. It takes memory_budget, progress"),
@@ -90,9 +90,7 @@ QUESTIONS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
 
 
 @pytest.mark.parametrize(("ask", "error", "message"), QUESTIONS.values(), ids=QUESTIONS.keys())
-def test_a_question_that_cannot_be_answered_is_refused(
-    ask: Callable[[], Any], error: type[Exception], message: str
-) -> None:
+def test_a_question_that_cannot_be_answered_is_refused(ask, error, message):
     assert refusal(error, message, ask) is None
 
 
@@ -100,12 +98,11 @@ ONE = torch.ones(11)
 KEPT: dict[str, tuple[Any, type[Exception], str]] = {
     "too few": (ONE[:10], ValueError, r"kept must have one entry per sample, \(11,\) or \(s, 11\): got shape \(10,\)"),
     "three dimensions": (torch.ones(2, 3, 11), ValueError, r"kept must have one entry per sample.*\(2, 3, 11\)"),
+    "complex": (torch.ones(11, dtype=torch.complex64), TypeError, "kept"),
     "a number": (torch.tensor(1.0), ValueError, "kept must have one entry per sample"),
     "below 0": (-ONE, ValueError, "kept must be booleans, or weights >= 0: got -1"),
     "NaN": (ONE * NAN, ValueError, "kept must be finite"),
-    "infinity": (ONE * INF, ValueError, "kept must be finite"),
     "a list": ([True] * 11, TypeError, "kept must be a torch.Tensor: got list"),
-    "indices": (torch.tensor([1, 2]), ValueError, "kept must have one entry per sample"),
     "none": (None, TypeError, "kept must be a torch.Tensor"),
 }
 
@@ -126,7 +123,5 @@ TOP: dict[str, tuple[tuple[Any, ...], type[Exception], str]] = {
 
 
 @pytest.mark.parametrize(("args", "error", "message"), TOP.values(), ids=TOP.keys())
-def test_top_samples_that_there_are_not_are_refused(
-    args: tuple[Any, ...], error: type[Exception], message: str
-) -> None:
+def test_top_samples_that_there_are_not_are_refused(args, error, message):
     assert refusal(error, message, LOOP.model.top, *args) is None

@@ -1,9 +1,13 @@
-"""How tiles are summed must not change what they hold."""
+"""How tiles are summed, and in how many threads, must not change what they hold."""
 
+import copy
 import mmap
 import pickle
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from threading import Barrier
 from typing import Any
 
 import pytest
@@ -20,6 +24,8 @@ from epk_gp.autodiff.moved_weights import MovedWeights
 from epk_gp.autodiff.representations import ContractionCost, LogitsLastLayer, SoftmaxLastLayer
 from epk_gp.autodiff.verification import plan_for
 from epk_gp.core import plans as huge_pages
+from epk_gp.core.plans import TensorSpec
+from epk_gp.core.torch_overrides import disable_fused_attention
 from epk_gp.core.trajectory import flat_weights
 from epk_gp.gram.evaluation import StateReader
 from epk_gp.storage.chunks import StoredStates
@@ -47,17 +53,6 @@ def test_which_networks_take_several_weights_at_once_and_have_layers_only(name: 
         assert plan.bias_of == {key: bias if bias in names else None for key, bias in biases.items()}
     if name == "cnn":
         assert (plan.supports_interpolation, plan.supports_jvp, plan.supports_batched_vjp) == (True, True, True)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", sorted(STACKED))
-def test_small_steps_may_be_taken_together(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    case = make_case(name)
-    a, b = (epk.Points(X, torch.arange(len(X)) < 3) for X in (case.test, case.trajectory.inputs))  # both copies
-    together = [epk.gram_block(case.trajectory, a, b, head=head, rule=RULE) for head in case.heads]
-    monkeypatch.setattr("epk_gp.core.plans.MIN_STACKED", 1 << 40)
-    for head, expected in zip(case.heads, together, strict=True):
-        assert_close(epk.gram_block(case.trajectory, a, b, head=head, rule=RULE), expected)
 
 
 @pytest.mark.parametrize("name", ["relu", "wide", "cnn"])
@@ -117,7 +112,6 @@ def resident_bytes() -> int:
 
 @pytest.mark.parametrize("head", ["logits", "log_softmax"])
 def test_the_last_layer_may_be_passed_without_a_product(head: str) -> None:
-    """All layers' gradients equal those pulled back from the outputs themselves."""
     case = make_case("wide", steps=1)
     net = plan_for(case.trajectory, case.trajectory.model_for(case.test))
     at, cost = WeightLocation(flat_weights(case.trajectory, 0, case.test)), ContractionCost(9, 1, head == "logits")
@@ -170,7 +164,6 @@ def test_a_layer_that_sees_some_rows_only_is_found(rows: int) -> None:
 
 @pytest.mark.parametrize("path", [epk.straight(), epk.chords(7)], ids=["straight", "chords"])
 def test_states_on_disk_are_read_once_and_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: Any) -> None:
-    """And give the same bytes; chords ask for both of their ends."""
     record("plain", 40, path=tmp_path / "run")
     run, read, plain = epk.load_trajectory(tmp_path / "run", make_net()), list[int](), StoredStates.__getitem__
     monkeypatch.setattr(StoredStates, "__getitem__", lambda self, state: read.append(state) or plain(self, state))
@@ -181,3 +174,56 @@ def test_states_on_disk_are_read_once_and_in_order(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(StateReader, "get", lambda self, state, keep: flat_weights(run, state, run.inputs))
     assert torch.equal(epk.gram_block(run, a, b, rule=RULE, path=path), block)
     assert torch.equal(gram_diagonal_blocks(run, a, rule=RULE, path=path), diagonal)
+
+
+def in_threads(work: Callable[[], Tensor], count: int = 8) -> list[Tensor]:
+    """Do the same work in several threads that start together."""
+    barrier = Barrier(count)
+
+    def task() -> Tensor:
+        barrier.wait()
+        return work()
+
+    with ThreadPoolExecutor(count) as pool:
+        return [future.result() for future in [pool.submit(task) for _ in range(count)]]
+
+
+def test_one_module_in_several_threads_gives_wrong_numbers() -> None:
+    """The negative control: `functional_call` writes the parameters into the module that it is given."""
+    case = make_case("relu", steps=1)
+    model, X, ready = case.trajectory.model, case.test, Barrier(2)
+    module, params = copy.deepcopy(model.module), [case.trajectory.weights(s) for s in (0, 1)]
+    expected = [torch.func.functional_call(module, p, (X,)) for p in params]
+
+    class Slow(torch.overrides.TorchFunctionMode):
+        def __torch_function__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+            if func is torch.nn.functional.linear:
+                ready.wait(timeout=10)  # the other thread has written its parameters, too
+            return func(*args, **(kwargs or {}))
+
+    def both(call: Callable[[dict[str, Tensor]], Tensor]) -> list[bool]:
+        def task(number: int) -> bool:
+            with Slow():
+                return torch.equal(call(dict(params[number])), expected[number])
+
+        with ThreadPoolExecutor(2) as pool:
+            return list(pool.map(task, range(2)))
+
+    assert not all(both(lambda p: torch.func.functional_call(module, p, (X,))))
+    assert all(both(lambda p: model(p, X)))
+
+
+def test_a_plan_and_a_variant_are_made_once() -> None:
+    case, spec = make_case("relu", steps=1), TensorSpec(torch.float32, torch.device("cpu"))
+    model = case.trajectory.model_for(case.test)
+    for made in (lambda: plan_for(case.trajectory, model).plan, lambda: case.trajectory.model.variant(spec)):
+        assert len({int(number) for number in in_threads(lambda made=made: torch.tensor(id(made())))}) == 1
+
+
+def test_fused_attention_stays_off_until_the_last_thread_is_done() -> None:
+    before, second = torch.backends.mha.get_fastpath_enabled(), disable_fused_attention()
+    with disable_fused_attention():
+        second.__enter__()
+    assert not torch.backends.mha.get_fastpath_enabled()
+    second.__exit__(None, None, None)
+    assert torch.backends.mha.get_fastpath_enabled() == before

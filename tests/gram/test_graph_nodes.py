@@ -51,7 +51,6 @@ NETS = {
 
 @pytest.mark.parametrize("name", NETS)
 def test_a_block_by_nodes_is_that_of_autograd_and_the_kernel_machine_the_network(name):
-    """Also where every node is asked for, in another order, and one twice."""
     graph, net = make_graph(6), NETS[name]()
     trajectory = record(net, graph, steps=2)
     for a in (torch.arange(6).flip(0), torch.tensor([4, 0, 4])):
@@ -77,7 +76,6 @@ def test_kernels_and_processes_take_node_numbers():
 
 
 def test_kinks_of_a_graph_cost_a_few_evaluations():
-    """A bisection of one kink takes some 40 halvings of 4 nodes each."""
     net = make_net()
     trajectory = record(net, steps=2, optimizer=torch.optim.SGD(net.parameters(), lr=1.0))
     machine = epk.reconstruct(trajectory, torch.arange(7), head="logits")

@@ -1,13 +1,18 @@
-from pathlib import Path
+"""Blocks are those of the definition, however many steps go together, and cost what they should."""
+
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import epk_gp as epk
 import reference
+from epk_gp.autodiff.verification import plan_for
 from epk_gp.core.plans import MemoryPlan
+from epk_gp.gram.path_kernel import PathKernel
 from epk_gp.quadrature.rules import Rule
 from helpers import NETWORKS, assert_blocks, assert_close, gram_diagonal_blocks, make_case
 
@@ -17,7 +22,6 @@ RULE = epk.gauss_legendre(2)
 @pytest.mark.mostly_slow
 @pytest.mark.parametrize("name", NETWORKS)
 def test_blocks_over_both_copies_equal_dense_jacobians_and_are_a_kernel(name: str) -> None:
-    """Symmetric and positive semi-definite, whatever the rule's error."""
     case, is_train = make_case(name, steps=2), torch.tensor([False, True, True, False, False])
     X = torch.cat([case.test[:1], case.trajectory.inputs[:2], case.trajectory.inputs[:2]])
     points, some = epk.Points(X, is_train), epk.Points(X[:3], is_train[:3])
@@ -33,9 +37,7 @@ def test_blocks_over_both_copies_equal_dense_jacobians_and_are_a_kernel(name: st
 
 
 @pytest.mark.parametrize("rule", [epk.adaptive(1e-3), epk.QuadratureRule.left_endpoint()], ids=["adaptive", "left"])
-def test_a_trace_takes_the_rules_tiles_and_sums_of_other_blocks(
-    rule: Rule, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_trace_takes_the_rules_tiles_and_sums_of_other_blocks(rule, tmp_path, monkeypatch):
     monkeypatch.setattr(MemoryPlan, "tile_points", lambda *args: 2)
     case = make_case("relu", steps=1)
     points = epk.Points(torch.cat([case.trajectory.inputs[:3], case.test[:1]]), torch.arange(4) < 3)
@@ -64,9 +66,7 @@ class LargestTensor(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("kinds", [(False, True), (False, False), (True, True)])
-def test_a_trace_has_no_tensor_with_all_outputs_of_all_pairs(
-    kinds: tuple[bool, bool], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_trace_has_no_tensor_with_all_outputs_of_all_pairs(kinds, monkeypatch):
     case, X = make_case("relu", steps=1), torch.randn(300, 8, dtype=torch.float64)
     monkeypatch.setattr("epk_gp.autodiff.representations._SCALE_AND_ADD", 0)  # layers are factored
     a, b, tiles, plain = epk.Points(X, kinds[0]), epk.Points(X, kinds[1]), list[int](), MemoryPlan.tile_points
@@ -107,19 +107,15 @@ def test_small_budget_changes_nothing_but_the_order_of_sums(name: str, monkeypat
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "lr", "fine", "rounding"),
-    [("relu", 0.05, epk.QuadratureRule.midpoint(1000), 1e11), ("attention", 0.2, epk.gauss_legendre(20), 1e5)],
-)
+@pytest.mark.parametrize(("name", "lr", "fine", "rounding"), [
+    ("relu", 0.05, epk.QuadratureRule.midpoint(1000), 1e11), ("attention", 0.2, epk.gauss_legendre(20), 1e5),
+])  # fmt: skip
 def test_adaptive_gram_equals_many_nodes(name: str, lr: float, fine: Rule, rounding: float) -> None:
-    """Against composite midpoints so fine that a kink's share is below the tolerance."""
     case = make_case(name, steps=2, lr=lr)
     X = torch.cat([case.test[:1], case.trajectory.inputs[:1]])
     a, b = epk.Points(case.test[:2], False), epk.Points(X, torch.tensor([False, True]))
-    found, exact, coarse = (
-        epk.gram_block(case.trajectory, a, b, rule=rule)
-        for rule in (epk.adaptive(1e-14), fine, epk.QuadratureRule.left_endpoint())
-    )
+    rules = epk.adaptive(1e-14), fine, epk.QuadratureRule.left_endpoint()
+    found, exact, coarse = (epk.gram_block(case.trajectory, a, b, rule=rule) for rule in rules)
     assert_close(found, exact, rounding=rounding)
     assert (coarse - exact).abs().max() > 100 * (found - exact).abs().max()
 
@@ -129,3 +125,88 @@ def test_step_weights_replace_the_learning_rates() -> None:
     etas, each = torch.tensor([0.0, 2.0, 0.5, 0.0], dtype=torch.float64), torch.eye(4, dtype=torch.float64)
     K, one, other = (epk.gram_block(run, points, points, step_weights=weights) for weights in (etas, each[1], each[2]))
     assert_close(K, 2.0 * one + 0.5 * other)
+
+
+COUNTS = (1, 2, 7, 1 << 20)  # the last: all steps
+
+
+def together(count: int):
+    """Let as many steps go together as that, of networks of which several can."""
+    return patch.object(MemoryPlan, "fitting_lines", lambda self, *sizes: count)
+
+
+@pytest.mark.parametrize("name", ["tanh", "relu", "norms", "attention", "tied", "twice", "cnn"])
+@pytest.mark.filterwarnings("ignore::epk_gp.CertificateWarning")  # of the fixed rule
+def test_blocks_and_contributions_are_those_of_the_definition(name):
+    case, rule = make_case(name), epk.gauss_legendre(3)
+    run, head = case.trajectory, case.heads[-1]
+    test, train = epk.Points(case.test, is_train=False), epk.Points(run.inputs, is_train=True)
+    expected = reference.gram_block(run, test, train, head, rule)
+    own = reference.gram_block(run, test, test, head, rule)
+    samples = reference.contributions(run, case.test, head, rule)
+    for count in COUNTS:
+        with together(count):
+            assert_close(epk.gram_block(run, test, train, head=head, rule=rule), expected)
+            diagonal = PathKernel(run, head, rule).diagonal_blocks(test)
+            assert_close(diagonal, torch.stack([own[n, :, n] for n in range(len(case.test))]))
+            assert_close(epk.attribute(run, case.test, head=head, rule=rule).samples, samples)
+            assert epk.attribute(run, case.test, head=head).max_error <= 1e-12
+            assert epk.reconstruct(run, case.test, head=head).max_error <= 1e-12
+
+
+def test_most_networks_take_several_steps_together():
+    """The control of the test above: what cannot is one step at a time."""
+    cases = {name: make_case(name, steps=1) for name in NETWORKS}
+    can = {name: plan_for(c.trajectory, c.trajectory.model_for(c.test)).plan for name, c in cases.items()}
+    taken = {name for name, plan in can.items() if plan.supports_stacking and plan.supports_jvp}
+    assert {"tanh", "relu", "norms", "attention", "tied", "twice", "cnn"} <= taken
+
+
+class Positions(nn.Module):
+    """A position is looked up by a range that no input carries, and as long as there are rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.places, self.out = nn.Embedding(5, 4), nn.Embedding(6, 4), nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        places: Tensor = self.places(torch.arange(x.shape[1]))
+        return self.out(torch.tanh(self.words(x) + places).mean(1))
+
+
+def test_a_range_that_is_as_long_as_there_are_rows_is_none_of_them():
+    torch.manual_seed(0)
+    net, X = Positions().double(), torch.randint(5, (8, 6))
+    optimizer = torch.optim.Adam(net.parameters(), lr=0.1)
+    run = epk.train(net, X, torch.arange(8) % 3, steps=6, batch_size=4, optimizer=optimizer)
+    for n in (1, 2, 3, 6):  # on 6 lines: 6, 12, ... rows
+        with together(1):
+            alone = epk.attribute(run, X[:n])
+        for count in (2, 3, 6):
+            with together(count):
+                assert_close(epk.attribute(run, X[:n]).samples, alone.samples)
+
+
+class Branch(nn.Module):
+    """Calls a ReLU more where a weight is positive."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.hidden, self.out = nn.Linear(2, 4), nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.relu(self.hidden(x))
+        return self.out(torch.relu(x) if bool(self.out.bias[0] > 0) else x)
+
+
+def test_another_branch_at_the_end_of_a_step_is_a_clear_error():
+    torch.manual_seed(0)
+    net, X = Branch().double(), torch.randn(6, 2, dtype=torch.float64)
+    with torch.no_grad():
+        net.out.bias.copy_(torch.tensor([-1e-3, 0.0]))
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.5)
+    run = epk.train(net, X, torch.zeros(6, dtype=torch.int64), steps=2, optimizer=optimizer)
+    for count in COUNTS:
+        refused = pytest.raises(ValueError, match="must call the same functions at both ends of a step|tensors")
+        with together(count), refused:
+            epk.attribute(run, X[:1])

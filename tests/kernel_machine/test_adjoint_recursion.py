@@ -121,19 +121,6 @@ def test_steps_of_a_chord_that_go_back_together_add_what_they_add_alone(name, mo
         assert torch.equal(*(getattr(parts, own) for parts in found)), own
 
 
-def test_a_run_of_several_optimizers_sums_to_the_network(monkeypatch):
-    """Matrices by Muon, the rest by Adam: how Muon is used."""
-    monkeypatch.setattr("torch.optim._muon._zeropower_via_newtonschulz", newton_schulz)
-    net, X, y = problem("SGD")
-    matrices = [p for p in net.parameters() if p.ndim == 2]
-    vectors = [p for p in net.parameters() if p.ndim == 1]
-    optimizers = [torch.optim.Muon(matrices, lr=0.05), torch.optim.Adam(vectors, lr=0.01)]
-    run, _ = recorded(net, optimizers, X, y, batches(2))
-    assert run.update_rule == "Muon + Adam"
-    assert sorted(run.updates[0].left | run.updates[0].right) == [0, 2]
-    assert_are_shares(run, points("Muon"), shares(run))
-
-
 def test_left_out_matrices_are_seen():
     """The control: with the identity in the place of Muon's matrices nothing sums to the network."""
     net, X, y = problem("Muon")

@@ -24,12 +24,9 @@ from epk_gp.kernel_machine.axes import by_sample, by_step
 from helpers import assert_close
 
 AVERAGES = {
-    "ema": (range(1, 13), 0.7),
-    "ema_every_third": (range(3, 13, 3), 0.5),
-    "swa": (range(1, 13), None),
-    "swa_late": (range(6, 13, 2), None),
-    "one_update": ([5], None),
-}
+    "ema": (range(1, 13), 0.7), "ema_every_third": (range(3, 13, 3), 0.5), "swa": (range(1, 13), None),
+    "swa_late": (range(6, 13, 2), None), "one_update": ([5], None),
+}  # fmt: skip
 
 
 def recorded(name, updates=(), decay=None, **options) -> tuple[epk.Trajectory, nn.Module, Tensor]:
@@ -63,7 +60,6 @@ def test_the_parts_sum_to_the_averaged_network(optimizer, name):
 
 @pytest.mark.parametrize("name", ["momentum", "adamw"])
 def test_contributions_are_those_of_per_sample_buffers(name):
-    """Each sample's share of every trained step, averaged as the weights are, against Phi by brute force."""
     run, _, X_test = recorded(name)
     a = averaging_coefficients(12, decay=0.7)
     changes, trained = [], torch.zeros(run.num_points + 1, run.num_weights, dtype=torch.float64)
@@ -76,7 +72,6 @@ def test_contributions_are_those_of_per_sample_buffers(name):
 
 
 def test_an_average_that_counts_the_initial_weights_is_explained():
-    """As written by hand: ema = decay * ema + (1 - decay) * w, from the initial weights on."""
     run, _, X_test = recorded("momentum")
     ema = run.states[0]
     for s in range(12):

@@ -157,7 +157,6 @@ def test_large_steps_are_certified(activation):
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["float64", "float32"])
 @pytest.mark.parametrize("make_net", FAULTY.values(), ids=FAULTY.keys())
 def test_a_derivative_that_is_none_ends_soon_and_is_not_certified(make_net, dtype):
-    """At first 82,000 evaluations for one point and step."""
     with pytest.warns(epk.CertificateWarning, match="derivative is not the derivative of its outputs"):
         run = trained(make_net, dtype, steps=2)
     with pytest.warns(epk.CertificateWarning, match="reconstruction is not certified: the quadrature of a step leaves"):
@@ -174,13 +173,6 @@ def test_a_fixed_rule_is_certified_where_it_is_exact():
     for call in (epk.reconstruct, epk.attribute):
         with pytest.warns(epk.CertificateWarning, match=r"a fixed rule: epk_gp.adaptive\(\)"):
             assert not call(run, run.inputs[:3], rule=epk.QuadratureRule.left_riemann(10)).certified
-
-
-def test_a_run_without_steps_is_certified():
-    net, (X, y) = mlp(), data()
-    result = epk.reconstruct(record(net, torch.optim.SGD(net.parameters(), lr=0.1), X, y, []), X[:3])
-    assert result.certified
-    assert result.worst_step == -1
 
 
 def test_the_larger_of_two_numbers_keeps_nan():

@@ -1,12 +1,14 @@
 """Runs that keep every k-th state: the same sums, along states made again bit by bit, or by the update rule."""
 
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 
 import pytest
 import torch
 from captured_loops import FEATURES, CapturedLoop
 from torch import nn
+from torch.nn import functional as F
 
 import epk_gp as epk
 from epk_gp.core import replay
@@ -71,7 +73,6 @@ def by_law(monkeypatch):
 @pytest.mark.usefixtures("by_law")
 @pytest.mark.parametrize("name", [pytest.param(k, marks=() if k in QUICK else pytest.mark.slow) for k in RUNS])
 def test_contributions_are_those_of_the_run_with_all_states(name, tmp_path):
-    """Both decompose alike, to the rounding that a step amplifies, and the sums are exact."""
     thinned, whole = RUNS[name](tmp_path / "run"), RUNS[name](None)
     assert recomputation_of(thinned).kept.numbers == (0, 3, 6, 7)
     assert all(torch.equal(thinned.states[s], whole.states[s]) for s in (0, 3, 6, 7))
@@ -112,7 +113,6 @@ def test_states_and_coefficients_are_those_that_the_loop_made_bit_by_bit(name, t
 
 @pytest.mark.usefixtures("by_law")
 def test_in_float32_the_jumps_at_kept_states_are_unexplained(tmp_path):
-    """Without them the sum misses the network: the rounding of three steps in float32, each."""
     run = train("momentum", tmp_path / "run", torch.float32)
     parts = epk.attribute(run, X)
     assert parts.certified
@@ -125,7 +125,6 @@ def test_in_float32_the_jumps_at_kept_states_are_unexplained(tmp_path):
 
 
 def test_a_kept_state_that_the_update_rule_does_not_lead_to_is_found(tmp_path, monkeypatch):
-    """The sum stays exact, with the jump as its unexplained part, and the certificate names a step beside it."""
     own = recomputation_of(train("sgd", tmp_path / "run"))
     kind, read = type(own.kept), type(own.kept).__getitem__
     monkeypatch.setattr(kind, "__getitem__", lambda kept, state: read(kept, state) + 1e-3 * (state == 3))
@@ -142,7 +141,6 @@ def test_a_kept_state_that_the_update_rule_does_not_lead_to_is_found(tmp_path, m
 @pytest.mark.usefixtures("by_law")
 @pytest.mark.parametrize("name", ["sgd", "adamw"])
 def test_a_pass_over_the_run_computes_every_stretch_once(name, tmp_path, monkeypatch):
-    """Also without room, forwards and backwards; momentum lies in a temporary file then."""
     monkeypatch.setattr(replay, "HELD_BYTES", 0)
     monkeypatch.setattr(replay.math, "isqrt", lambda n: n)  # a segment is a stretch
     whole, run, calls, gradient_at = train(name), train(name, tmp_path / "run"), [], RunReplay.gradient_at
@@ -174,3 +172,149 @@ def test_trajectories_of_kept_states_are_not_plain_gradient_descent_where_a_scal
     assert not run.is_vanilla_gd
     assert not replace(run).is_vanilla_gd
     assert epk.reconstruct(run, X).max_error < 1e-12
+
+
+LONG, SPARSE, LETTERS, LENGTH = 12, 5, 11, 8
+
+
+class GPT(nn.Module):
+    """Causal attention and a wide layer, with dropout in both; tied embeddings, positions without a row."""
+
+    def __init__(self, rate=0.1, width=16):
+        super().__init__()
+        self.wte, self.wpe, self.rate = nn.Embedding(LETTERS, width), nn.Embedding(LENGTH, width), rate
+        self.norm_1, self.norm_2, self.norm = (nn.LayerNorm(width) for _ in range(3))
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.wide = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width), nn.Dropout(rate))
+        self.head = nn.Linear(width, LETTERS, bias=False)
+        self.head.weight = self.wte.weight
+
+    def forward(self, x):
+        n, T = x.shape
+        x = self.wte(x) + self.wpe(torch.arange(T))
+        q, k, v = self.qkv(self.norm_1(x)).view(n, T, 3, 2, -1).permute(2, 0, 3, 1, 4)
+        rate = self.rate if self.training else 0.0
+        a = F.scaled_dot_product_attention(q, k, v, is_causal=True, dropout_p=rate)
+        x = x + self.out(a.transpose(1, 2).reshape(n, T, -1))
+        return self.head(self.norm(x + self.wide(self.norm_2(x))))
+
+
+NETS = {
+    "mlp": lambda: nn.Sequential(nn.Linear(4, 16), nn.ReLU(), nn.Dropout(0.2), nn.Linear(16, 3)),
+    "cnn": lambda: nn.Sequential(
+        nn.Conv2d(1, 6, 3, bias=False), nn.BatchNorm2d(6), nn.ReLU(), nn.Flatten(), nn.Linear(96, 3)
+    ),
+    "gpt": lambda rate=0.1: GPT(rate),
+}
+ADAMW = partial(torch.optim.AdamW, lr=0.01, weight_decay=0.1)
+MOMENTUM = partial(torch.optim.SGD, lr=0.05, momentum=0.9, weight_decay=1e-3)
+
+
+class OtherSGD(torch.optim.SGD):
+    """The step of SGD in another order of operations: its bits are not torch's."""
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.copy_(-(3 * group["lr"] * p.grad / 3 - p))
+
+
+LOOPS = {
+    "mlp, AdamW": (ADAMW, {}), "mlp, momentum, clipped": (MOMENTUM, {"clip": 0.5}),
+    "mlp, masked, clipped": (ADAMW, {"masked": 5, "clip": 0.5}),
+    "mlp, fused": (partial(torch.optim.AdamW, lr=0.01, fused=True), {}),
+    "cnn, momentum, accumulated": (MOMENTUM, {"accumulated": 3}), "cnn, AdamW, clipped": (ADAMW, {"clip": 0.3}),
+    "gpt, AdamW, accumulated, clipped": (ADAMW, {"accumulated": 3, "clip": 1.0}),
+    "gpt, fused attention, momentum": (MOMENTUM, {"rate": 0.0}),
+    "gpt, classes second": (ADAMW, {"value": lambda z, y: F.cross_entropy(z.transpose(1, 2), y)}),
+    "gpt, sum": (ADAMW, {"value": lambda z, y: of_letters(z, y, reduction="sum") / 64}),
+    "gpt, bfloat16": (ADAMW, {"autocast": True, "unexplained": 0.5}), "gpt, no loss stated": (ADAMW, {"loss": None}),
+    "mlp, focal loss, not stated": (ADAMW, {"loss": None, "value": lambda z, y: F.cross_entropy(z, y) ** 2}),
+}  # fmt: skip
+
+
+def of_letters(z, y, **options):
+    return F.cross_entropy(z.view(-1, LETTERS), y.view(-1), **options)
+
+
+def data(net):
+    torch.manual_seed(0)
+    if isinstance(net, GPT):
+        text = torch.randint(LETTERS, (40, LENGTH + 1))
+        return text[:, :-1].clone(), text[:, 1:].clone()
+    X = torch.randn(40, 1, 6, 6) if isinstance(net[0], nn.Conv2d) else torch.randn(40, 4)
+    return X, torch.arange(40) % 3
+
+
+def record(name, path=None, *, make_optimizer=None, keep=SPARSE):
+    optimizer, options = LOOPS[name]
+    options = dict(options)
+    torch.manual_seed(1)
+    net = NETS[name[:3]](*([options.pop("rate")] if "rate" in options else []))
+    X, y = data(net)
+    optimizer = (make_optimizer or optimizer)(net.parameters())
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda s: min(s, 4) / 4 * (1 - s / 50))  # begins with 0
+    masked = options.pop("masked", 0)
+    value = options.pop("value", of_letters if isinstance(net, GPT) else F.cross_entropy)
+    accumulated, clip, autocast = options.pop("accumulated", 1), options.pop("clip", None), options.pop("autocast", 0)
+    if isinstance(net, GPT):
+        options["output"] = lambda z: z[:, -1]
+    if path is not None:
+        options |= {"folder": path, "storage": epk.Storage(keep_every=keep)}
+    weight = {} if "loss" in options else {"weight": None if name == "gpt, sum" else 1 / accumulated}
+    torch.manual_seed(5)
+    with epk.Recorder(net, optimizer, X, y, **options) as recorder:
+        for _ in range(LONG):
+            optimizer.zero_grad()
+            for _ in range(accumulated):
+                rows = torch.randint(40, (8,))
+                with torch.autocast("cpu", dtype=torch.bfloat16, enabled=bool(autocast)):
+                    loss = value(net(X[rows]), y[rows])
+                (loss / accumulated).backward()
+                recorder.batch(rows, **weight)
+            if masked:
+                next(net.parameters()).grad[:masked] = 0
+            if clip is not None:
+                nn.utils.clip_grad_norm_(net.parameters(), clip)
+            optimizer.step()
+            scheduler.step()
+    return recorder.trajectory
+
+
+def asked(run):
+    return run.inputs[:2] if run.inputs.dtype == torch.int64 else run.inputs[:2].double()
+
+
+@pytest.mark.parametrize("name", LOOPS)
+def test_no_bit_of_a_state_differs_and_the_run_is_certified_like_one_with_all_states(name, tmp_path):
+    thinned, whole = record(name, tmp_path / "run"), record(name)
+    assert recomputation_of(thinned).kept.numbers == (0, 5, 10, 12)
+    assert sum(int((thinned.states[s] != whole.states[s]).sum()) for s in range(LONG + 1)) == 0
+    assert recomputation_of(thinned).finding is None
+    own, other = epk.attribute(thinned, asked(thinned)), epk.attribute(whole, asked(whole))
+    assert own.certified
+    assert own.states == ""
+    for term in ("samples", "decay", "statistics", "unexplained", "total"):
+        assert torch.equal(getattr(own, term), getattr(other, term))
+
+
+def test_a_run_whose_bits_cannot_be_had_takes_the_update_rule_and_says_so(tmp_path):
+    run = record("mlp, AdamW", tmp_path / "run", make_optimizer=lambda p: OtherSGD(p, lr=0.3))
+    parts = epk.attribute(run, asked(run))
+    assert "made again, ends at other bits" in recomputation_of(run).finding
+    assert parts.states == f"states between kept ones follow the update rule, for {recomputation_of(run).finding}"
+    assert parts.states in str(parts.entries(1))
+    assert float((parts.total - parts.network).abs().max()) < 1e-5
+
+
+def test_other_weights_at_a_kept_state_are_seen(tmp_path, monkeypatch):
+    """The negative control: the bits of one weight decide, in that stretch and the next, and not in the last."""
+    run = record("mlp, AdamW", tmp_path / "run")
+    kept = recomputation_of(run).kept
+    read = type(kept).__getitem__
+    changed = read(kept, 5)
+    changed[3] = torch.nextafter(changed[3], torch.tensor(1.0))
+    monkeypatch.setattr(type(kept), "__getitem__", lambda own, s: changed if s == 5 else read(own, s))
+    missed = [recomputation_of(run).missed(step, torch.device("cpu")) for step in (11, 2, 7)]
+    assert missed == [None, "step 4, made again, ends at other bits", "step 5, made again, ends at other bits"]

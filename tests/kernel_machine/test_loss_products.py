@@ -69,9 +69,8 @@ def products_of(name):
     run = record(net, torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9), X, y, torch.arange(12).split(6))
     model = plan_for(run, run.model_for(X))
     kernel = PathKernel(run, "logits", epk.gauss_legendre(2))
-    problem = Predictions(
-        model, run, kernel.head, kernel.rule, kernel.path, 1 << 30, X[:3], torch.zeros(3, dtype=torch.int64)
-    )
+    asked = 1 << 30, X[:3], torch.zeros(3, dtype=torch.int64)
+    problem = Predictions(model, run, kernel.head, kernel.rule, kernel.path, *asked)
     return LossProducts(problem, RunReplay(run.trained, model.model, X))
 
 
@@ -90,15 +89,12 @@ def check_along(products, s, directions):
     torch.testing.assert_close(products._along(state, data, directions, losses), expected, rtol=1e-11, atol=1e-12)
 
 
-@pytest.mark.parametrize(
-    ("name", "count", "num_mapped"),
-    [
-        pytest.param("norm", 3, 2, marks=pytest.mark.skipif(torch.__version__ < (2, 10), reason="torch cannot map it")),
-        ("norm", 1, 0),
-        ("norm_and_dropout", 3, 0),
-        ("squares", 3, 0),
-    ],
-)
+@pytest.mark.parametrize(("name", "count", "num_mapped"), [
+    pytest.param("norm", 3, 2, marks=pytest.mark.skipif(torch.__version__ < (2, 10), reason="torch cannot map it")),
+    ("norm", 1, 0),
+    ("norm_and_dropout", 3, 0),
+    ("squares", 3, 0),
+])  # fmt: skip
 def test_directions_are_taken_together_once_the_first_pass_was_compared(name, count, num_mapped, monkeypatch):
     """Not one alone, not where numbers are drawn; and what torch cannot map is tried once."""
     products = products_of(name)

@@ -96,7 +96,6 @@ def test_a_derivative_without_the_statistics_is_not_certified(name):
 
 
 def test_kinks_behind_batch_normalisation_are_located(monkeypatch):
-    """Without a search for them every kink costs some fifty evaluations and more."""
     _, trajectory, X = recorded("cnn_relu", num_points=2, num_steps=1)
     steps = integrals(trajectory, X)
     located = torch.stack([step.evaluations for step in steps]).mean()

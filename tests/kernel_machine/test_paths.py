@@ -19,7 +19,7 @@ from epk_gp.kernel_machine import attribute
 from epk_gp.kernel_machine.axes import by_parameter, by_sample, by_step
 from epk_gp.kernel_machine.baselines import single_machine
 from epk_gp.quadrature.rules import LayerwisePath, QuadratureStatus
-from helpers import NETWORKS, assert_close, make_case
+from helpers import NETWORKS, assert_close, gram_diagonal_blocks, make_case
 
 RULE = epk.gauss_legendre(3)
 slow = pytest.mark.slow
@@ -32,12 +32,10 @@ PATHS = [
 QUICK = {"relu_sgd", "batch_norm_sgd", "transformer_adamw"}
 
 
-@pytest.mark.parametrize(
-    ("name", "path"),
-    [pytest.param(*case, id=f"{case[0]}-{case[1]}", marks=() if case[0] in QUICK else slow) for case in PATHS],
-)
+@pytest.mark.parametrize(("name", "path"), [
+    pytest.param(*case, id=f"{case[0]}-{case[1]}", marks=() if case[0] in QUICK else slow) for case in PATHS
+])  # fmt: skip
 def test_sums_are_exact_along_every_path(name, path):
-    """Layerwise to rounding, at two evaluations a stretch."""
     run, X = recorded(name), queries()
     parts = epk.attribute(run, X, path=path)
     assert parts.certified
@@ -56,7 +54,6 @@ def test_sums_are_exact_along_every_path(name, path):
 @pytest.mark.mostly_slow
 @pytest.mark.parametrize("name", sorted({*NETWORKS} - {"cosine", "sequence_first"}))
 def test_layerwise_sums_are_exact_for_every_kind_of_layer(name):
-    """Tied and bare weights, transposed and grouped convolutions, frozen statistics, class tokens."""
     case = make_case(name)
     parts = epk.attribute(case.trajectory, case.test, path=epk.layerwise())
     assert parts.certified
@@ -90,7 +87,6 @@ def mean_derivatives(run, first, last, x):
     pytest.param("tanh_sgd", epk.chords(100), marks=slow), pytest.param("tanh_adamw", epk.chords(2), marks=slow),
 ])  # fmt: skip
 def test_contributions_equal_the_definition(name, path):
-    """Recorded steps split by buffers run forward, times averages by autograd.grad, or layer by layer in loops."""
     run, X, is_layerwise = recorded(name), queries(2), isinstance(path, LayerwisePath)
     parts = epk.attribute(run, X, head="logits" if is_layerwise else "log_softmax", rule=RULE, path=path)
     of_samples = shares(run)
@@ -127,7 +123,6 @@ def test_averages_of_other_stretches_miss_the_network():
 
 
 def test_moving_statistics_are_split_along_the_path():
-    """Of every step, by the derivative in them that autograd.grad gives."""
     run, X, path = recorded("batch_norm_sgd"), queries(2), epk.chords(2)
     (steps, whole) = epk.attribute(run, X, by=[[by_step(run)], [by_sample(run)]], rule=RULE, path=path)
     for n, x in enumerate(X):
@@ -186,7 +181,9 @@ def test_ranges_of_steps_begin_where_chords_do():
 
 def test_a_checkpoint_belongs_to_its_path(tmp_path):
     run, X = recorded("relu_sgd"), queries()
-    for number, call in enumerate((epk.attribute, epk.reconstruct)):
+    block = lambda run, X, **o: epk.gram_block(run, *[epk.Points(X, is_train=False)] * 2, **o)  # noqa: E731
+    diagonal = lambda run, X, **o: gram_diagonal_blocks(run, epk.Points(X, is_train=False), **o)  # noqa: E731
+    for number, call in enumerate((epk.attribute, epk.reconstruct, block, diagonal)):
         folder = tmp_path / str(number)
         call(run, X, path=epk.chords(2), checkpoint=folder)
         call(run, X, path=epk.chords(2), checkpoint=folder)
@@ -287,10 +284,7 @@ def test_a_fault_of_the_network_is_no_reason_for_another_path(error, monkeypatch
 @pytest.mark.usefixtures("unchecked")
 def test_what_is_no_path_or_cannot_be_integrated_is_refused():
     run, X, path = recorded("tanh_sgd"), queries(), epk.layerwise(2)
-    points, no_integral = (
-        epk.Points(X, is_train=False),
-        r"(along a path|one state) .* got layerwise\(every=2\)",
-    )
+    points, no_integral = (epk.Points(X, is_train=False), r"(along a path|one state) .* got layerwise\(every=2\)")
     calls = [
         (lambda: epk.reconstruct(run, X, path=path), ValueError, no_integral),
         (lambda: epk.gram_block(run, points, points, path=path), ValueError, no_integral),

@@ -32,7 +32,6 @@ def sizes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 @pytest.mark.parametrize(("kind", "is_apart"), [("plain", False), ("momentum", False), ("momentum", True)])
 def test_the_pieces_of_an_attribution_are_those_of_its_workers(kind, is_apart, sizes, monkeypatch):
-    """Also where outputs go through the run apart: two at a time."""
     run, X = training_run(kind, 40), inputs(3)
     if is_apart:
         monkeypatch.setattr(MemoryPlan, "adjoint_points", lambda _, count: 2 if count == 1 else 0)

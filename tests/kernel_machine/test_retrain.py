@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -24,7 +25,7 @@ from epk_gp.storage.chunks import read_groups
 
 Optimizer = optim.Optimizer
 Make = Callable[[list[nn.Parameter]], Optimizer]
-INF = float("inf")
+INF, sgd = float("inf"), partial(optim.SGD, lr=0.2, momentum=0.8, weight_decay=0.01)
 WEIGHTS = torch.stack([torch.ones(POINTS), torch.arange(POINTS) % 3, torch.full((POINTS,), 3.0)]).double()
 LEFT_OUT = torch.ones(2, POINTS, dtype=torch.float64)
 LEFT_OUT[1, 3] = 0
@@ -41,21 +42,14 @@ def adamw(p: list[nn.Parameter]) -> Optimizer:
     return optim.AdamW([{"params": p[:1], "lr": 0.05}, {"params": p[1:]}], lr=0.02, eps=1e-3)
 
 
-def sgd(p: Any) -> Optimizer:
-    return optim.SGD(p, lr=0.2, momentum=0.8, weight_decay=0.01)
-
-
 MAKE: dict[str, Make] = {
-    "SGD": sgd,
-    "Adam": adam,
-    "AdamW": lambda p: optim.AdamW(p, lr=0.03, eps=1e-3),
+    "SGD": sgd, "Adam": adam, "AdamW": lambda p: optim.AdamW(p, lr=0.03, eps=1e-3),
     "RMSprop": lambda p: optim.RMSprop(p, lr=0.02, eps=1e-3),
     "Adagrad": lambda p: optim.Adagrad(p, lr=0.1, eps=1e-3, initial_accumulator_value=0.2),
-    "Adadelta": lambda p: optim.Adadelta(p, lr=1.0, eps=1e-3),
-    "Adamax": lambda p: optim.Adamax(p, lr=0.02, eps=1e-3),
+    "Adadelta": lambda p: optim.Adadelta(p, lr=1.0, eps=1e-3), "Adamax": lambda p: optim.Adamax(p, lr=0.02, eps=1e-3),
     "NAdam": lambda p: optim.NAdam(p, lr=0.02, eps=1e-3),
     "RAdam": lambda p: optim.RAdam(p, lr=0.02, eps=1e-3, betas=(0.9, 0.9)),
-}
+}  # fmt: skip
 
 
 def loop_of(make: Make, at_step: Callable[[int, Optimizer, list[nn.Parameter]], Any], **options: Any) -> WeightedLoop:
@@ -81,10 +75,6 @@ def adding(make: Make, **options: Any) -> WeightedLoop:
     """The first layer joins in a group of its own."""
     at_step = lambda step, o, p: step == 3 and o.add_param_group({"params": p[:2], **options})  # noqa: E731
     return loop_of(lambda p: make(p[2:]), at_step, options={"trained": ["0.weight", "0.bias"]})
-
-
-def unfreezing() -> WeightedLoop:
-    return loop_of(lambda p: adam([p[0].requires_grad_(False), *p[1:]]), lambda s, _, p: p[0].requires_grad_(s >= 3))
 
 
 def regrouping() -> WeightedLoop:
@@ -133,10 +123,8 @@ def normalised(momentum: float | None = 0.1, make: Make = sgd, **options: Any) -
 
 
 LOOPS: dict[str, WeightedLoop] = {
-    "dropout": WeightedLoop(adamw, lambda: mlp(nn.Dropout(0.3))),
-    "batch_norm": normalised(),
-    "batch_norm_cumulative": normalised(None),
-    "batch_norm_accumulated": normalised(make=adamw, accumulated=2),
+    "dropout": WeightedLoop(adamw, lambda: mlp(nn.Dropout(0.3))), "batch_norm": normalised(),
+    "batch_norm_cumulative": normalised(None), "batch_norm_accumulated": normalised(make=adamw, accumulated=2),
     "instance_norm": WeightedLoop(
         sgd, lambda: convolutions(nn.InstanceNorm1d(3, affine=True, track_running_stats=True))
     ),
@@ -146,36 +134,29 @@ LOOPS: dict[str, WeightedLoop] = {
     "weight_norm_of_columns": WeightedLoop(sgd, lambda: weight_normalised(mlp(), dim=1)),
     "weight_norm_of_all": WeightedLoop(sgd, lambda: weight_normalised(mlp(), dim=None)),
     "operation_of_ones_own": WeightedLoop(sgd, lambda: mlp(activation=Apply(torch.square))),
-    "transformer": WeightedLoop(adamw, Encoder),
-    "accumulated": WeightedLoop(adamw, accumulated=3),
-    "relu": WeightedLoop(adamw, lambda: mlp(activation=nn.ReLU())),
-    "full_batch": WeightedLoop(sgd, batch=POINTS),
-    "unfrozen_layer": unfreezing(),
+    "transformer": WeightedLoop(adamw, Encoder), "accumulated": WeightedLoop(adamw, accumulated=3),
+    "relu": WeightedLoop(adamw, lambda: mlp(activation=nn.ReLU())), "full_batch": WeightedLoop(sgd, batch=POINTS),
+    "unfrozen_layer": loop_of(
+        lambda p: adam([p[0].requires_grad_(False), *p[1:]]), lambda s, _, p: p[0].requires_grad_(s >= 3)
+    ),
     "scheduled": loop_of(adam, lambda s, o, _: o.param_groups[0].update(lr=0.05 * 0.8**s)),
-    "Adam_beta2": changing(adam, betas=(0.9, 0.5)),
-    "Adam_eps": changing(adam, eps=0.1),
+    "Adam_beta2": changing(adam, betas=(0.9, 0.5)), "Adam_eps": changing(adam, eps=0.1),
     "Adam_amsgrad": changing(lambda p: adam(p, amsgrad=True, betas=(0.9, 0.5)), amsgrad=False),
     "Adam_every_step": loop_of(adam, lambda s, o, _: o.param_groups[0].update(betas=(0.9 - s / 50, 1 - s / 40))),
     "RMSprop": changing(lambda p: optim.RMSprop(p, lr=0.02, eps=1e-3, momentum=0.5), alpha=0.5, eps=0.01, momentum=0.0),
     "RMSprop_centered": changing(lambda p: optim.RMSprop(p, lr=0.02, eps=1e-3, centered=True), centered=False),
-    "Adagrad": changing(MAKE["Adagrad"], eps=0.3),
-    "Adamax": changing(MAKE["Adamax"], eps=0.1),
+    "Adagrad": changing(MAKE["Adagrad"], eps=0.3), "Adamax": changing(MAKE["Adamax"], eps=0.1),
     "Adadelta": changing(MAKE["Adadelta"], rho=0.5),
     "NAdam": changing(MAKE["NAdam"], betas=(0.8, 0.5), momentum_decay=0.4),
     "RAdam": changing(MAKE["RAdam"], betas=(0.8, 0.7)),
     "SGD": changing(sgd, nesterov=True, weight_decay=0.1, maximize=True),
     **{f"added_{name}": adding(make) for name, make in MAKE.items()},
-    "added_with_options": adding(adam, eps=0.1, betas=(0.8, 0.6)),
-    "regrouped": regrouping(),
+    "added_with_options": adding(adam, eps=0.1, betas=(0.8, 0.6)), "regrouped": regrouping(),
     "clipped_norm": clipped(ClipNorm(0.1), adamw, is_stated=False),
-    "clipped_value": clipped(ClipValue(0.02), is_stated=False),
-    "clipped_inf": clipped(ClipNorm(0.05, INF), adam),
-    "clipped_1": clipped(ClipNorm(0.4, 1.0)),
-    "clipped_3": clipped(ClipNorm(0.08, 3.0), adam),
-    "bound_of_norm_not_reached": clipped(ClipNorm(0.8)),
-    "bound_of_value_not_reached": clipped(ClipValue(0.4)),
-    "bound_of_value_reached_by_some": clipped(ClipValue(0.2)),
-    "masked": WeightedLoop(adamw, clip=masked),
+    "clipped_value": clipped(ClipValue(0.02), is_stated=False), "clipped_inf": clipped(ClipNorm(0.05, INF), adam),
+    "clipped_1": clipped(ClipNorm(0.4, 1.0)), "clipped_3": clipped(ClipNorm(0.08, 3.0), adam),
+    "bound_of_norm_not_reached": clipped(ClipNorm(0.8)), "bound_of_value_not_reached": clipped(ClipValue(0.4)),
+    "bound_of_value_reached_by_some": clipped(ClipValue(0.2)), "masked": WeightedLoop(adamw, clip=masked),
     "masked_accumulated": WeightedLoop(sgd, clip=masked, accumulated=2),
     "masked_and_clipped": WeightedLoop(adam, clip=lambda p: masked(p, ClipNorm(0.1))),
     "masked_and_clipped_as_stated": WeightedLoop(
@@ -183,7 +164,7 @@ LOOPS: dict[str, WeightedLoop] = {
     ),
     "masked_and_clipped_by_value": WeightedLoop(adam, clip=lambda p: masked(p, ClipValue(0.02))),
     "bound_reached_late": clipped(ClipNorm(0.35), is_stated=False),
-}
+}  # fmt: skip
 for case, (name, options) in CASES.items():
     is_same_step = any(part in case for part in ("foreach", "fused", "tensor"))
     is_less = case.endswith("-plain") or (case.endswith("-maximize") and name != "AdamW")  # than another case

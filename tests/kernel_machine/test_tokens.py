@@ -1,16 +1,22 @@
-"""Contributions of loss terms: those of per-term gradients that are pushed through AdamW by hand."""
+"""Contributions of loss terms: those of per-term gradients pushed through AdamW by hand; interrupted passes go on."""
 
 import copy
+from dataclasses import fields
 from types import SimpleNamespace
 
 import pytest
 import torch
+from path_runs import queries, recorded
 from text_shapes import cut_outcome, draw_cut
 from torch import nn
 from torch.nn import functional as F
+from weighted_loops import WeightedLoop
 
 import epk_gp as epk
+from epk_gp.core.plans import MemoryPlan
+from epk_gp.core.states import averaged_trajectory, averaging_coefficients
 from epk_gp.kernel_machine import adjoint
+from epk_gp.kernel_machine.influence_pass import InfluenceWork
 from epk_gp.kernel_machine.loss_products import LossProducts
 
 WORDS, T, WIDTH, RULE = 7, 5, 8, epk.gauss_legendre(2)
@@ -91,7 +97,6 @@ TEST, ANSWERS = torch.tensor([[1, 2, 3, 4, 5], [6, 0, 1, 0, 2]]), torch.tensor([
 
 @pytest.mark.parametrize("rate", [0.0, 0.3])
 def test_terms_are_those_pushed_through_the_optimizer_by_hand(rate):
-    """Of each question's own sequences; the batch's masks are drawn for all of its rows, whichever are asked about."""
     run, net, made = trained(rate)
     expected = by_hand(net, made, TEST, ANSWERS)
     function = epk.RowFunction.log_probability(ANSWERS)
@@ -129,24 +134,6 @@ def test_outputs_apart_and_adjoints_in_a_file_give_the_same(monkeypatch):
         epk.attribute_tokens(run, TEST, **ask)
 
 
-def test_an_interrupted_pass_goes_on(tmp_path, monkeypatch):
-    run, _, _ = trained()
-    ask = {"rule": RULE, "sequences": torch.tensor([0, 1]), "function": epk.RowFunction.log_probability(ANSWERS)}
-    whole, real, left = epk.attribute_tokens(run, TEST, **ask), adjoint.propagate_step, [3]
-
-    def interrupted(*args):
-        left[0] -= 1
-        if not left[0]:
-            raise KeyboardInterrupt
-        return real(*args)
-
-    monkeypatch.setattr("epk_gp.storage.partial_sums.SECONDS", 0)
-    monkeypatch.setattr(adjoint, "propagate_step", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        epk.attribute_tokens(run, TEST, checkpoint=tmp_path, **ask)
-    assert torch.equal(epk.attribute_tokens(run, TEST, checkpoint=tmp_path, **ask).tokens, whole.tokens)
-
-
 def test_terms_that_miss_their_sequence_are_a_finding(monkeypatch):
     run, _, _ = trained()
     real = LossProducts.of_targets
@@ -175,3 +162,59 @@ def test_words_of_a_cut_batch_stand_where_its_inputs_are(seed):
     case = draw_cut(seed)
     found = cut_outcome(case)
     assert found == ("refused" if case.may_be_refused else "right"), case
+
+
+LOOP = WeightedLoop(lambda p: torch.optim.AdamW(p, lr=0.02, eps=1e-3))
+ASKED = {"rule": RULE, "sequences": torch.tensor([0, 1]), "function": epk.RowFunction.log_probability(ANSWERS)}
+STEP, BACK = (adjoint, "propagate_step"), (InfluenceWork, "_back")
+
+
+def average():
+    return averaged_trajectory(run := recorded("tanh_momentum"), averaging_coefficients(run.num_steps, decay=0.8))
+
+
+# A call, what it does at each step of a block of points, and at which of these calls it is interrupted.
+CHORDS = lambda **o: epk.attribute(recorded("tanh_momentum"), queries(), path=epk.chords(2), **o)  # noqa: E731
+PASSES = {
+    "momentum": (lambda **o: epk.attribute(recorded("tanh_momentum"), queries(), **o), STEP, 3),
+    "within a chord": (CHORDS, STEP, 3),
+    "both adjoints of an average": (lambda **o: epk.attribute(average(), queries(), **o), STEP, 3),
+    "outputs apart, second block": (lambda **o: epk.attribute(recorded("tanh_momentum"), queries(2), **o), STEP, 7),
+    "lines together": (CHORDS, STEP, 4),
+    "terms of sequences": (lambda **o: epk.attribute_tokens(trained()[0], TEST, **ASKED, **o), STEP, 3),
+    "influence": (lambda **o: epk.influence(LOOP.record(), LOOP.test_points, **o), BACK, 6),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PASSES)
+def test_an_interrupted_pass_goes_on_where_it_was(name, tmp_path, monkeypatch):
+    call, (owner, function), last = PASSES[name]
+    real, made, left = getattr(owner, function), [], [last]
+
+    def counted(*args):
+        left[0] -= 1
+        if left[0] == 0:
+            raise KeyboardInterrupt
+        made.append(args)
+        return real(*args)
+
+    if "apart" in name:
+        monkeypatch.setattr(MemoryPlan, "adjoint_points", lambda _, count: 2 if count == 1 else 0)
+        monkeypatch.setattr("epk_gp.kernel_machine.attribute.MAPPED_ADJOINTS", 0)
+    if "within" in name:
+        monkeypatch.setattr(adjoint.StepBack, "nbytes", 1 << 40)  # no two steps go together
+    num_lines = 2 if "lines" in name else 1
+    monkeypatch.setattr(MemoryPlan, "lines_together", lambda *_: num_lines)
+    monkeypatch.setattr("epk_gp.storage.partial_sums.SECONDS", 0)
+    whole = call()
+    monkeypatch.setattr(owner, function, counted)
+    with pytest.raises(KeyboardInterrupt):
+        call(checkpoint=tmp_path)
+    resumed = call(checkpoint=tmp_path)
+    together = len(made)
+    made.clear()
+    call()
+    assert together - len(made) in range(2 * num_lines - 1)  # each step once, before and after, or those of some lines
+    for field in fields(whole):
+        a, b = getattr(whole, field.name), getattr(resumed, field.name)
+        assert torch.equal(a, b) if isinstance(a, torch.Tensor) else field.name == "axes" or a == b, field.name

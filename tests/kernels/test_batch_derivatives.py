@@ -1,4 +1,4 @@
-"""Derivatives of batches of sets of points: counted work, each set's own gradient, and gradients that nobody uses."""
+"""Batches of sets of points: the stack of the blocks, counted work, and each set's own gradient."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -8,13 +8,14 @@ import gpytorch
 import pytest
 import torch
 from gpytorch.distributions import MultivariateNormal
+from gpytorch.kernels import RBFKernel
 
 import epk_gp as epk
 from epk_gp.core.model import FunctionalModel
 from epk_gp.core.plans import MemoryPlan
 from epk_gp.kernels.epk import EPKKernel
 from epk_gp.kernels.tagging import test_copy, train_copy
-from kernel_cases import MODES, C, D, assert_close, mixed
+from kernel_cases import MODES, C, D, assert_close, mixed, path_kernel_block, reduced
 
 RULE = epk.gauss_legendre(2)
 
@@ -66,9 +67,8 @@ class SparseGP(gpytorch.models.ApproximateGP):
 
     def __init__(self, kernel, Z, *, learns_points):
         distribution = gpytorch.variational.CholeskyVariationalDistribution(Z.shape[-2], batch_shape=[C])
-        strategy = gpytorch.variational.VariationalStrategy(
-            self, Z, distribution, learn_inducing_locations=learns_points
-        )
+        options = {"learn_inducing_locations": learns_points}
+        strategy = gpytorch.variational.VariationalStrategy(self, Z, distribution, **options)
         super().__init__(gpytorch.variational.IndependentMultitaskVariationalStrategy(strategy, num_tasks=C))
         self.mean_module = gpytorch.means.ConstantMean(batch_shape=[C])
         self.covar_module = gpytorch.kernels.ScaleKernel(kernel, batch_shape=[C])
@@ -100,9 +100,8 @@ def test_only_the_sum_of_gradients_of_shared_points_is_used_and_it_is_right(traj
     weights = torch.randn(C, 4, 4 + 3, dtype=torch.float64)
 
     def gradient(of, joint):
-        values = torch.cat(
-            [kernel.forward(joint[..., :4, :], joint[..., :4, :]), kernel.forward(joint[..., :4, :], data)], -1
-        )
+        own = joint[..., :4, :]
+        values = torch.cat([kernel.forward(own, own), kernel.forward(own, data)], -1)
         return torch.autograd.grad((weights * values).sum(), of)[0]
 
     Z.requires_grad_()
@@ -128,7 +127,6 @@ def test_the_derivative_of_a_trace_evaluates_each_point_once_for_all_outputs(tra
 
 
 def test_restarts_share_the_training_points_whose_gradient_nobody_uses(trajectory, work):
-    """As in BoTorch: each restart has a copy of the training points, joined with its own test points."""
     kernel, data, b, q = kernel_of(trajectory, "trace", cache_bytes=0), train_copy(trajectory.inputs), 6, 2
     X = random_test_copies(b, q).requires_grad_()
     N, S, Q = len(data), trajectory.num_steps, len(list(RULE))
@@ -146,7 +144,6 @@ def test_restarts_share_the_training_points_whose_gradient_nobody_uses(trajector
 @pytest.mark.parametrize("outputs", MODES)
 @pytest.mark.parametrize("diag", [False, True])
 def test_every_set_gets_its_own_gradient(trajectory, outputs, diag):
-    """Equal sets and unequal ones, each with weights of its own, against the gradient of that set alone."""
     kernel, x = kernel_of(trajectory, outputs), mixed(C, 3)
     x[1] = x[0]
     x, y = x.requires_grad_(), (mixed(3) if diag else mixed(4)).requires_grad_()
@@ -227,3 +224,75 @@ def test_points_that_were_computed_get_their_gradient(trajectory):
         kernel_of(trajectory, "trace").forward(tagged, mixed(2)).sum().backward()
         assert x.grad.isfinite().all()
         assert x.grad.abs().max() > 0
+
+
+SHAPES = {
+    "one_set": ((4,), (5,)), "batch_of_points": ((6, 1), (6, 1)), "batch_of_sets": ((3, 2), (3, 2)),
+    "batch_against_one_set": ((3, 2), (5,)), "one_set_against_batch": ((5,), (3, 2)), "outer": ((3, 1, 2), (2, 3)),
+    "double_batch": ((2, 3, 2), (2, 3, 4)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("shapes", SHAPES.values(), ids=SHAPES)
+@pytest.mark.parametrize("outputs", MODES)
+def test_a_batch_is_the_stack_of_its_blocks(trajectory, outputs, shapes):
+    x, y = (mixed(*shape) for shape in shapes)
+    if outputs == "independent":
+        x, y = (z.unsqueeze(-3) if z.ndim > 2 else z for z in (x, y))  # the kernel's own batch [C] comes last
+    actual = EPKKernel(trajectory, outputs)(x, y).to_dense()
+    batch = torch.broadcast_shapes(x.shape[:-2], y.shape[:-2])
+    K = path_kernel_block(trajectory, x.reshape(-1, D + 1), y.reshape(-1, D + 1))
+    rows, columns = (torch.arange(z.shape[:-1].numel()).reshape(z.shape[:-1]) for z in (x, y))
+    rows, columns = (z.expand(*batch, z.shape[-1]).reshape(-1, z.shape[-1]) for z in (rows, columns))
+    each = [reduced(K[i][:, :, j], outputs) for i, j in zip(rows, columns, strict=True)]
+    expected = torch.stack(each)
+    if outputs == "independent":
+        batch = (*batch[:-1], C) if batch else (C,)
+    assert_close(actual, expected.reshape(*batch, *expected.shape[-2:]))
+
+
+@pytest.mark.parametrize("outputs", MODES)
+def test_the_diagonal_of_a_batch_is_the_batch_of_diagonals(trajectory, outputs):
+    x = mixed(4, 1, 3)
+    kernel = EPKKernel(trajectory, outputs)
+    expected = kernel(x).to_dense().diagonal(dim1=-2, dim2=-1)
+    assert_close(kernel(x, diag=True), expected)
+
+
+@pytest.mark.parametrize("n", [1, 2, C, C + 1])  # with C points GPyTorch would take (C, n) for a matrix
+@pytest.mark.parametrize("normalize", [None, "cosine"])
+def test_a_diagonal_has_a_row_for_each_class_for_any_number_of_points(trajectory, n, normalize):
+    kernel = EPKKernel(trajectory, "independent", normalize=normalize)
+    for own, shape in ((kernel, (n,)), (kernel, (C, n)), (kernel.expand_batch(torch.Size([n, C])), (1, n))):
+        x, y = mixed(*shape), mixed(*shape)
+        K, others = own(x).to_dense(), own(x, y).to_dense()
+        assert K.shape[-3] == C
+        product = own * RBFKernel(active_dims=kernel.input_dims).double()
+        calls = {
+            "of a call": (own(x, diag=True), K),
+            "of two sets": (own(x, y, diag=True), others),
+            "lazy": (own(x).diagonal(dim1=-1, dim2=-2), K),
+            "lazy, of a product": (product(x).diagonal(dim1=-1, dim2=-2), K),
+        }
+        for name, (actual, expected) in calls.items():
+            assert actual.shape == expected.shape[:-1], name
+            assert_close(actual, expected.diagonal(dim1=-2, dim2=-1))
+
+
+def test_repeated_points_in_a_batch_are_computed_once(trajectory, counter):
+    x = mixed(5)
+    K = EPKKernel(trajectory)(x).to_dense()
+    once = counter.points
+    for copies in (x.expand(4, 5, D + 1), x.repeat(4, 1, 1), x.repeat(2, 3, 1, 1)):
+        counter.points = 0
+        batch = EPKKernel(trajectory)(copies).to_dense()
+        assert batch.shape == (*copies.shape[:-2], *K.shape)
+        assert (batch == K).all()
+        assert counter.points == once
+
+
+def test_single_points_cost_one_diagonal_and_shared_points_one_block(trajectory, counter):
+    EPKKernel(trajectory)(mixed(50, 1)).to_dense()
+    assert (counter.calls, counter.points) == (["diagonal_blocks"], 50)
+    EPKKernel(trajectory)(mixed(20, 2), mixed(5).expand(20, 5, D + 1)).to_dense()
+    assert (counter.calls[1:], counter.points - 50) == (["block"], 20 * 2 + 5)

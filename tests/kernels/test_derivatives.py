@@ -29,7 +29,6 @@ def points(case):
 @pytest.mark.slow
 @pytest.mark.parametrize(("outputs", "normalize"), [("full", None), *((mode, "cosine") for mode in MODES)])
 def test_every_mode_has_the_derivative_of_its_values(outputs, normalize):
-    """Blocks, both sides at once, diagonals, and batches of points; that of a cosine is made of the kernel's."""
     case = make_case("tanh", steps=1)
     kernel, (x, copy) = kernel_of(case, outputs, normalize=normalize), points(case)
     y = torch.cat([test_copy(case.test[2:4]), train_copy(case.trajectory.inputs[:2])])
@@ -141,7 +140,6 @@ REFUSED = {
 
 @pytest.mark.parametrize(("ask", "error", "message"), REFUSED.values(), ids=REFUSED)
 def test_derivatives_that_would_be_wrong_are_refused(ask, error, message):
-    """With the points on either side; of the diagonal; of the network as a mean, and of a process."""
     case = make_case("tanh", steps=1)
     kernel, x = kernel_of(case, "trace"), test_copy(case.test[:2])
     calls = [lambda z: kernel.forward(z, z), lambda z: kernel.forward(z, x + 0), lambda z: kernel.forward(x, z)]
@@ -181,11 +179,3 @@ def test_the_network_as_prior_mean_has_its_own_derivative(state):
     assert gradcheck(lambda x: mean(torch.cat([x, copy], 1)), (x,))
     tagged = torch.cat([x, copy], 1).detach()
     assert torch.equal(mean(tagged.clone().requires_grad_()), mean(tagged))
-
-
-@pytest.mark.parametrize("outputs", ["full", "independent"])
-def test_a_posterior_can_be_differentiated_with_respect_to_its_test_points(outputs):
-    case = make_case("tanh", steps=2)
-    gp = epk.LogitGP(case.trajectory, outputs, rule=RULE)
-    x = case.test[:2].clone().requires_grad_()
-    assert gradcheck(lambda x: (gp(test_copy(x)).mean, gp(x).variance), (x,), fast_mode=True)

@@ -1,20 +1,16 @@
-"""The kernel as a module among GPyTorch's: parameters, copies, states."""
+"""The kernel as a module among GPyTorch's: parameters, copies, states, and GPyTorch's own conformance tests."""
 
 import copy
 import pickle
+import unittest
 
 import gpytorch
 import pytest
 import torch
+from gpytorch.test.base_kernel_test_case import BaseKernelTestCase
 
 from epk_gp.kernels.epk import EPKKernel
-from kernel_cases import assert_close, make_run, mixed
-
-
-def test_the_network_leaks_no_parameter(trajectory):
-    scaled = gpytorch.kernels.ScaleKernel(EPKKernel(trajectory))
-    assert [name for name, _ in scaled.named_parameters()] == ["raw_outputscale"]
-    assert [name for name in scaled.state_dict() if name.startswith("base")] == ["base_kernel._extra_state"]  # digest
+from kernel_cases import assert_close, make_run, mixed, with_copies
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -63,3 +59,68 @@ def test_active_dims_survive_indexing_and_expanding(trajectory, outputs):
     if outputs == "independent":
         assert_close(kernel[torch.tensor([2, 0])](wide).to_dense(), expected[[2, 0]])
         assert kernel[1].active_dims.tolist() == [3, 4, 5]
+
+
+class Peer(BaseKernelTestCase):
+    """GPyTorch's 13 tests, on points that have a copy column wherever a test may cut it off."""
+
+    seed = 0
+    outputs: str | int
+    options: dict = {}  # noqa: RUF012
+    _runs: dict = {}  # noqa: RUF012
+    _width = 2
+
+    def run_of(self, width, num_outputs):
+        key = (width, num_outputs)
+        if key not in self._runs:
+            self._runs[key] = make_run(width - 1, num_outputs, torch.float32)
+        return self._runs[key]
+
+    def create_kernel_no_ard(self, active_dims=None, batch_shape=None):
+        if active_dims is not None:
+            self._width = len(active_dims)
+        shape = torch.Size() if batch_shape is None else batch_shape
+        if self.outputs != "independent":
+            kernel = EPKKernel(self.run_of(self._width, 2), self.outputs, active_dims=active_dims, **self.options)
+            return kernel.expand_batch(shape)
+        run = self.run_of(self._width, shape[-1] if shape else 2)
+        kernel = EPKKernel(run, "independent", active_dims=active_dims, **self.options)
+        return kernel.expand_batch(shape) if shape else kernel[0]
+
+    def create_data_no_batch(self):
+        return self.with_copies(super().create_data_no_batch())
+
+    def create_data_single_batch(self):
+        return self.with_copies(super().create_data_single_batch())
+
+    def create_data_double_batch(self):
+        return self.with_copies(super().create_data_double_batch())
+
+    @staticmethod
+    def with_copies(x):
+        for column in {x.shape[-1] - 1, *((6, 8) if x.shape[-1] == 10 else ())}:
+            with_copies(x, column)
+        return x
+
+
+KINDS = {
+    "Full": ("full", {}), "Independent": ("independent", {}), "Trace": ("trace", {}), "Class": (1, {}),
+    "IndependentCosine": ("independent", {"normalize": "cosine"}),
+}  # fmt: skip
+for kind, (outputs, options) in KINDS.items():
+    own = {"outputs": outputs, "options": options, "__module__": __name__}
+    globals()[f"TestPeer{kind}"] = type(f"TestPeer{kind}", (Peer, unittest.TestCase), own)
+
+
+class TestPeerOnPlainInputs(Peer, unittest.TestCase):
+    """Without a copy column: GPyTorch's points as they are."""
+
+    outputs = "trace"
+    options = {"normalize": "cosine"}  # noqa: RUF012
+
+    def run_of(self, width, num_outputs):
+        return super().run_of(width + 1, num_outputs)
+
+    @staticmethod
+    def with_copies(x):
+        return x

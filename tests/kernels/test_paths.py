@@ -71,7 +71,6 @@ PROCESSES = {
 @pytest.mark.mostly_slow
 @pytest.mark.parametrize("options", PROCESSES.values(), ids=PROCESSES)
 def test_a_process_along_another_path_is_the_formula(options):
-    """GP regression with the kernel's blocks, written out; of nodes both copies of a point are the same."""
     run, X = recorded("relu_sgd"), queries(3)
     gp = epk.LogitGP(run, noise=0.1, **options)
     along, asked = run, {"rule": RULE, "path": options.get("path", epk.straight())}

@@ -1,13 +1,14 @@
-"""The two copies of an input as rows of a matrix (Definition 3.4)."""
+"""The two copies of an input as rows of a matrix (Definition 3.4); rows without a copy column are test copies."""
 
 import pytest
 import torch
 
+import epk_gp as epk
 from epk_gp.gp.models import LogitGP
 from epk_gp.kernels import tagging
 from epk_gp.kernels.epk import EPKKernel
 from epk_gp.kernels.tagging import has_mark, parse_points, tag_points, test_copy, train_copy
-from kernel_cases import assert_close
+from kernel_cases import MODES, D, assert_close
 
 COPIES = ((train_copy, True), (test_copy, False))
 FLOATS = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
@@ -37,10 +38,8 @@ def test_points_know_their_copies_in_every_dtype_that_holds_them(trajectory, mad
         assert tag_points(trajectory, x) is x
         assert parse_points(trajectory, x).is_train.tolist() == expected
         assert has_mark(torch.stack([x, x])).tolist() == [expected] * 2
-        assert parse_points(trajectory, x.flip(0).index_select(0, torch.tensor([5, 0]))).is_train.tolist() == [
-            True,
-            False,
-        ]
+        ends = parse_points(trajectory, x.flip(0).index_select(0, torch.tensor([5, 0])))
+        assert ends.is_train.tolist() == [True, False]
     for kind in (torch.float16, torch.bfloat16):
         if made_in.is_floating_point and (made_in == kind or made_in.itemsize > 2):
             assert parse_points(trajectory, joint.to(kind).double()).is_train.tolist() == expected
@@ -51,21 +50,15 @@ def test_points_know_their_copies_in_every_dtype_that_holds_them(trajectory, mad
 
 
 COLUMNS = {
-    "a label": [0.0, 1, 1, 0],
-    "a task": [1.0, 1, 1, 1],
-    "no task": [0.0, 0, 0, 0],
-    "signs": [-1.0, 1, 1, -1],
-    "classes": [0.0, 1, 2, 3],
-    "a measured number": [0.3, -2.2, 1e-4, 1e4],
-    "missing": [0.0, 1, float("nan"), 1],
+    "a label": [0.0, 1, 1, 0], "a task": [1.0, 1, 1, 1], "no task": [0.0, 0, 0, 0], "signs": [-1.0, 1, 1, -1],
+    "classes": [0.0, 1, 2, 3], "a measured number": [0.3, -2.2, 1e-4, 1e4], "missing": [0.0, 1, float("nan"), 1],
     "left out": [-100.0, 0, 1, -100],
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("kind", [torch.float32, torch.float64])
 @pytest.mark.parametrize("column", COLUMNS)
 def test_a_table_with_one_column_too_many_is_refused(trajectory, column, kind):
-    """One column that is no input is not taken for the copy column, whatever it holds."""
     extra = torch.tensor(COLUMNS[column], dtype=torch.float64)
     X = torch.randn(4, 2, dtype=torch.float64).mul(3).round()
     table = torch.cat([X, extra[:, None]], 1).to(kind)
@@ -110,3 +103,44 @@ def test_points_are_checked_and_hashed_once_in_each_evaluation(trajectory, monke
         calls.clear()
         call()
         assert calls == expected
+
+
+@pytest.fixture(scope="module")
+def X():
+    return torch.randn(5, D, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+
+
+@pytest.mark.parametrize("normalize", [None, "cosine"])
+@pytest.mark.parametrize("outputs", MODES)
+def test_rows_without_a_copy_column_are_test_copies(trajectory, X, outputs, normalize):
+    kernel = EPKKernel(trajectory, outputs, normalize=normalize)
+    x, train = test_copy(X), train_copy(trajectory.inputs)
+    calls = {
+        "matrix": (lambda z: kernel(z).to_dense()),
+        "diagonal": (lambda z: kernel(z, diag=True)),
+        "training copies against them": (lambda z: kernel(train, z).to_dense()),
+        "forward against training copies": (lambda z: kernel.forward(z, train)),
+        "diagonal of two kinds": (lambda z: kernel(z, train[:5], diag=True)),
+    }
+    for name, call in calls.items():
+        assert torch.equal(call(X), call(x)), name
+    assert (kernel(X).to_dense() - kernel(train_copy(X)).to_dense()).abs().max() > 1e-3  # the negative control
+
+
+def test_active_dims_may_leave_the_copy_column_out(trajectory, X):
+    wide = torch.cat([X[:, 1:], torch.full((5, 1), 7.0).double(), X[:, :1]], 1)
+    kernel = EPKKernel(trajectory, "trace", normalize="cosine", active_dims=[2, 0])
+    assert torch.equal(kernel(wide).to_dense(), EPKKernel(trajectory, "trace", normalize="cosine")(X).to_dense())
+    assert_close(kernel(wide, wide[:2]).to_dense(), kernel(wide).to_dense()[:, :2])
+
+
+@pytest.mark.parametrize("outputs", ["full", "independent"])
+def test_a_process_predicts_at_rows_without_a_copy_column(trajectory, X, outputs):
+    gp = epk.LogitGP(trajectory, outputs, points=range(5))
+    found, expected = gp(X), gp(test_copy(X))
+    assert torch.equal(found.mean, expected.mean)
+    assert torch.equal(found.variance, expected.variance)
+    assert torch.equal(gp.prior_mean(X), gp.prior_mean(test_copy(X)))
+    z = X.clone().requires_grad_()
+    (gradient,) = torch.autograd.grad(gp(z).mean.sum(), z)
+    assert gradient.abs().min() > 0

@@ -70,33 +70,27 @@ INCONSISTENT = QuadratureStatus.INCONSISTENT_DERIVATIVE
 
 
 @pytest.mark.mostly_slow
-@pytest.mark.parametrize(
-    ("name", "rule", "status", "least", "most"),
-    [
-        ("tanh", epk.adaptive(1e-6), QuadratureStatus.CONVERGED, 0, 1e-6),
-        ("tanh", epk.adaptive(), QuadratureStatus.CONVERGED, 0, 1e-12),
-        ("tanh", epk.adaptive(1e-300), QuadratureStatus.ROUNDING, 0, 1e-14),
-        ("cancellation", epk.adaptive(1e-15), QuadratureStatus.ROUNDING, 16 * torch.finfo(DOUBLE).eps, 1e-10),
-        ("tanh", epk.gauss_legendre(3), QuadratureStatus.FIXED, 1e-9, 1),
-        ("straight_through", epk.gauss_legendre(3), QuadratureStatus.FIXED, 1e-2, 1),
-        ("root_at_the_start", epk.adaptive(1e-10), QuadratureStatus.INTERVAL_LIMIT, 1e-10, 1e-4),
-        ("blind_kink", epk.adaptive(max_evaluations=60), QuadratureStatus.EVALUATION_LIMIT, 1e-6, 1),
-        ("blind_kink", epk.adaptive(), QuadratureStatus.CONVERGED, 0, 1e-11),
-        ("straight_through", epk.adaptive(), INCONSISTENT, 1e-2, 100),
-        ("stop_gradient", epk.adaptive(), INCONSISTENT, 1e-2, 100),
-        ("jump", epk.adaptive(), INCONSISTENT, 1 - 1e-9, 1 + 1e-9),
-    ],
-)
-def test_each_status_has_a_network_that_provokes_it_and_a_residual_that_shows_it(
-    name: str, rule: Rule, status: QuadratureStatus, least: float, most: float
-) -> None:
+@pytest.mark.parametrize(("name", "rule", "status", "least", "most"), [
+    ("tanh", epk.adaptive(1e-6), QuadratureStatus.CONVERGED, 0, 1e-6),
+    ("tanh", epk.adaptive(), QuadratureStatus.CONVERGED, 0, 1e-12),
+    ("tanh", epk.adaptive(1e-300), QuadratureStatus.ROUNDING, 0, 1e-14),
+    ("cancellation", epk.adaptive(1e-15), QuadratureStatus.ROUNDING, 16 * torch.finfo(DOUBLE).eps, 1e-10),
+    ("tanh", epk.gauss_legendre(3), QuadratureStatus.FIXED, 1e-9, 1),
+    ("straight_through", epk.gauss_legendre(3), QuadratureStatus.FIXED, 1e-2, 1),
+    ("root_at_the_start", epk.adaptive(1e-10), QuadratureStatus.INTERVAL_LIMIT, 1e-10, 1e-4),
+    ("blind_kink", epk.adaptive(max_evaluations=60), QuadratureStatus.EVALUATION_LIMIT, 1e-6, 1),
+    ("blind_kink", epk.adaptive(), QuadratureStatus.CONVERGED, 0, 1e-11),
+    ("straight_through", epk.adaptive(), INCONSISTENT, 1e-2, 100),
+    ("stop_gradient", epk.adaptive(), INCONSISTENT, 1e-2, 100),
+    ("jump", epk.adaptive(), INCONSISTENT, 1 - 1e-9, 1 + 1e-9),
+])  # fmt: skip
+def test_each_status_has_a_network_that_provokes_it_and_a_residual_that_shows_it(name, rule, status, least, most):
     found = integrate(segment(FUNCTIONS[name]), ONE, rule, 1)
     assert QuadratureStatus(int(found.status)) is status
     assert least <= float(found.residual) <= most
 
 
 def test_the_derivative_of_another_function_is_given_up_after_two_halvings() -> None:
-    """Where it is wrong all along the step: 1 + 2 + 4 intervals of 4 nodes, beside the first orders."""
     function = FUNCTIONS["stop_gradient"]
     found = integrate(segment(function), ONE, epk.adaptive(), 1)
     assert found.status.tolist() == [INCONSISTENT]
@@ -107,7 +101,6 @@ def test_the_derivative_of_another_function_is_given_up_after_two_halvings() -> 
 
 @pytest.mark.parametrize("rule", [epk.adaptive(), epk.gauss_legendre(3)], ids=["adaptive", "fixed"])
 def test_a_derivative_that_is_not_finite_has_a_status_of_its_own_and_stays_visible(rule: Rule) -> None:
-    """At x = 0, the root's argument stays zero, where its derivative is infinite."""
     found = integrate(segment(FUNCTIONS["root"]), 0 * ONE, rule, 1)
     assert found.status.tolist() == [QuadratureStatus.NOT_FINITE]
     assert found.residual.isnan().all()
@@ -127,7 +120,6 @@ def test_the_certificate_of_points_that_are_fine_is_a_number() -> None:
 
 
 def test_outputs_that_are_not_finite_are_refused() -> None:
-    """Fine at all training points, infinite at x = 0."""
     trajectory = run_of(torch.reciprocal)
     for ask in (epk.reconstruct, epk.attribute):
         with pytest.raises(ValueError, match=r"the network's outputs at the start of a step must be finite: row 1"):
@@ -136,7 +128,6 @@ def test_outputs_that_are_not_finite_are_refused() -> None:
 
 @pytest.mark.slow
 def test_a_points_status_is_its_own_and_its_intervals_most_severe() -> None:
-    """The jump is in one of many intervals, and at x = 1/2 there is none."""
     line = segment(lambda h: torch.where(h > 1.5, 1 + h, h).sin())
     found = integrate(line, torch.cat([ONE, 0.5 * ONE]), epk.adaptive(), 1)
     assert found.status.tolist() == [INCONSISTENT, QuadratureStatus.CONVERGED]
@@ -158,22 +149,10 @@ def test_a_kink_that_is_not_located_costs_more_and_more_than_a_small_bound() -> 
     found = integrate(segment(lambda h: torch.where(h > 0, h, 0 * h)), ONE, epk.adaptive(), 1)
     assert abs(float(found.total) - 2) < 1e-11
     assert float(found.evaluations) > 100
-    few, enough = (
-        integrate(segment(FUNCTIONS["blind_kink"]), ONE, epk.adaptive(max_evaluations=k), 1) for k in (100, 1000)
-    )
+    line, rules = segment(FUNCTIONS["blind_kink"]), (epk.adaptive(max_evaluations=k) for k in (100, 1000))
+    few, enough = (integrate(line, ONE, rule, 1) for rule in rules)
     assert 100 < float(enough.evaluations) < 1000
     assert float(enough.residual) < 1e-11 < 1e-6 < float(few.residual)
-
-
-@pytest.mark.mostly_slow
-@pytest.mark.parametrize(
-    ("name", "dtype"),
-    [("straight_through", DOUBLE), ("stop_gradient", SINGLE), ("bfloat16", DOUBLE), ("jump", SINGLE)],
-)
-def test_a_derivative_that_is_none_ends_the_search(name: str, dtype: torch.dtype) -> None:
-    found = integrate(segment(FUNCTIONS[name], dtype), ONE.to(dtype), epk.adaptive(), 1)
-    assert float(found.evaluations) < 6000
-    assert float(found.residual) > 1e-3
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
@@ -189,9 +168,7 @@ def test_evaluations_never_pass_their_bound(name: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", [DOUBLE, SINGLE])
 @pytest.mark.parametrize("activation", [nn.ReLU, nn.Tanh, nn.GELU, nn.Hardswish])
-def test_large_steps_of_sound_networks_are_never_called_inconsistent(
-    activation: Callable[[], nn.Module], dtype: torch.dtype
-) -> None:
+def test_large_steps_of_sound_networks_are_never_called_inconsistent(activation, dtype):
     for seed in range(2):
         torch.manual_seed(seed)
         net = nn.Sequential(nn.Linear(6, 16), nn.LayerNorm(16), activation(), nn.Linear(16, 8), activation())
@@ -221,7 +198,6 @@ def test_gram_blocks_do_not_warn_under_a_fixed_rule_or_of_a_sound_network() -> N
 
 
 def test_a_huge_point_does_not_loosen_anothers_tolerance() -> None:
-    """A float32-like sloppiness at one point comes from its own size, not from its neighbour's."""
     case = make_case("relu", lr=0.5)
     X, of = case.test, partial(integrate, first_step(case.trajectory, case.test), rule=epk.adaptive(1e-14), num_steps=1)
     alone, joined = of(X), of(torch.cat([X, 1e9 * X[:1]]))

@@ -1,15 +1,14 @@
-"""Loops of their own kind: adversarial training, accumulation, averaged weights, several optimizers, weights."""
-
-from dataclasses import replace
+"""Loops of their own kind: adversarial training, several optimizers, weights, rows drawn twice, moved statistics."""
 
 import torch
 from torch import nn
 from torch.nn import functional as F
-from torch.optim.swa_utils import SWALR, AveragedModel, get_ema_multi_avg_fn, update_bn
+from torch.optim.swa_utils import update_bn
+from torch.utils.data import DataLoader, Dataset, WeightedRandomSampler
 
 import epk_gp as epk
-from epk_gp.core.states import averaging_coefficients
-from recipes.problem import C, batches, finish, train, vectors
+from epk_gp.callbacks import IndexedDataset
+from recipes.problem import C, batches, finish, images, train, vectors
 
 TEST = vectors(26)[0][24:]
 
@@ -43,79 +42,12 @@ def pgd_in_evaluation_mode():
     return train(net, X, y, TEST, loss, optimizer=torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9))
 
 
-def accumulation_with_batchnorm():
-    X, y = vectors(24)
-    net = mlp(batch_norm=True)
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.2)
-    accumulated = 3
-    with epk.Recorder(net, optimizer, X, y) as recorder:  # recorder
-        net.train()
-        for number, batch in enumerate(batches(len(X), 4, epochs=2)):
-            loss = F.cross_entropy(net(X[batch]), y[batch]) / accumulated
-            loss.backward()
-            recorder.batch(batch, weight=1 / accumulated)  # recorder
-            if (number + 1) % accumulated == 0:
-                optimizer.step()
-                optimizer.zero_grad()
-    return finish(recorder, net, TEST, X, y)
-
-
-def ema():
-    X, y = vectors(24)
-    net = mlp(dropout=0.2)
-    averaged = AveragedModel(net, multi_avg_fn=get_ema_multi_avg_fn(0.8))
-    result = train(net, X, y, TEST, lambda b: F.cross_entropy(net(X[b]), y[b]), epochs=3,
-                   after_step=lambda: averaged.update_parameters(net))  # fmt: skip
-    return replace(result, average=(averaged, averaging_coefficients(9, decay=0.8)))
-
-
-def swa():
-    X, y = vectors(24)
-    net = mlp(dropout=0.2)
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
-    swa_model, swa_scheduler = AveragedModel(net), SWALR(optimizer, swa_lr=0.05, anneal_epochs=1)
-    with epk.Recorder(net, optimizer, X, y) as recorder:  # recorder
-        for epoch in range(3):
-            net.train()
-            for batch in batches(len(X), 8, epochs=1):
-                optimizer.zero_grad()
-                F.cross_entropy(net(X[batch]), y[batch]).backward()
-                recorder.batch(batch)  # recorder
-                optimizer.step()
-            if epoch > 0:
-                swa_model.update_parameters(net)
-                swa_scheduler.step()
-    update_bn(X.split(8), swa_model)
-    result = finish(recorder, net, TEST, X, y)
-    return replace(result, average=(swa_model, averaging_coefficients(9, [6, 9])))
-
-
 def two_optimizers():
     X, y = vectors(24)
     net = mlp(dropout=0.2)
     encoder = torch.optim.AdamW(net[0].parameters(), lr=0.01)
     head = torch.optim.SGD(net[-1].parameters(), lr=0.1, momentum=0.9)
     return train(net, X, y, TEST, lambda b: F.cross_entropy(net(X[b]), y[b]), optimizer=[encoder, head])
-
-
-def freeze_then_thaw():
-    X, y = vectors(24)
-    backbone = nn.Sequential(nn.Linear(5, 7), nn.BatchNorm1d(7), nn.Tanh())
-    net = nn.Sequential(backbone, nn.Linear(7, 6), nn.BatchNorm1d(6), nn.Tanh(), nn.Linear(6, C)).double()
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
-    with epk.Recorder(net, optimizer, X, y) as recorder:  # recorder
-        for epoch in range(3):
-            net.train()
-            frozen = epoch == 0
-            backbone.requires_grad_(not frozen)
-            if frozen:
-                backbone.eval()  # its BatchNorm keeps its statistics; the head's moves
-            for batch in batches(len(X), 8, epochs=1):
-                optimizer.zero_grad()
-                F.cross_entropy(net(X[batch]), y[batch]).backward()
-                recorder.batch(batch)  # recorder
-                optimizer.step()
-    return finish(recorder, net, TEST, X, y)
 
 
 def sample_weights():
@@ -132,12 +64,68 @@ def sample_weights():
     return train(net, X, y, TEST, loss, announce=announce)
 
 
+class Erased(Dataset):
+    """Random erasing, done by the dataset."""
+
+    def __init__(self, X, y):
+        self.X, self.y = X, y
+
+    def __len__(self):
+        return len(self.X)
+
+    def __getitem__(self, i):
+        image = self.X[i].clone()
+        top, left = torch.randint(5, (2,)).tolist()
+        image[:, top : top + 2, left : left + 2] = 0
+        return image, self.y[i]
+
+
+def weighted_sampler():
+    """Rows are drawn with replacement, so that a batch holds some twice, each erased elsewhere."""
+    X, y = images(24)
+    layers = [nn.Conv2d(1, 3, 3, bias=False), nn.BatchNorm2d(3), nn.Tanh(), nn.Flatten(), nn.Linear(48, C)]
+    net = nn.Sequential(*layers).double()
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
+    sampler = WeightedRandomSampler(torch.linspace(0.1, 1.0, 24), 24)
+    loader = DataLoader(IndexedDataset(Erased(X, y)), batch_size=10, sampler=sampler)
+    with epk.Recorder(net, optimizer, X, y) as recorder:  # recorder
+        net.train()
+        for _ in range(2):
+            for indices, (inputs, labels) in loader:
+                optimizer.zero_grad()
+                F.cross_entropy(net(inputs), labels).backward()
+                recorder.batch(indices)  # recorder
+                optimizer.step()
+    return finish(recorder, net, images(26)[0][24:], X, y)
+
+
+def statistics_moved_without_gradients():
+    """The loop re-estimates the statistics before each epoch, and looks at a training loss under no_grad."""
+    X, y = vectors(24)
+    net = nn.Sequential(nn.Linear(5, 6), nn.BatchNorm1d(6), nn.Tanh(), nn.Linear(6, C)).double()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    with epk.Recorder(net, optimizer, X, y) as recorder:  # recorder
+        net.train()
+        for _ in range(2):
+            update_bn(X.split(8), net)
+            for batch in batches(len(X), 8, epochs=1):
+                with torch.no_grad():
+                    F.cross_entropy(net(X[batch]), y[batch])
+                optimizer.zero_grad()
+                F.cross_entropy(net(X[batch]), y[batch]).backward()
+                recorder.batch(batch)  # recorder
+                optimizer.step()
+    return finish(recorder, net, vectors(26)[0][24:], X, y)
+
+
+def spectral_norm():
+    """The power iteration's vectors move in every training forward pass, as moving statistics do."""
+    X, y = vectors(24)
+    net = nn.Sequential(nn.utils.parametrizations.spectral_norm(nn.Linear(5, 6)), nn.Tanh(), nn.Linear(6, C)).double()
+    return train(net, X, y, vectors(26)[0][24:], lambda b: F.cross_entropy(net(X[b]), y[b]))
+
+
 RECIPES = [
-    pgd_in_evaluation_mode,
-    accumulation_with_batchnorm,
-    ema,
-    swa,
-    two_optimizers,
-    freeze_then_thaw,
-    sample_weights,
-]
+    pgd_in_evaluation_mode, two_optimizers, sample_weights, weighted_sampler, statistics_moved_without_gradients,
+    spectral_norm,
+]  # fmt: skip

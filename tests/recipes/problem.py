@@ -24,7 +24,6 @@ class Recorded:
         X: The training inputs, as given to the recorder.
         y: The targets.
         output: Maps what the network returns to the outputs.
-        average: The network of averaged weights that the loop made, and the coefficients of the average.
         nodes: Of a graph, the nodes that `outputs` belong to; the network takes all of it.
         path: The trajectory that explains the network, where it is not the recorder's.
     """
@@ -36,7 +35,6 @@ class Recorded:
     X: Any
     y: Any
     output: Callable[[Any], Tensor]
-    average: tuple[nn.Module, Tensor] | None = None
     nodes: Tensor | None = None
     path: Any = None
 

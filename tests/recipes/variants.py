@@ -71,23 +71,6 @@ def channels_last():
     return train(net, lambda x, y: F.cross_entropy(net(x.to(memory_format=torch.channels_last)), y), data=images)
 
 
-def one_output_per_row():
-    """Two classes, one logit, binary cross entropy."""
-    net = nn.Sequential(nn.Linear(5, 6), nn.ReLU(), nn.Dropout(0.3), nn.Linear(6, 1), nn.Flatten(0)).double()
-    optimizer, criterion = torch.optim.Adam(net.parameters(), lr=0.01), nn.BCEWithLogitsLoss()
-
-    def data(n):
-        X, y = vectors(n)
-        return X, (y > 0).double()
-
-    return train(net, lambda x, y: criterion(net(x), y), data=data, optimizer=optimizer, loss=criterion)
-
-
 RECIPES = [
-    mixup_with_smoothing,
-    clean_and_adversarial_together,
-    two_passes_of_one_batch,
-    small_crops,
-    channels_last,
-    one_output_per_row,
-]
+    mixup_with_smoothing, clean_and_adversarial_together, two_passes_of_one_batch, small_crops, channels_last
+]  # fmt: skip

@@ -1,20 +1,18 @@
-"""The tangent kernel of a network that was not recorded, against Jacobians by autograd, output by output."""
+"""A network that was not recorded, as a run of no steps; its tangent kernel, against Jacobians by autograd."""
 
 import copy
 import gc
 import pickle
-import unittest
 from concurrent.futures import ThreadPoolExecutor
 
-import gpytorch
 import pytest
 import torch
-from gpytorch.test.base_kernel_test_case import BaseKernelTestCase
 from graph_runs import make_graph, make_net
 from torch import nn
 from torch.nn import functional as F
 
 import epk_gp as epk
+from epk_gp.trained.ntk import as_trajectory
 from helpers import assert_close
 
 C = 3
@@ -40,9 +38,8 @@ def block(J, L):
 
 def convolutional():
     """In training mode, with moving statistics, dropout and a frozen first layer."""
-    net = nn.Sequential(
-        nn.Conv2d(1, 3, 3), nn.BatchNorm2d(3), nn.Dropout(0.5), nn.ReLU(), nn.Flatten(), nn.Linear(48, C)
-    ).double()
+    layers = [nn.Conv2d(1, 3, 3), nn.BatchNorm2d(3), nn.Dropout(0.5), nn.ReLU(), nn.Flatten(), nn.Linear(48, C)]
+    net = nn.Sequential(*layers).double()
     nn.init.uniform_(net[1].running_mean), nn.init.uniform_(net[1].running_var, 0.5, 2.0)
     net[0].requires_grad_(False)
     return net
@@ -69,6 +66,17 @@ class Bags(nn.Module):
 
     def forward(self, values, offsets):
         return self.last(torch.tanh(self.bag(values, offsets)))
+
+
+def test_a_network_is_a_run_of_no_steps_in_evaluation_mode_and_keeps_its_modes(unchecked):
+    net, X = convolutional(), torch.randn(6, 1, 6, 6, dtype=torch.float64)
+    net[1].eval()
+    before = [module.training for module in net.modules()]
+    run = as_trajectory(net, X)
+    assert [module.training for module in net.modules()] == before
+    assert (run.num_steps, run.num_outputs, len(run.model.statistics)) == (0, 3, 0)
+    assert run.model.names == ("1.weight", "1.bias", "5.weight", "5.bias")
+    assert torch.equal(epk.network_outputs(run, X), net.eval()(X))
 
 
 FORMS = {  # outputs -> what it is of a block (n, C, m, C)
@@ -220,17 +228,6 @@ def regression():
     return net, X, torch.sin(3 * X.sum(1)), torch.rand(5, 2, dtype=torch.float64)
 
 
-class Process(gpytorch.models.ExactGP):
-    def __init__(self, X, y, kernel):
-        likelihood = gpytorch.likelihoods.GaussianLikelihood().double()
-        likelihood.noise = 0.01
-        super().__init__(X, y, likelihood)
-        self.mean_module, self.covar_module = gpytorch.means.ZeroMean(), kernel
-
-    def forward(self, x):
-        return gpytorch.distributions.MultivariateNormal(self.mean_module(x), self.covar_module(x))
-
-
 @pytest.mark.parametrize("outputs", FORMS)
 def test_the_kernel_in_gpytorch_has_the_same_numbers(outputs):
     net = convolutional()
@@ -244,34 +241,8 @@ def test_the_kernel_in_gpytorch_has_the_same_numbers(outputs):
     assert kernel.batch_shape == torch.Size([C] if outputs == "independent" else [])
     if outputs == "independent":
         assert_close(kernel[1](kernel.rows(X)).to_dense(), epk.ntk(net, X, outputs=1))
-    assert f"NTKKernel({sum(p.numel() for p in net[1:].parameters())} weights, points of shape (1, 6, 6)" in repr(
-        kernel
-    )
-
-
-def test_an_exact_gp_sums_products_and_columns_of_wider_inputs():
-    net, X, y, Z = regression()
-    K, k = epk.ntk(net, X, outputs="trace"), epk.ntk(net, Z, X, outputs="trace")
-    rbf, wide = gpytorch.kernels.RBFKernel().double(), lambda x: torch.cat([x[:, :1], x[:, :1] * 0 + 7, x[:, 1:]], 1)
-    scaled = gpytorch.kernels.ScaleKernel(epk.NTKKernel(net, outputs="trace")).double()
-    scaled.outputscale = 0.5
-    on_columns = epk.NTKKernel(net, outputs=0, active_dims=[0, 2])
-    for kernel, of, prior, cross in (
-        (epk.NTKKernel(net, outputs=0), lambda x: x, K, k),
-        (on_columns, wide, K, k),
-        (scaled + rbf, lambda x: x, K / 2 + rbf(X).to_dense(), k / 2 + rbf(Z, X).to_dense()),
-        (on_columns * gpytorch.kernels.RBFKernel(active_dims=[0, 2]).double(), wide, K * rbf(X).to_dense(),
-         k * rbf(Z, X).to_dense()),
-    ):  # fmt: skip
-        model = Process(of(X), y, kernel)
-        model.train()
-        loss = -gpytorch.mlls.ExactMarginalLogLikelihood(model.likelihood, model)(model(of(X)), y)
-        loss.backward()
-        assert model.likelihood.raw_noise.grad.abs() > 0
-        model.eval()
-        with torch.no_grad():
-            expected = cross @ torch.linalg.solve(prior + model.likelihood.noise * torch.eye(len(X), dtype=y.dtype), y)
-            assert_close(model(of(Z)).mean, expected, rounding=1e5)
+    count = sum(p.numel() for p in net[1:].parameters())
+    assert f"NTKKernel({count} weights, points of shape (1, 6, 6)" in repr(kernel)
 
 
 def test_derivatives_in_the_points_are_those_of_jacobians():
@@ -313,30 +284,3 @@ def test_a_kernel_keeps_its_weights_and_says_when_the_networks_are_others():
     del net
     gc.collect()
     assert torch.equal(kernel(X, Z).to_dense(), before)
-
-
-class Conformance(BaseKernelTestCase):
-    """GPyTorch's 13 tests of a kernel."""
-
-    seed = 0
-    outputs: str | int
-    _width = 2
-
-    def create_kernel_no_ard(self, active_dims=None, batch_shape=None):
-        self._width = self._width if active_dims is None else len(active_dims)
-        torch.manual_seed(0)
-        net = nn.Sequential(nn.Linear(self._width, 5), nn.Tanh(), nn.Linear(5, 2))
-        kernel = epk.NTKKernel(net, outputs=self.outputs, active_dims=active_dims)
-        return kernel if batch_shape is None else kernel.expand_batch(batch_shape)
-
-
-class TestConformanceFull(Conformance, unittest.TestCase):
-    outputs = "full"
-
-
-class TestConformanceTrace(Conformance, unittest.TestCase):
-    outputs = "trace"
-
-
-class TestConformanceClass(Conformance, unittest.TestCase):
-    outputs = 1

@@ -69,10 +69,8 @@ def test_a_reader_that_is_interrupted_lets_go_of_the_folder(folder):
     run, points = run_of("block"), mixed(4)
 
     asked = {"rule": RULE, "executor": Shuffled(), "checkpoint": folder}
-    with (
-        mock.patch("epk_gp.gram.tiles.scatter_block", side_effect=KeyboardInterrupt),
-        pytest.raises(KeyboardInterrupt) as kept,
-    ):
+    stopped = mock.patch("epk_gp.gram.tiles.scatter_block", side_effect=KeyboardInterrupt)
+    with stopped, pytest.raises(KeyboardInterrupt) as kept:
         epk.gram_block(run, points, points, **asked)
     epk.gram_block(run, points, points, **asked)
     assert kept.value is not None
@@ -81,7 +79,6 @@ def test_a_reader_that_is_interrupted_lets_go_of_the_folder(folder):
 @pytest.mark.mostly_slow
 @pytest.mark.parametrize("name", ["block", "attribute", "influence", "retrain", "diagonal", "reconstruct", "features"])
 def test_partial_sums_of_another_computation_are_refused(name, tmp_path):
-    """Their files have the same names: only what they hold tells whose they are."""
     call, run = CALLS[name], run_of(name)
     call(run, checkpoint=tmp_path / "own")
     call(replace(run, digest="of another run"), executor=Shuffled(), checkpoint=tmp_path / "other")

@@ -2,8 +2,10 @@
 
 import errno
 import pickle
+import stat
 from concurrent.futures import CancelledError, ProcessPoolExecutor, ThreadPoolExecutor
 from contextlib import nullcontext
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -35,7 +37,7 @@ from epk_gp.kernel_machine.terms import AttributionWork
 from epk_gp.storage import files
 from epk_gp.storage.partial_sums import PartialSums
 from epk_gp.work import run as jobs
-from epk_gp.work.run import Sums
+from epk_gp.work.run import Piece, Sums
 from epk_gp.work.run import run as carry_out
 from epk_gp.work.workers import scratch_folder
 
@@ -211,10 +213,9 @@ def test_another_copy_of_the_run_is_refused(tmp_path, folder):
             jobs._opened.cache_clear()
             return super().submit(function, *arguments)
 
+    options = {"executor": Elsewhere(), "checkpoint": folder}
     with pytest.raises(ValueError, match=r"Or another run was recorded there"):
-        epk.gram_block(
-            run, mixed(2), mixed(2), rule=epk.QuadratureRule.left_endpoint(), executor=Elsewhere(), checkpoint=folder
-        )
+        epk.gram_block(run, mixed(2), mixed(2), rule=epk.QuadratureRule.left_endpoint(), **options)
 
 
 @pytest.mark.parametrize("error", [StopError, KeyboardInterrupt])
@@ -351,3 +352,49 @@ def test_a_piece_over_which_workers_die_is_tried_again_but_not_for_ever(deaths, 
     with pytest.raises(RuntimeError, match=died) if deaths == 5 else nullcontext():
         assert squares(work, Dying(), folder, COUNT) == RESULT
     assert capsys.readouterr().err.count("it is submitted again") == min(deaths, 4)
+
+
+class Told:
+    """An executor that computes here what it was sent, and looks at the job's file."""
+
+    def __init__(self, file):
+        self.file, self.modes = file, []
+
+    def submit(self, *call):
+        self.modes.append(stat.S_IMODE(self.file.stat().st_mode))
+        return Shuffled().submit(*call)
+
+
+@dataclass
+class Ones:
+    place: int
+    piece_bytes = 8
+    device = torch.device("cpu")
+
+    @property
+    def pieces(self):
+        return [Piece("a", (self.place,))]
+
+    def identity(self):
+        return "1"
+
+    def compute(self, place, saved):
+        if place[0] < 0:
+            raise KeyError("no such piece")
+        yield Sums({"one": torch.ones(1)}, steps=1)
+
+    def check(self):
+        pass
+
+
+@pytest.mark.parametrize("place", [1, -1], ids=["success", "failure"])
+def test_a_job_is_private_and_removed_when_it_ends(tmp_path, place):
+    file = PartialSums(tmp_path / "sums", "1").folder / jobs.JOB
+    file.with_name("job.pickle.part").write_text("left by another, for all to read")
+    executor = Told(file)
+    try:
+        list(carry_out(Ones(place), ComputeOptions(executor=executor, checkpoint=file.parent), "ones"))
+    except KeyError:
+        assert place < 0
+    assert executor.modes == [0o600]
+    assert not file.exists()

@@ -20,14 +20,8 @@ TILES, RANGES, STEPS = 3, 2, 70  # training x training, training x test, test x 
 
 def block(**options):
     points = mixed(45)
-    return epk.gram_block(
-        recorded("plain", STEPS),
-        points,
-        points,
-        rule=epk.QuadratureRule.left_endpoint(),
-        memory_budget=SMALL,
-        **options,
-    )
+    options |= {"rule": epk.QuadratureRule.left_endpoint(), "memory_budget": SMALL}
+    return epk.gram_block(recorded("plain", STEPS), points, points, **options)
 
 
 @lru_cache
