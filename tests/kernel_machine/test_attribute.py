@@ -139,6 +139,18 @@ def test_axes_and_classes_that_are_not_of_the_run_are_refused():
             epk.attribute(trajectory, X, **options(trajectory))
 
 
+@pytest.mark.parametrize("options", [{}, {"function": lambda z: z[:, 0]}, {"by": []}], ids=["plain", "function", "by"])
+def test_a_request_is_parsed_once(run, options):
+    """At the door: the inputs, the head, the rule and the path, however the outputs are evaluated afterwards."""
+    calls, parsers = [], ("parse_inputs", "resolve_head", "validate_rule", "validate_path", "parse_axes")
+    sys.setprofile(lambda frame, event, _: calls.append(frame.f_code.co_name) if event == "call" else None)
+    try:
+        epk.attribute(*run, **options)
+    finally:
+        sys.setprofile(None)
+    assert {name: calls.count(name) for name in parsers} == dict.fromkeys(parsers, 1)
+
+
 def test_a_call_shows_its_progress_where_it_is_asked_to(run, monkeypatch):
     terminal = Terminal()
     monkeypatch.setattr(sys, "stderr", terminal)
