@@ -3,17 +3,17 @@
 import pytest
 import torch
 from optimizer_cases import batches, optimizer_for, problem
-from torch import Tensor, nn
+from torch import nn
 from torch.nn import functional as F
 
 import epk_gp as epk
 from epk_gp.recording.setup import trained_names
-from loops import record
+from loops import assert_exact, record
 
 pytestmark = pytest.mark.filterwarnings("ignore:Sparse invariant checks")
 
 
-def recorded_by(net, optimizer, X, y, epochs=2, trained=(), set_to_none=True, **actions) -> epk.Trajectory:
+def recorded_by(net, optimizer, X, y, epochs=2, trained=(), set_to_none=True, **actions):
     """Record a loop; `actions` are called with network and optimizer before the step of their number."""
 
     def before(step):
@@ -24,33 +24,32 @@ def recorded_by(net, optimizer, X, y, epochs=2, trained=(), set_to_none=True, **
     return record(net, optimizer, X, y, batches(epochs), before=before, **options).trajectory
 
 
-def assert_explained(run: epk.Trajectory, X: Tensor) -> None:
-    assert epk.attribute(run, X[:2], head="logits").max_error <= 1e-10
+def assert_explained(run, X):
+    assert_exact(run, X[:2])
     result = epk.reconstruct(run, X[:2], head="logits")
     assert result.max_error <= 1e-10
     assert result.certified
 
 
-def freeze(net: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+def freeze(net, optimizer):
     net[0].requires_grad_(False)
 
 
-def thaw(net: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+def thaw(net, optimizer):
     net[0].requires_grad_(True)
 
 
+FROZEN = [("SGD", True), ("SGD", False), ("AdamW", True), ("AdamW", False), ("Rprop", False), ("Adafactor", True)]
+
+
 @pytest.mark.mostly_slow
-@pytest.mark.parametrize(
-    ("name", "set_to_none"),
-    [("SGD", True), ("SGD", False), ("AdamW", True), ("AdamW", False), ("Rprop", False), ("Adafactor", True)],
-)
+@pytest.mark.parametrize(("name", "set_to_none"), FROZEN)
 def test_parameters_may_freeze_and_thaw(name, set_to_none):
     """Without a gradient torch leaves a parameter as it is; with one of zeros momentum and decay go on."""
     options = {"SGD": {"momentum": 0.9, "weight_decay": 0.1}}.get(name, {})
     net, X, y = problem(name)
-    run = recorded_by(
-        net, optimizer_for(name, options, net), X, y, epochs=3, at_2=freeze, at_6=thaw, set_to_none=set_to_none
-    )
+    actions = {"epochs": 3, "at_2": freeze, "at_6": thaw, "set_to_none": set_to_none}
+    run = recorded_by(net, optimizer_for(name, options, net), X, y, **actions)
     momentum_goes_on = not set_to_none and name in ("SGD", "AdamW")
     assert moves(run) == [True, True, *4 * [momentum_goes_on], *3 * [True]]
     assert_explained(run, X)
@@ -100,7 +99,7 @@ def test_a_learning_rate_of_zero_is_a_step_of_nothing():
 def test_a_group_that_comes_later_is_explained_where_its_parameters_were_stated_and_named_elsewhere():
     net, X, y = problem("SGD")
 
-    def grow(net: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    def grow(net, optimizer):
         optimizer.add_param_group({"params": net[0].requires_grad_(True).parameters(), "lr": 0.05})
 
     optimizer = torch.optim.SGD(net[2].parameters(), lr=0.1, momentum=0.9)
@@ -111,10 +110,6 @@ def test_a_group_that_comes_later_is_explained_where_its_parameters_were_stated_
     says = r"a parameter that is in no optimizer when recording begins must stay untrained: '0\.weight' .*trained=\['0"
     with pytest.raises(epk.StepMismatchError, match=says):
         recorded_by(net, torch.optim.SGD(net[2].parameters(), lr=0.1, momentum=0.9), X, y, at_2=grow)
-
-
-def test_names_of_parameters_that_are_trained_later_are_recorded():
-    net, _, _ = problem("SGD")
     optimizer = torch.optim.SGD(net[2].parameters(), lr=0.1)
     net[0].requires_grad_(False)
     assert trained_names(net, optimizer, ["0.bias"]) == ("0.bias", "2.weight", "2.bias")
@@ -124,17 +119,16 @@ def test_names_of_parameters_that_are_trained_later_are_recorded():
         trained_names(net, optimizer, ["no"])
 
 
+TURNS = [("alternating", "Adam"), ("every_third", "Adam"), ("alternating", "Adafactor")]
+
+
 @pytest.mark.mostly_slow
-@pytest.mark.parametrize(
-    ("turns", "name"), [("alternating", "Adam"), ("every_third", "Adam"), ("alternating", "Adafactor")]
-)
+@pytest.mark.parametrize(("turns", "name"), TURNS)
 def test_optimizers_may_take_turns(name, turns):
     """What a step was made of is read before the loop clears all gradients and schedules move."""
     net, X, y = problem("SGD")
-    optimizers = [
-        torch.optim.SGD(net[0].parameters(), lr=0.1, momentum=0.9, dampening=0.5),
-        optimizer_for(name, {}, net[2]),
-    ]
+    first = torch.optim.SGD(net[0].parameters(), lr=0.1, momentum=0.9, dampening=0.5)
+    optimizers = [first, optimizer_for(name, {}, net[2])]
     schedules = [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.7) for optimizer in optimizers]
     with epk.Recorder(net, optimizers, X, y) as recorder:
         for s, batch in enumerate(batches(2)):
@@ -161,7 +155,6 @@ def test_muon_beside_another_optimizer_is_explained_up_to_its_own_term(tmp_path,
     run = record(net, optimizers, X, y, batches(2), unexplained=0.5, folder=path, check_every=3).trajectory
     assert run.update_rule == "Muon + NAdam"
     assert sorted(run.updates[3].left | run.updates[3].right) == [0, 2]
-    parts = epk.attribute(run, X[:2], head="logits")
-    assert parts.max_error <= 1e-12
+    parts = assert_exact(run, X[:2], tolerance=1e-12)
     size = parts.unexplained.abs().max() / (parts.network - parts.initial).abs().max()
     assert 1e-5 < size < 0.1
