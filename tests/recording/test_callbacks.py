@@ -106,21 +106,17 @@ def lightning_module(lightning, net, step, make_optimizers, scale, skipped=()):
     return Module()
 
 
-def momentum(net):
-    return torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+momentum, adam = (
+    (lambda net: torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)),
+    (lambda net: torch.optim.Adam(net.parameters(), lr=0.01)),
+)
 
 
-def adam(net):
-    return torch.optim.Adam(net.parameters(), lr=0.01)
-
-
-def fit_lightning(
-    data, net, *, step=None, make_optimizers=momentum, scale=1.0, options=None, skipped=(), **callback_options
-):
+def fit_lightning(data, net, *, step=None, make_optimizers=momentum, scale=1.0, options=None, skipped=(), **own):
     lightning = pytest.importorskip("pytorch_lightning", reason="needs the extra 'lightning'")
     X, y = data
-    source = (TensorDataset(X, y),) if callback_options.pop("reads", False) else (X, y)
-    callback = callbacks.RecorderCallback(net, *source, **callback_options)
+    source = (TensorDataset(X, y),) if own.pop("reads", False) else (X, y)
+    callback = callbacks.RecorderCallback(net, *source, **own)
     with pytest.raises(RuntimeError, match="training has not started"):
         _ = callback.trajectory
     trainer = lightning.Trainer(accelerator="cpu", max_epochs=2, callbacks=[callback], **QUIET, **(options or {}))
@@ -302,15 +298,6 @@ def test_bf16_of_accelerate_is_recorded_as_that_of_a_plain_loop():
     assert 0 < parts.unexplained.norm() < 0.05 * (parts.network - parts.initial).norm()
 
 
-def whole(net, **options):
-    return torch.compile(net, **options)
-
-
-def in_place(net, **options):
-    net.compile(**options)
-    return net
-
-
 def in_part(net, **options):
     net[0] = torch.compile(net[0], **options)
     return net
@@ -330,10 +317,10 @@ def train_compiled(compile_network, *, dropout, batch_norm=False, is_given_plain
 
 
 COMPILED = {
-    "whole": (whole, {}),
-    "whole_graph": (whole, {"fullgraph": True}),
-    "plain_given": (whole, {"is_given_plain": True}),
-    "in_place": (in_place, {}),
+    "whole": (torch.compile, {}),
+    "whole_graph": (torch.compile, {"fullgraph": True}),
+    "plain_given": (torch.compile, {"is_given_plain": True}),
+    "in_place": (lambda net, **options: net.compile(**options) or net, {}),
     "in_part": (in_part, {}),
 }
 
@@ -351,8 +338,8 @@ def test_a_compiled_network_is_recorded_as_it_was_written(compile_network, optio
 @pytest.mark.slow
 @pytest.mark.compiled
 @pytest.mark.filterwarnings("default")
-@pytest.mark.skipif(shutil.which("g++") is None, reason="torch's default backend needs a CLASSES++ compiler")
-@pytest.mark.parametrize("compile_network", [whole, in_part])
+@pytest.mark.skipif(shutil.which("g++") is None, reason="torch's default backend needs a C++ compiler")
+@pytest.mark.parametrize("compile_network", [torch.compile, in_part])
 def test_random_numbers_of_a_compiled_network_are_the_one_cause_that_is_named(compile_network):
     train_compiled(compile_network, dropout=0.0, batch_norm=True)
     with pytest.raises(epk.StepMismatchError, match=r"set torch\._inductor\.config\.fallback_random = True"):

@@ -31,14 +31,7 @@ def assert_explained(run, X):
     assert result.certified
 
 
-def freeze(net, optimizer):
-    net[0].requires_grad_(False)
-
-
-def thaw(net, optimizer):
-    net[0].requires_grad_(True)
-
-
+freeze, thaw = ((lambda net, _, value=value: net[0].requires_grad_(value)) for value in (False, True))
 FROZEN = [("SGD", True), ("SGD", False), ("AdamW", True), ("AdamW", False), ("Rprop", False), ("Adafactor", True)]
 
 

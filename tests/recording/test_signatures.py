@@ -23,10 +23,6 @@ RULE = epk.QuadratureRule.midpoint(1)
 LABELS = torch.arange(NUM_POINTS) % NUM_CLASSES
 
 
-def call_two(net, X):
-    return net(X[:, :3], X[:, 3:].reshape(-1, 1, 2))
-
-
 def call_tagger(net, X):
     return mean_logits(net(X[:, :4].long(), X[:, 4:8].bool(), X[:, 8]))
 
@@ -38,8 +34,10 @@ def cut(X, count):
 
 # the network, its inputs, those packed by hand, how the wrapper calls it, and output=
 CASES = {
-    "tuple": (TwoInputs, make_two_inputs, lambda X: torch.cat([X[0], X[1].flatten(1)], 1), call_two, None),
-    "list": (TwoInputs, lambda: list(make_two_inputs()), lambda X: torch.cat([X[0], X[1][:, 0]], 1), call_two, None),
+    "tuple": (TwoInputs, make_two_inputs, lambda X: torch.cat([X[0], X[1].flatten(1)], 1),
+        lambda net, X: net(X[:, :3], X[:, 3:].reshape(-1, 1, 2)), None),
+    "list": (TwoInputs, lambda: list(make_two_inputs()), lambda X: torch.cat([X[0], X[1][:, 0]], 1),
+        lambda net, X: net(X[:, :3], X[:, 3:].reshape(-1, 1, 2)), None),
     "dict": (Tagger, tagger_inputs, lambda X: torch.cat([X["ids"], X["mask"], X["scale"][:, None]], 1), call_tagger,
         mean_logits),
 }  # fmt: skip
@@ -339,14 +337,15 @@ def test_a_block_is_that_of_the_definitions_and_a_kernel_takes_columns():
     a, b = epk.Points(torch.arange(3), is_train=False), epk.Points(torch.arange(2, 6), is_train=True)
     block = epk.gram_block(trajectory, a, b, head="logits", rule=GAUSS)
     assert_close(block, reference.gram_block(trajectory, a, b, "logits", GAUSS))
-    K = epk.EPKKernel(trajectory, rule=GAUSS)(epk.train_copy(WORDS[:, None]), epk.test_copy(WORDS[:2, None])).to_dense()
+    copies = epk.train_copy(WORDS[:, None]), epk.test_copy(WORDS[:2, None])
+    K = epk.EPKKernel(trajectory, rule=GAUSS)(*copies).to_dense()
     train, test = epk.Points(WORDS, is_train=True), epk.Points(WORDS[:2], is_train=False)
     assert_close(K, epk.gram_block(trajectory, train, test, rule=GAUSS).reshape(30, 6))
 
 
 def test_rows_of_other_points_and_numbers_that_are_no_integers_are_refused():
     net = make_net()
-    with pytest.raises(epk.StepMismatchError, match=r"row 0 was WORDS\[0\], the batch says WORDS\[4\]"):
+    with pytest.raises(epk.StepMismatchError, match=r"row 0 was X\[0\], the batch says X\[4\]"):
         record_loop(net, sgd(net), WORDS, WORD_LABELS, [torch.arange(4, 8)], call=lambda net, x: net(WORDS[:4]))
     net = nn.Linear(1, 3).double()
     with pytest.raises(ValueError, match=r"\(M,\) is for integers alone, .*: got \(10,\). Points .* X\[:, None\]"):
