@@ -61,7 +61,7 @@ def check(folder: Path, options: argparse.Namespace) -> None:
         members = [member for member in tar.getmembers() if not member.name.startswith(f"{top}/epk_gp/")]
         tar.extractall(tests, members, filter="data")
     run(programs / "python", "-c", VERSIONS, cwd=tests / top)
-    run(programs / "epk-gp", "demo", "--quiet", *(["--smoke"] if options.smoke else []))
+    run(programs / "epk-gp", "demo", *(["--smoke"] if options.smoke else []))
     # Warnings are errors of the pinned versions only: old libraries call what new ones deprecate.
     warnings = [] if options.resolution == "pinned" else ["-W", "default", "--disable-warnings"]
     run(programs / "pytest", "-q", *warnings, *options.tests, cwd=tests / top)

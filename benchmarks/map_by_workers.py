@@ -1,4 +1,4 @@
-"""A large map by one command, whose processes are watched."""
+"""A large map by one program, whose processes are watched."""
 
 import os
 import subprocess
@@ -25,7 +25,7 @@ def grid(
     workers: Annotated[int, typer.Option(help="Worker processes.")] = 2,
     memory: Annotated[float, typer.Option(help="Memory budget of a worker, GiB.")] = 0.25,
 ) -> None:
-    """Compute the kernel between a grid's points and all training points by one command, and watch its processes.
+    """Compute the kernel between a grid's points and all training points by one program, and watch its processes.
 
     The network has one output, so that a value of the kernel is one number.
     """
@@ -39,16 +39,11 @@ def grid(
         epk.train(
             net, X, X.sin().sum(1, keepdim=True), loss=loss, optimizer=optimizer, steps=steps, folder=folder / "run"
         )
-        (folder / "grid_network.py").write_text(NETWORK)
+        (folder / "map.py").write_text(PROGRAM)
         save_file({"inputs": on_grid(points)}, folder / "grid.safetensors")
-        command = [
-            *("gram", "run", "--out", "map", "--points", "grid.safetensors", "--columns", "train"),
-            *("--network", "grid_network:make", "--workers", str(workers), "--memory", str(memory), "--quiet"),
-        ]  # fmt: skip
-        typer.echo(f"epk-gp {' '.join(command)}")
         begun = time.perf_counter()
-        peaks = watched([str(Path(sys.executable).with_name("epk-gp")), *command], folder)
-        seconds, size = time.perf_counter() - begun, (folder / "map" / "gram.safetensors").stat().st_size
+        peaks = watched([sys.executable, "map.py", str(workers), str(int(memory * 2**30))], folder)
+        seconds, size = time.perf_counter() - begun, (folder / "map.safetensors").stat().st_size
     owner, *others = peaks
     typer.echo(
         f"{points:,} grid points x {num_train:,} training points x {steps} steps: {seconds:.1f} s, a file of "
@@ -57,11 +52,23 @@ def grid(
     typer.echo(f"peak memory: owner {owner:.0f} MiB; workers {', '.join(f'{peak:.0f}' for peak in others)} MiB")
 
 
-NETWORK = f"""from torch import nn
+PROGRAM = f"""import multiprocessing
+import sys
+from concurrent.futures import ProcessPoolExecutor
 
+from safetensors.torch import load_file, save_file
+from torch import nn
 
-def make():
-    return nn.Sequential(nn.Linear(2, {WIDTH}), nn.Tanh(), nn.Linear({WIDTH}, 1)).double()
+import epk_gp as epk
+
+if __name__ == "__main__":
+    workers, memory = map(int, sys.argv[1:])
+    run = epk.load_trajectory("run", nn.Sequential(nn.Linear(2, {WIDTH}), nn.Tanh(), nn.Linear({WIDTH}, 1)).double())
+    grid = epk.Points(load_file("grid.safetensors")["inputs"], is_train=False)
+    with ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn")) as executor:
+        how = {{"memory_budget": memory, "executor": executor, "checkpoint": "pieces"}}
+        K = epk.gram_block(run, grid, epk.Points(run.inputs, is_train=True), **how)
+    save_file({{"gram": K}}, "map.safetensors")
 """
 
 
@@ -82,7 +89,7 @@ def watched(command: list[str], folder: Path) -> list[float]:
             peaks[number] = peak_mib(number) or peaks.get(number, 0.0)
         time.sleep(0.02)
     if process.returncode:
-        raise RuntimeError(f"the command must succeed: it ended with {process.returncode}.")
+        raise RuntimeError(f"the program must succeed: it ended with {process.returncode}.")
     owner = peaks.pop(process.pid)
     return [owner, *sorted(peaks.values(), reverse=True)]
 

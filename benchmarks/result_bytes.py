@@ -303,7 +303,7 @@ def scores() -> object:
 def command(words: str, out: Path) -> Path:
     """Run a command of epk-gp, and return what it wrote."""
     with contextlib.redirect_stdout(io.StringIO()):
-        main([*words.split(), "--out", str(out), "--quiet"])
+        main([*words.split(), "--out", str(out)])
     return out
 
 
@@ -408,11 +408,9 @@ RESULTS: Cases = {
     "scores": scores,
     "spectrum": lambda: gram_spectrum(block("plain", 1, 1, compute=per_class)[0]),
     "command verify": lambda: written("verify"),
-    "command gram": lambda: written("gram --num-rows 5 --num-columns 4"),
     "command attribute": lambda: written("attribute --num-points 2 --outputs all"),
-    "command influence": lambda: written("influence --num-points 2 --outputs all"),
-    "command uncertainty": lambda: written("uncertainty --validation held-out"),
-    "command uncertainty, map": lambda: written("uncertainty --num-condition 9 --grid 3 --num-samples 16"),
+    "command uncertainty": lambda: written("uncertainty"),
+    "command uncertainty, map": lambda: written("uncertainty --map --grid 3"),
 }
 
 

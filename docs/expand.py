@@ -86,15 +86,7 @@ def _section(page: Path, *heading: str) -> str:
 IMPORT = re.compile(r"^ *from (epk_gp(?:\.\w+)*) import (?:\(([^)]*)\)|([^\n(]*))", re.MULTILINE)
 DOTTED = re.compile(r"\b(epk_gp(?:\.\w+)+)\.(\w+)")
 # pages that name internal things too
-INTERNAL = {
-    "theory.md",
-    "notation.md",
-    "engine.md",
-    "design.md",
-    "format.md",
-    "reliability.md",
-    "layer.md",
-}  # name others too
+INTERNAL = {"theory.md", "glossary.md", "engine.md", "design.md", "format.md", "reliability.md", "layer.md"}
 
 
 @cache
@@ -211,7 +203,7 @@ def _tables(page: Path, name: str, *tables: str) -> str:
 
 
 def headline() -> str:
-    """Return the four results of the index and the README, each with what it is measured beside."""
+    """Return the results of the index and the README, each with what it is measured beside."""
     r = _saved("fig04_machine")["results"]
     errors = dict(zip(r["rules"], r["max_error"], strict=True))
     adaptive = next(i for i, name in enumerate(r["rules"]) if name.startswith("adaptive"))
@@ -226,6 +218,8 @@ def headline() -> str:
         for name in ("influence", "contributions", "TracIn (captum)")
         for kind in ("tanh", "relu", "")
     }
+    halves = json.loads((ATTRIBUTION / "datamodels.json").read_text())["results"]["table"]
+    recording = json.loads((ROOT / "benchmarks" / "recording_overhead.json").read_text())
     areas, small = _areas(), json.loads((ROOT / "benchmarks" / "small_networks.json").read_text())
     trainings = {(row["question"], row["optimizer"]): f"{row['trainings']:.1f}" for row in small["questions"]}
     one, ten = ([trainings[f"attribute of {n}", name] for name in ("SGD", "Adam")] for n in (1, 10))
@@ -233,10 +227,17 @@ def headline() -> str:
         ["Is it exact?", f"{exact} ({cost})", f"the paper's rule, 100 nodes: {errors['left Riemann 100']:.1e}"],
         [
             "What would change without a training point?",
-            f"rank correlation with training again without each point: **{agreement['influence', 'tanh']}** with tanh, "
+            f"rank correlation with retraining without each: **{agreement['influence', 'tanh']}** with tanh, "
             f"**{agreement['influence', 'relu']}** with ReLU ({problems} problems on digits)",
             f"TracIn {agreement['TracIn (captum)', '']}; our contributions {agreement['contributions', '']}: exact is "
             "not causal",
+        ],
+        [
+            "What would change without half of them?",
+            f"linear datamodeling score {_without_half(halves, 'path training')}, recording included "
+            f"({', '.join(IMAGES)})",
+            f"TRAK of ten networks {_without_half(halves, 'TRAK-10 (traker)')}; "
+            f"EK-FAC {_without_half(halves, 'EK-FAC (kronfluence)')}",
         ],
         [
             "Is this input of another kind?",
@@ -246,12 +247,36 @@ def headline() -> str:
         ],
         [
             "What does a question cost?",
-            "of a small network (2-32-32-3, batches of 30 of 300 points, 200 steps) "
-            f"**{one[0]}** (SGD) and **{one[1]}** (Adam) trainings",
+            f"**{one[0]}** (SGD) and **{one[1]}** (Adam) trainings of a small network "
+            "(2-32-32-3, 300 points, 200 steps)",
             f"ten questions {ten[0]} and {ten[1]}; three, one state at a time: {small['together'][0]['1']:.0f}",
+        ],
+        [
+            "What does recording cost?",
+            f"a step takes **{_range([row['later'] for row in recording], 2)}** times as long "
+            f"({len(recording)} networks of 0.7 to 22.7 million weights)",
+            f"copying weights alone: {_range([row['floor'] for row in recording], 2)}; a network of 25,450 weights: "
+            f"{_range([row['parts']['recording'] / row['training'] for row in halves if _is_small(row)], 1)} trainings",
         ],
     ]
     return METHODS.markdown_table(["question", "result", "beside it"], lines)
+
+
+IMAGES = "digits", "Fashion-MNIST", "KMNIST"  # problems of benchmarks/attribution/datamodels.json
+
+
+def _without_half(rows: list[dict], system: str) -> str:
+    """Return the scores of a system on halves of the samples, and their price: the means over seeds of each problem."""
+    of_system = [[r for r in rows if (r["system"], r["problem"]) == (system, problem)] for problem in IMAGES]
+    scores = [sum(row["half"][0] for row in found) / len(found) for found in of_system]
+    costs = [sum(row["trainings"] for row in found) / len(found) for found in of_system]
+    mark = "**" if system == "path training" else ""
+    return f"{mark}{_range(scores, 2)}{mark} for {_range(costs, 0 if min(costs) > 10 else 1)} trainings"
+
+
+def _is_small(row: dict) -> bool:
+    """Tell whether a row is of a recorded run of those problems."""
+    return row["system"] == "path training" and row["problem"] in IMAGES
 
 
 def _areas() -> dict[str, str]:
@@ -303,15 +328,14 @@ def _language_costs(saved: dict) -> str:
         [
             row["network"],
             str(row["questions"]),
-            str(row["steps"]),
-            "each step" if row["every"] == 1 else f"{row['every']} steps",
+            f"{row['steps']}; {row['every']}",
             f"{row['trainings']:.1f}",
             f"{row['bytes_beside'] / row['bytes_of_adjoints']:.1f}",
             f"{row['error']:.0e}",
         ]
         for _, row in sorted(saved["cost"].items())
     ]
-    head = ["training", "questions", "steps", "stretch", "trainings", "memory", "sum against the network"]
+    head = ["training", "questions", "steps; per stretch", "trainings", "memory", "sum is off by"]
     r = saved["float32"]
     found = [
         f"In float32 with `keep_every={r['keep_every']}`, {r['steps']} steps of the GPT on 64 letters: "
@@ -407,7 +431,6 @@ OUR_SCORES = [
 ]
 TABLES: dict[str, Callable[[dict], str]] = {
     "scores_mlp": _scored("MNIST, MLP"),
-    "scores_logistic": _scored("MNIST, logistic regression"),
     "scores_cnn": _scored("MNIST, CNN"),
     "scores_transformer": _scored("text, transformer"),
     "score_winners": lambda saved: SCORES.winners(saved["results"]["table"], OUR_SCORES),
@@ -420,7 +443,6 @@ TABLES: dict[str, Callable[[dict], str]] = {
     "datamodel_winners": lambda saved: SCORES.datamodel_winners(saved["results"]),
     "datamodels_halves": lambda saved: SCORES.datamodels_of(saved["results"], "half"),
     "datamodels_numbers": lambda saved: SCORES.datamodels_of(saved["results"], "numbers"),
-    "datamodels_elsewhere": lambda saved: SCORES.datamodels_elsewhere(saved["results"]),
     "language_costs": _language_costs,
     "language_agreement": _language_agreement,
     **METHODS.TABLES,

@@ -1,5 +1,7 @@
 """Count the code lines of the package, by folder and by capability, and the whole project: `make lint` prints them.
 
+Figures with a limit show it. The command fails where one of the figures in `ENFORCED` is above its limit.
+
 A code line is a line that is not blank, not a comment and not part of a docstring. A file belongs to the capability
 with the longest pattern that fits its name.
 """
@@ -7,9 +9,10 @@ with the longest pattern that fits its name.
 import ast
 import io
 import re
+import sys
 import tokenize
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from fnmatch import fnmatch
 from pathlib import Path
 
@@ -17,6 +20,30 @@ ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "epk_gp"
 MADE = re.compile(r"^<!-- made: .*?^<!-- end -->$", re.MULTILINE | re.DOTALL)  # what docs/expand.py writes
 LAYOUT = (tokenize.COMMENT, tokenize.NL, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER)
+
+RELATIVE = "what how who whose which where when why"
+DANGLING = f"{RELATIVE} of as that those it"  # a sentence must not begin with them
+BEGINNING = re.compile(rf"(?:{'|'.join(DANGLING.split())})\b", re.IGNORECASE)
+# "Return what …" (with any verb); "Return those …" (with the verbs that give something back: "Check that …" is good)
+AFTER_VERB = re.compile(
+    rf"[A-Za-z]+ (?:{'|'.join(RELATIVE.split())})\b"
+    r"|(?:Return|Yield|Give|Say|Tell|List|Count|Read|Take)s? (?:of|as|that|those|it)\b"
+)
+ENTRY = re.compile(r" {4}\*{0,2}\w+(?: \([^)]*\))?: +(.*)")
+DOCSTRINGS = "docstrings that begin with a relative word"
+ARGUMENTS = "argument lines that begin with a relative word"
+NAMES = "names in `__all__`"
+LIMITS = {
+    "code lines of epk_gp": 25_500,
+    "files": 155,
+    "files that exactly one other file imports": 15,
+    NAMES: 47,
+    "lines of tests": 37_000,
+    "of these, words that are not made by docs/expand.py": 48_000,
+    DOCSTRINGS: 20,
+    ARGUMENTS: 20,
+}
+ENFORCED = (DOCSTRINGS, ARGUMENTS, NAMES)
 
 # Capability -> patterns of files, relative to the package.
 CAPABILITIES = {
@@ -122,6 +149,31 @@ def imported_modules(file: Path) -> set[str]:
     return modules
 
 
+def sentence_faults(text: str) -> Iterator[tuple[int, str]]:
+    """Yield (line, kind) of the docstrings and argument lines that begin with a relative word: "Return what …"."""
+    for node in ast.walk(ast.parse(text)):
+        if not isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            continue
+        if not (documentation := ast.get_docstring(node)):
+            continue
+        start = node.body[0].lineno
+        if BEGINNING.match(documentation) or AFTER_VERB.match(documentation):
+            yield start, DOCSTRINGS
+        in_arguments = False
+        for line, words in enumerate(documentation.splitlines(), start):
+            if words and not words.startswith(" "):
+                in_arguments = words in ("Args:", "Attributes:")
+            elif in_arguments and (entry := ENTRY.match(words)) and BEGINNING.match(entry[1]):
+                yield line, ARGUMENTS
+
+
+def public_names() -> int:
+    """Count the names that `epk_gp` exports: the imports that type checkers see."""
+    tree = ast.parse((PACKAGE / "__init__.py").read_text(encoding="utf-8"))
+    imports = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
+    return sum(len(node.names) for node in imports if node.module and node.module.startswith("epk_gp."))
+
+
 def house() -> Mapping[str, int]:
     """Return how large the project is, in the figures that it is to keep small."""
     files = sorted(PACKAGE.rglob("*.py"))
@@ -129,28 +181,54 @@ def house() -> Mapping[str, int]:
     names = [".".join(file.relative_to(ROOT).with_suffix("").parts) for file in files if file.name != "__init__.py"]
     pages = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
     tests = sorted((ROOT / "tests").rglob("*.py"))
+    faults = Counter(kind for file in files for _, kind in sentence_faults(file.read_text(encoding="utf-8")))
     return {
         "code lines of epk_gp": sum(code_lines(file.read_text(encoding="utf-8")) for file in files),
         "files": len(files),
         "files in the largest folder": max(Counter(file.parent for file in files).values()),
         "files that exactly one other file imports": sum(importers[name] == 1 for name in names),
+        NAMES: public_names(),
         "lines of tests": sum(len(file.read_text(encoding="utf-8").splitlines()) for file in tests),
         "words of README and docs": sum(len(page.read_text(encoding="utf-8").split()) for page in pages),
         "of these, words that are not made by docs/expand.py": sum(
             len(MADE.sub("", page.read_text(encoding="utf-8")).split()) for page in pages
         ),
+        DOCSTRINGS: faults[DOCSTRINGS],
+        ARGUMENTS: faults[ARGUMENTS],
     }
 
 
-def table() -> str:
+def shown(name: str, number: int) -> str:
+    """Return the row of a figure, with its limit, and marked where it is above."""
+    limit = LIMITS.get(name)
+    if limit is None:
+        return f"{name:<52}{number:>12,}"
+    return f"{name:<52}{number:>12,}  (≤ {limit:,}){'  ABOVE' if number > limit else ''}"
+
+
+def above(figures: Mapping[str, int]) -> list[str]:
+    """Return the enforced figures that are above their limits."""
+    return [name for name in ENFORCED if figures[name] > LIMITS[name]]
+
+
+def table(figures: Mapping[str, int]) -> str:
     """Return the table as text."""
     folders, capabilities = sizes()
-    rows = [f"{name:<52}{number:>12,}" for name, number in house().items()]
+    rows = [shown(name, number) for name, number in figures.items()]
     for title, part in (("folder", folders), ("capability", capabilities)):
         rows += [f"{title:<52}{'code lines':>12}{'files':>8}"]
         rows += [f"  {name:<50}{lines:>12,}{files:>8,}" for name, (lines, files) in part.items()]
     return "\n".join(rows)
 
 
+def main() -> int:
+    """Print the table, and return the exit status: 1 where an enforced figure is above its limit."""
+    figures = house()
+    print(table(figures))
+    for name in above(figures):
+        print(f"{name} must be at most {LIMITS[name]:,}: there are {figures[name]:,}.", file=sys.stderr)
+    return 1 if above(figures) else 0
+
+
 if __name__ == "__main__":
-    print(table())
+    sys.exit(main())

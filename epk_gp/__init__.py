@@ -53,8 +53,8 @@ if TYPE_CHECKING:
     from epk_gp.trained.ntk import NTKKernel as NTKKernel
     from epk_gp.trained.ntk import ntk as ntk
 else:
-    # The same names, imported when they are first used (PEP 562): PyTorch and GPyTorch take seconds to import, and
-    # `epk-gp --help` needs neither of them.
+    # The same names, imported at their first use (PEP 562): PyTorch and GPyTorch take seconds to import, and `epk-gp
+    # --help` needs neither of them.
     _MODULES = {
         "analysis.labels": "label_errors next_to_label",
         "analysis.score_check": "check_scores",
@@ -97,7 +97,7 @@ else:
         """Import the module of a public name; or a folder, and with it the modules of all names."""
         if name in _PLACES:
             value: object = getattr(import_module(f"epk_gp.{_PLACES[name]}"), name)
-            for folder in _FOLDERS:  # asked for later, it must have all of its modules, whatever was used before
+            for folder in _FOLDERS:  # a folder requested later must have all of its modules
                 globals().pop(folder, None)
         elif name.startswith("_") or find_spec(f"epk_gp.{name}") is None:
             raise AttributeError(f"module 'epk_gp' has no attribute {name!r}")

@@ -2,7 +2,7 @@
 
 `RecorderCallback` (also `LightningRecorderCallback`) is for `pytorch_lightning.Trainer`, and needs the extra
 `lightning`. `HuggingFaceRecorderCallback` is for `transformers.Trainer`, and needs the extra `huggingface`.
-`IndexedDataset` gives either the indices of a batch's rows.
+`IndexedDataset` gives both of them the indices of a batch's rows.
 """
 
 from collections.abc import Mapping, Sequence, Sized
@@ -13,16 +13,16 @@ from torch.utils.data import Dataset, Subset
 
 
 class IndexedDataset(Dataset[Any]):
-    """Pair every item of a dataset with its index, so that a `DataLoader`'s batches can be announced to a recorder.
+    """A dataset whose items come with their index, so that a `DataLoader`'s batches can be announced to a recorder.
 
         for indices, (inputs, labels) in DataLoader(IndexedDataset(dataset), batch_size=100, shuffle=True):
             ...
             recorder.batch(indices)
 
-    Item i must be row i of the recorder's X and y, as it is or augmented. Of a `Subset`, as `random_split` returns it,
-    an item has its number in the whole data set, through subsets of subsets too: X and y are then the whole data set's.
-    To record on the subset alone, make it a data set of its own, such as `TensorDataset(X[indices], y[indices])`. With
-    `key` the items must be dictionaries, as Hugging Face's trainer takes them, and hold their index under that key.
+    Item i must be row i of the recorder's X and y, unchanged or augmented. In a `Subset`, as `random_split` returns it,
+    an item has its number in the whole data set, also through nested subsets: X and y are then the whole data set's. To
+    record only the subset, make it a separate data set, such as `TensorDataset(X[indices], y[indices])`. With `key` the
+    items must be dictionaries, as Hugging Face's trainer takes them, and contain their index under that key.
     """
 
     gives_indices = True  # the recorder reads the dataset inside
@@ -32,7 +32,7 @@ class IndexedDataset(Dataset[Any]):
 
         Args:
             dataset: A map-style dataset, which has a length and items by index.
-            key: Where a dictionary holds its index; None for pairs (index, item).
+            key: Key of the index in a dictionary; None for pairs (index, item).
 
         Raises:
             TypeError: The dataset has no length or no items by index.
@@ -53,8 +53,8 @@ class IndexedDataset(Dataset[Any]):
         """Return (index, item), or the item with its index under `key`; a negative index counts from the end.
 
         Raises:
-            TypeError: There is a `key`, and the item is no dictionary.
-            ValueError: The item has an entry of that name already.
+            TypeError: There is a `key`, and the item is not a dictionary.
+            ValueError: The item already has an entry with this name.
         """
         row, item, dataset = index % len(self), self.dataset[index], self.dataset
         while isinstance(dataset, Subset):
@@ -72,7 +72,7 @@ class IndexedDataset(Dataset[Any]):
         return {**item, self.key: row}
 
 
-# name of the callback: its module, its name there, and the package and extra that it needs
+# name of the callback: its module, its name there, and the required package and extra
 _CALLBACKS = {
     "RecorderCallback": ("lightning", "RecorderCallback", "pytorch_lightning"),
     "LightningRecorderCallback": ("lightning", "RecorderCallback", "pytorch_lightning"),
@@ -82,7 +82,7 @@ __all__ = ["IndexedDataset", *_CALLBACKS]
 
 
 def __getattr__(name: str) -> object:
-    """Import a callback when it is first used (PEP 562): nobody needs the packages of all of them."""
+    """Import a callback at its first use (PEP 562): nobody needs the packages of all of them."""
     if name not in _CALLBACKS:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     module, attribute, package = _CALLBACKS[name]

@@ -1,4 +1,4 @@
-"""A scikit-learn classifier: a recorded network, which leads to the uncertainty of its predictions."""
+"""A scikit-learn classifier: a recorded network that also provides the uncertainty of its predictions."""
 
 from typing import Any, final
 
@@ -20,46 +20,47 @@ from epk_gp.gp.uncertain_classifier import UncertainClassifier
 
 @final
 class EPKClassifier(ClassifierMixin, RecordedEstimator):  # type: ignore[misc]  # scikit-learn ships no types
-    """Train and record a network, and predict with it; `uncertain_classifier` says how sure it is.
+    """Train and record a network, and predict with it; `uncertain_classifier` adds the uncertainty of its predictions.
 
-    Inputs are rows of features in any units: the recorded network subtracts the training rows' mean of each column and
-    divides by their standard deviation (by 1 where a column is constant). Of a data frame, the labels of its rows and
-    columns name samples and features in tables; a report has those of columns.
+    Inputs are rows of features in any units: the recorded network subtracts the mean of each column over the training
+    rows and divides by their standard deviation (by 1 if a column is constant). For a data frame, the labels of its
+    rows and columns name samples and features in tables; a report uses the labels of columns.
 
     Args:
         network: A torch module, which is copied and not changed, or a function of the numbers of features and classes
-            that returns one. It maps (n, features) to (n, classes). A list of these is compared by folds. By default a
-            linear model, one with a hidden layer beside it, and one with a layer of cosines (`LinearAndHidden`).
-        steps: Training steps; None for the number of least loss on held-out rows, of 15 from 5 to 960. With a
-            number, folds compare the networks only; with a number and one network there are no folds.
+            that returns one. It maps (n, features) to (n, classes). The networks of a list are compared by folds. By
+            default a linear model, one with an additional hidden layer, and one with a layer of cosines
+            (`LinearAndHidden`).
+        steps: Number of training steps; None for the number with the least loss on held-out rows, among 15 numbers from
+            5 to 960. With a number, folds only compare the networks; with a number and one network there are no folds.
         lr: Learning rate of gradient descent with a momentum of 0.9.
         batch_size: Points per step; all by default.
-        optimizer: Maps parameters to a `torch.optim.Optimizer`, in place of SGD with `lr`.
-        random_state: Seed of initial weights and batches. A function `network` draws its weights from a generator of
-            the classifier's own, although it is written as if it drew from torch's global one, which is neither used
-            nor changed: fits in several threads at once, as with joblib's threading backend, are reproducible. A
-            `numpy.random.RandomState` that they share is not: the fits take its numbers in any order. A network that
-            draws in training, as dropout does, draws from torch's global generator, which is seeded for that time: fit
-            such networks one after the other, not in several threads.
-        standardize: Whether columns are standardised; False for a network that takes them as they are, such as codes
-            of categories that it embeds.
-        cv: Folds, where there is something to choose: their number, a splitter of scikit-learn, or pairs of indices. A
-            network that is trained on all folds but one, for each fold, predicts the one; rows of weight 0 are in none.
-            Rows that belong together, as of one patient, must be in one fold:
-            `cv=list(GroupKFold().split(X, y, groups))`.
+        optimizer: Maps parameters to a `torch.optim.Optimizer` that replaces SGD with `lr`.
+        random_state: Seed of initial weights and batches. A function `network` draws its weights from the classifier's
+            own generator, although it is written as if it drew from torch's global one, which is neither used nor
+            changed: fits in several threads at once, as with joblib's threading backend, are reproducible. A shared
+            `numpy.random.RandomState` is not: the fits take its numbers in any order. A network that draws during
+            training, such as with dropout, draws from torch's global generator, which is seeded for that time: fit such
+            networks one after the other, not in several threads.
+        standardize: Whether to standardise columns; False for a network that takes them unchanged, such as codes of
+            categories that it embeds.
+        cv: Folds, if there is something to choose: their number, a splitter of scikit-learn, or pairs of indices. For
+            each fold, a network that is trained on all other folds predicts it; rows with weight 0 are in no fold. Rows
+            that belong together, such as those of one patient, must be in one fold: `cv=list(GroupKFold().split(X, y,
+            groups))`.
 
     Attributes:
         classes_: The labels.
         n_features_in_: Number of features.
-        feature_names_in_: Their names, of a data frame.
-        index_: Labels of the training rows, of a data frame; else None.
+        feature_names_in_: Their names, for a data frame.
+        index_: Labels of the training rows, for a data frame; otherwise None.
         trajectory_: The recorded run, in float64.
         network_: The trained network, a `torch.nn.Module` that takes rows in their own units, in float64.
         steps_: Number of training steps.
         fold_losses_: For each network that folds compared, the mean loss of the held-out rows by number of steps, in
-            nats; None where there was nothing to choose.
+            nats; None if there was nothing to choose.
         out_of_fold_: Logits of each training row, by a network that was trained on other folds, (M, classes); NaN for
-            rows in no fold, and None where there was nothing to choose.
+            rows in no fold, and None if there was nothing to choose.
     """
 
     @door
@@ -69,13 +70,13 @@ class EPKClassifier(ClassifierMixin, RecordedEstimator):  # type: ignore[misc]  
         Args:
             X: (n, features).
             y: n labels of any kind.
-            sample_weight: Weights of the rows, as of `epk_gp.train`.
+            sample_weight: Weights of the rows, as in `epk_gp.train`.
 
         Raises:
-            TypeError: `network` is neither a module nor a function of two numbers that returns one, or an option is of
-                the wrong kind.
-            ValueError: There are fewer than two classes, the network has not one output per class, an option is out of
-                range, or data, weights, network or optimizer cannot be recorded.
+            TypeError: `network` is neither a module nor a function of two numbers that returns one, or an option has a
+                wrong type.
+            ValueError: There are fewer than two classes, the network does not have one output per class, an option is
+                out of range, or data, weights, network or optimizer cannot be recorded.
         """
         given = np.asarray(y, dtype=object).ravel()
         if 0 < len(others := [label for label in given if not isinstance(label, str)]) < len(given):
@@ -89,7 +90,7 @@ class EPKClassifier(ClassifierMixin, RecordedEstimator):  # type: ignore[misc]  
             raise ValueError(f"y must hold at least 2 classes: got {len(present)} class, {present}.")
         targets, classes = torch.as_tensor(encoder.transform(labels)).long(), encoder.classes_
         frequencies = np.bincount(targets, weights.clip(0), len(classes))
-        constant = np.log(np.maximum(frequencies, np.finfo(np.float64).tiny))  # logits, whatever is added to all
+        constant = np.log(np.maximum(frequencies, np.finfo(np.float64).tiny))  # logits, up to a common constant
         self._record(X, TrainingTable(features, targets, weights, len(classes)), classes.tolist(), constant)
         self.classes_ = classes
         return self
@@ -110,7 +111,7 @@ class EPKClassifier(ClassifierMixin, RecordedEstimator):  # type: ignore[misc]  
         return labels
 
     def label_errors(self, **settings: Any) -> LabelErrors:
-        """Rank training rows by how suspicious their labels are: `epk_gp.label_errors`.
+        """Rank training rows by the suspicion of their labels, by `epk_gp.label_errors`.
 
         The table of the result, `to_frame()`, has the labels of the rows and the names of the expected classes.
 
@@ -118,28 +119,28 @@ class EPKClassifier(ClassifierMixin, RecordedEstimator):  # type: ignore[misc]  
             settings: Arguments of `epk_gp.label_errors` other than the run.
 
         Raises:
-            TypeError, ValueError: As `epk_gp.label_errors`.
+            TypeError, ValueError: As in `epk_gp.label_errors`.
         """
         check_is_fitted(self)
         found = label_errors(self.trajectory_, **{"points": self._weighted, **settings})
         return found.labelled(sample=self.index_, output=self.classes_)
 
     def uncertain_classifier(self, X: ArrayLike, y: ArrayLike, **settings: Any) -> UncertainClassifier:
-        """Return the trained network beside a Gaussian process on the labels of all its training points.
+        """Return the trained network with a Gaussian process on the labels of all its training points.
 
-        Its scores say when to abstain, and which points are unlike the training data; its probabilities are as a rule
-        better than the network's, and its sets of classes hold the true one as often as asked for: see
-        `UncertainClassifier`. It takes rows of features and gives labels, as this classifier does. Weights of training
-        rows are the network's; the process leaves rows of weight 0 out, and takes all others alike.
+        Its scores help to decide when to abstain, and which points are unlike the training data; its probabilities are
+        usually better than the network's, and its sets of classes contain the true one as often as requested: see
+        `UncertainClassifier`. Like this classifier, it takes rows of features and returns labels. The weights of
+        training rows apply to the network; the process leaves out rows with weight 0, and treats all others alike.
 
         Args:
             X: Validation points, (n, features), at least 20, that `fit` has not seen.
-            y: n labels of the kind that `fit` was given.
+            y: n labels of the same kind as in `fit`.
             settings: Arguments of `UncertainClassifier` other than the run and the names of its classes.
 
         Raises:
-            TypeError: A setting is of the wrong kind, or there is none of this name.
-            ValueError: There are too few validation points, or points or labels unlike those of `fit`.
+            TypeError: A setting has a wrong type, or does not exist.
+            ValueError: There are too few validation points, or points or labels differ from those of `fit`.
         """
         points, names = self._points(X), getattr(self, "feature_names_in_", None)
         folds = getattr(self, "out_of_fold_", None)

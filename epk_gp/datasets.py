@@ -89,7 +89,7 @@ def three_gaussians(
 
     Raises:
         ValueError: `num_per_class` < 1 or `dim` < 2.
-        TypeError: A number is not a whole number, `generator` is not a generator, or `dtype` is not a floating type.
+        TypeError: A number is not an integer, `generator` is not a generator, or `dtype` is not a floating type.
     """
     _require_floating(dtype)
     validate_count(num_per_class, "num_per_class")
@@ -108,7 +108,7 @@ def three_gaussians(
 
 
 def digits(*, dtype: torch.dtype = torch.float64) -> Dataset:
-    """Load scikit-learn's handwritten digits: 1797 images of 8 × 8 pixels, nothing to download.
+    """Load scikit-learn's handwritten digits: 1797 images of 8 × 8 pixels, without a download.
 
     Args:
         dtype: Floating type of the inputs.
@@ -138,7 +138,7 @@ def mnist_folder(
     gzipped (`.gz`). If both exist, the plain file is read. Nothing is downloaded.
 
     Args:
-        folder: Folder of the files; None means the folder `mnist` in the folder that EPK_GP_DATA names.
+        folder: Folder of the files; None means the folder `mnist` in the folder named by EPK_GP_DATA.
         split: "train" or "test".
         num_classes: Number C of classes: 10 for MNIST, Fashion-MNIST and KMNIST.
         dtype: Floating type of the inputs.
@@ -148,8 +148,8 @@ def mnist_folder(
 
     Raises:
         FileNotFoundError: The folder or a file is missing.
-        ValueError: `split` is unknown, or a file is truncated, too long, damaged or of another kind, or there is
-            not one label per image.
+        ValueError: `split` is unknown, a file is truncated, too long, damaged or of another kind, or there is not one
+            label per image.
         TypeError: `dtype` is not a floating type.
     """
     _require_floating(dtype)

@@ -1,4 +1,4 @@
-"""What the scikit-learn estimators share: a network that is trained on a table, recorded, and explained."""
+"""The common part of the scikit-learn estimators: a network is trained on a table, recorded, and explained."""
 
 import copy
 import threading
@@ -24,7 +24,7 @@ from sklearn.utils.validation import check_is_fitted, check_random_state, valida
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import epk_gp  # whose report needs matplotlib, which is imported when a report is written
+import epk_gp  # its report needs matplotlib, which is imported when a report is written
 from epk_gp.core.checks import as_tensor, validate_count, validate_positive
 from epk_gp.core.losses import CrossEntropy, Loss, MeanSquaredError, PerSampleLoss, per_sample_losses
 from epk_gp.core.show import warn_caller
@@ -35,27 +35,27 @@ from epk_gp.kernel_machine.attribute import Attribution, attribute
 from epk_gp.quadrature.rules import AdaptiveRule, adaptive
 from epk_gp.recording.train import EpochSampler, train, validate_row_weights
 
-# torch notes in a global variable that a mode is entered, and puts it back as it was: one thread at a time.
+# torch stores in a global variable that a mode is entered, and restores it afterwards: one thread at a time.
 _ENTERED = threading.RLock()
 
-NO_UNITS = np.array([[0.0], [1.0]])  # of columns, or of outputs: nothing is subtracted, and all are divided by 1
+NO_UNITS = np.array([[0.0], [1.0]])  # units of columns, or of outputs: nothing is subtracted, and all are divided by 1
 Network = nn.Module | Callable[[int, int], nn.Module]
 N = TypeVar("N", bound=nn.Module)
-Fold = tuple[Int64[np.ndarray, "..."], Int64[np.ndarray, "..."]]  # rows to train on, and rows that are held out
+Fold = tuple[Int64[np.ndarray, "..."], Int64[np.ndarray, "..."]]  # rows for training, and held-out rows
 
 MOMENTUM = 0.9
-_TOLERANCE = 1e-12  # of the integrals of contributions, in standard deviations of the targets
-STEPS = tuple(round(5 * 192 ** (k / 14)) for k in range(15))  # 5, 7, 11, ..., 660, 960: what folds choose from
+_TOLERANCE = 1e-12  # tolerance of the integrals of contributions, in standard deviations of the targets
+STEPS = tuple(round(5 * 192 ** (k / 14)) for k in range(15))  # 5, 7, 11, ..., 660, 960: folds choose among these
 
 
 @dataclass(frozen=True)
 class TrainingTable:
-    """Rows that a network is trained on.
+    """The rows on which a network is trained.
 
     Attributes:
         features: (M, D).
         targets: (M,) classes or (M, C) values.
-        weights: Of the rows, (M,).
+        weights: Weights of the rows, (M,).
         num_outputs: C.
     """
 
@@ -71,7 +71,7 @@ class TrainingTable:
 
     @property
     def loss(self) -> Loss:
-        """Cross entropy of classes, and the squared error of values, in their standard deviations."""
+        """Cross entropy for classes; for values, the squared error in their standard deviations."""
         if self.targets.ndim == 1:
             return CrossEntropy()
         squared_error = partial(_squared_error, as_tensor(self.units[1]))
@@ -84,13 +84,14 @@ class TrainingTable:
 
 @dataclass(frozen=True, eq=False)
 class Choice:
-    """A network and its number of steps, and what the folds that chose them say; None where no folds were asked.
+    """A network and its number of steps, with the results of the folds that chose them; None without folds.
 
     Attributes:
-        network: The network, as it was given.
+        network: The network, in the form of the argument.
         steps: The number of steps.
         losses: Mean loss of the held-out rows, by number of steps.
-        outputs: Of each row, by the network that did not see it, after `steps` steps, (M, C); NaN for rows in no fold.
+        outputs: Outputs for each row, by the network that did not see it, after `steps` steps, (M, C); NaN outside
+            folds.
     """
 
     network: Network
@@ -101,10 +102,10 @@ class Choice:
 
 @contextmanager
 def draw_from(generator: torch.Generator) -> Iterator[None]:
-    """Let everything random in this thread draw from a generator, and nothing from torch's global one.
+    """Make all random operations in this thread draw from a generator, and none from torch's global one.
 
-    The numbers are those that the global generator would give with the same seed. Seeding that one instead would
-    disturb every other thread that draws from it, and be disturbed by them.
+    The numbers are those of the global generator with the same seed. Seeding the global one instead would disturb every
+    other thread that draws from it, and be disturbed by them.
 
     Args:
         generator: A generator on the CPU.
@@ -115,7 +116,7 @@ def draw_from(generator: torch.Generator) -> Iterator[None]:
 
 @final
 class _Draws(TorchDispatchMode):
-    """Give a generator to every operation that takes one and got none."""
+    """Passes a generator to every operation that accepts one and got none."""
 
     def __init__(self, generator: torch.Generator) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -125,13 +126,13 @@ class _Draws(TorchDispatchMode):
         """Make the call."""
         kwargs = dict(kwargs or {})
         if torch.Tag.nondeterministic_seeded in func.tags and kwargs.get("generator") is None:
-            with suppress(RuntimeError, TypeError):  # it has no form that takes a generator
+            with suppress(RuntimeError, TypeError):  # the operation has no form with a generator
                 return func.overloadpacket(*args, **{**kwargs, "generator": self.generator})
         return func(*args, **kwargs)
 
 
 class LinearAndHidden(nn.Module):
-    """A linear model, and one hidden layer beside it.
+    """A linear model plus one hidden layer.
 
         f(x) = A x / sqrt(D) + b + V h(W x + c)
 
@@ -141,7 +142,7 @@ class LinearAndHidden(nn.Module):
     Args:
         num_features: D.
         num_outputs: C.
-        width: Hidden units; 0 for a linear model.
+        width: Number of hidden units; 0 for a linear model.
         waves: Whether h is a cosine.
     """
 
@@ -175,11 +176,11 @@ def line(num_features: int, num_outputs: int) -> nn.Module:
 
 
 def waves(num_features: int, num_outputs: int) -> nn.Module:
-    """Build a linear model and a hidden layer of cosines."""
+    """Build a linear model plus a hidden layer of cosines."""
     return LinearAndHidden(num_features, num_outputs, waves=True)
 
 
-DEFAULT_NETWORKS = (line, LinearAndHidden, waves)  # from which folds choose
+DEFAULT_NETWORKS = (line, LinearAndHidden, waves)  # folds choose among these
 
 
 class RecordedEstimator(BaseEstimator):  # type: ignore[misc]  # scikit-learn ships no types
@@ -207,42 +208,42 @@ class RecordedEstimator(BaseEstimator):  # type: ignore[misc]  # scikit-learn sh
         self.cv = cv
 
     def attribute(self, X: ArrayLike, *, classes: ArrayLike | None = None, **settings: Any) -> Attribution:
-        """Split predictions into exact contributions of the training rows: `epk_gp.attribute`.
+        """Split predictions into exact contributions of the training rows, by `epk_gp.attribute`.
 
-        Logarithms of the classes' probabilities are split, or the logits with `head="logits"`; of a regressor the
+        Logarithms of the classes' probabilities are split, or the logits with `head="logits"`; for a regressor the
         predictions. The table of the result, `to_frame()`, has the row labels of both data frames and the names of the
         outputs.
 
         Args:
             X: n rows.
-            classes: One output for each row, by its name, such as `predict(X)` of a classifier; or by its number, where
-                names are text or there are none. All outputs by default.
+            classes: One output for each row, by its name, such as `predict(X)` of a classifier; or by its number, if
+                names are text or do not exist. All outputs by default.
             settings: Further arguments of `epk_gp.attribute`, except `by`.
 
         Raises:
-            TypeError, ValueError: As `epk_gp.attribute`; or rows or classes are unlike those of `fit`.
+            TypeError, ValueError: As in `epk_gp.attribute`; or rows or classes differ from those of `fit`.
         """
         points, names, chosen = self._points(X), self._output_names, None
         if classes is not None:
             by_number = np.asarray(classes).dtype.kind in "iu" and np.asarray(names).dtype.kind not in "biuf"
             own = class_labels(self.trajectory_, classes, len(points), "classes", classes=None if by_number else names)
             settings["classes"], chosen = own, own.tolist() if names is None else [names[c] for c in own.tolist()]
-        if settings.get("function") is None:  # else what is split has units of its own
+        if settings.get("function") is None:  # otherwise the split numbers have their own units
             settings = {"rule": self._rule(), **settings}
         result = attribute(self.trajectory_, points, by=None, **settings)
         return result.labelled(point=row_labels(X), output=names, chosen=chosen, sample=self.index_)
 
     def report(self, file: str | Path, X: ArrayLike, y: ArrayLike | None = None, **settings: Any) -> Path:
-        """Write what predictions are made of as one HTML file, with the names of features and outputs.
+        """Write a report of predictions and their contributions as one HTML file, with names of features and outputs.
 
         Args:
             file: The file.
             X: n rows.
-            y: Their targets, of the kind that `fit` was given.
+            y: Their targets, of the same kind as in `fit`.
             settings: Further arguments of `epk_gp.write_report`.
 
         Raises:
-            TypeError, ValueError, OSError: As `epk_gp.write_report`; or rows or targets are unlike those of `fit`.
+            TypeError, ValueError, OSError: As in `epk_gp.write_report`; or rows or targets differ from those of `fit`.
         """
         points, targets = self._points(X), None
         if y is not None and is_classifier(self):
@@ -257,16 +258,16 @@ class RecordedEstimator(BaseEstimator):  # type: ignore[misc]  # scikit-learn sh
         return adaptive(max(_TOLERANCE * float(self.network_.outputs[1].max()), np.finfo(np.float64).tiny))
 
     def _record(self, X: ArrayLike, table: TrainingTable, names: Any, constant: Float[np.ndarray, " C"]) -> None:
-        """Choose the number of steps by folds where it is not given, train a network on all rows and record the run.
+        """Choose the number of steps by folds if it is not given, train a network on all rows and record the run.
 
         Args:
-            X: The rows as they were given.
+            X: The rows in the form of the argument.
             table: Their features, targets and weights.
-            names: Of the outputs, if they have any.
-            constant: The constant outputs of least loss.
+            names: Names of the outputs, if they have any.
+            constant: The constant outputs with the least loss.
 
         Raises:
-            ValueError: Training ended above the loss that it began with and above that of the constant.
+            ValueError: Training ended above its initial loss and above the loss of the constant.
         """
         if self.optimizer is None:
             validate_positive(self.lr, "lr")
@@ -287,7 +288,7 @@ class RecordedEstimator(BaseEstimator):  # type: ignore[misc]  # scikit-learn sh
             try:
                 choice = self._choose(networks, table, seed)
             except (RuntimeError, TypeError, IndexError):
-                for network in networks:  # a recorded step says clearly what cannot be trained
+                for network in networks:  # a recorded step gives clear errors
                     self._trained(network, table, seed, steps=1)
                 raise
             if any(trials):
@@ -319,24 +320,24 @@ class RecordedEstimator(BaseEstimator):  # type: ignore[misc]  # scikit-learn sh
     def _started(
         self, network: Network, table: TrainingTable, seed: int, dtype: torch.dtype = torch.float64
     ) -> tuple[InUnits, torch.optim.Optimizer]:
-        """Build a network of a table, in units of its rows, and its optimizer."""
+        """Build a network for a table, in units of its rows, and its optimizer."""
         net = network
         if callable(network) and not isinstance(network, nn.Module):
             with draw_from(torch.Generator().manual_seed(seed)):
                 net = network(table.features.shape[1], table.num_outputs)
         if not isinstance(net, nn.Module):
             raise TypeError(f"network must be a torch.nn.Module or a function that returns one: got {net!r}.")
-        net = _copied(net)  # which a function may return again and again
+        net = _copied(net)  # a function may return the same one repeatedly
         columns = fit_units(table.features, table.weights) if self.standardize else NO_UNITS
         parameters = [p for p in net.to(dtype).parameters() if p.requires_grad]
         make = partial(torch.optim.SGD, lr=self.lr, momentum=MOMENTUM) if self.optimizer is None else self.optimizer
         return InUnits(net, as_tensor(columns), as_tensor(table.units)), make(parameters)
 
     def _choose(self, networks: Sequence[Network], table: TrainingTable, seed: int) -> Choice:
-        """Choose network and number of steps of least loss on held-out rows; what is given is not chosen.
+        """Choose the network and number of steps with the least loss on held-out rows; given values are not chosen.
 
         Raises:
-            ValueError: There are too few rows, or `cv` divides them in no way that can be used.
+            ValueError: There are too few rows, or `cv` gives no usable folds.
         """
         if len(networks) == 1 and self.steps is not None:
             return Choice(networks[0], self.steps)
@@ -351,9 +352,9 @@ class RecordedEstimator(BaseEstimator):  # type: ignore[misc]  # scikit-learn sh
         return replace(best, losses=[choice.losses for choice in choices])
 
     def _choose_steps(self, network: Network, folds: Sequence[Fold], table: TrainingTable, seed: int) -> Choice:
-        """Train a network on all folds but one, for each fold, and choose the best number of steps.
+        """For each fold, train a network on all other folds, and choose the best number of steps.
 
-        All numbers are tried: the held-out loss may stay as it is for long, and fall then.
+        All numbers are tested: the held-out loss may be constant for long, and fall later.
         """
         numbers = STEPS if self.steps is None else (int(self.steps),)
         rows = torch.from_numpy(np.concatenate([held_out for _, held_out in folds]))
@@ -370,7 +371,7 @@ class RecordedEstimator(BaseEstimator):  # type: ignore[misc]  # scikit-learn sh
         return best
 
     def _folds(self, table: TrainingTable, seed: int) -> list[Fold]:
-        """Return the rows to train on and to hold out, for each fold; rows of weight 0 are in none of them."""
+        """Return the training rows and the held-out rows for each fold; rows with weight 0 are in none of them."""
         rows, is_class = np.flatnonzero(table.weights), is_classifier(self)
         y = table.targets.numpy()
         if not isinstance(self.cv, Integral):
@@ -386,7 +387,8 @@ class RecordedEstimator(BaseEstimator):  # type: ignore[misc]  # scikit-learn sh
                     f"{len(folds)} folds does."
                 )
             return used
-        # equal rows are in one fold, so that a weight of two is the row twice, and none is predicted from its copy
+        # equal rows are in one fold, so that a weight of two equals the row twice, and no row is predicted from its
+        # copy
         content = np.column_stack([table.features, y])[rows]
         _, first, group = np.unique(content, axis=0, return_index=True, return_inverse=True)
         distinct = y[rows][first]
@@ -394,10 +396,10 @@ class RecordedEstimator(BaseEstimator):  # type: ignore[misc]  # scikit-learn sh
             raise ValueError(
                 "folds need samples that differ, of weight above 0: got one sample. Pass steps= and one network."
             )
-        most = np.bincount(distinct).max() if is_class else 0  # no fold can have a member of each class if it is 1
+        most = np.bincount(distinct).max() if is_class else 0  # if it is 1, no fold can have a member of each class
         kind, most = (StratifiedKFold, most) if most > 1 else (KFold, len(first))
         splitter = kind(min(int(self.cv), most), shuffle=True, random_state=seed)
-        with warnings.catch_warnings():  # of a class with fewer members than folds, which some folds then lack
+        with warnings.catch_warnings():  # warnings of classes with fewer members than folds
             warnings.filterwarnings("ignore", "The least populated class", UserWarning)
             folds = [*splitter.split(first, distinct)]
         return [(rows[np.isin(group, trained)], rows[np.isin(group, held_out)]) for trained, held_out in folds]
@@ -424,22 +426,22 @@ class RecordedEstimator(BaseEstimator):  # type: ignore[misc]  # scikit-learn sh
             optimizer.step()
             if step in numbers:
                 with torch.no_grad():
-                    outputs = _copied(net.net).eval()(new)  # the network stays in its own mode
-                yield outputs.double() * scale + mean  # outside of the mode, which stays while the generator waits
+                    outputs = _copied(net.net).eval()(new)  # the network keeps its mode
+                yield outputs.double() * scale + mean  # outside the mode, which stays active while the generator waits
 
     def _points(self, X: ArrayLike) -> Tensor:
         check_is_fitted(self)
         return as_tensor(validate_data(self, plain_frame(X), dtype=np.float64, reset=False))
 
     def _outputs(self, X: ArrayLike) -> Float[Tensor, "n C"]:
-        points = self._points(X)  # checks first that there is a run
+        points = self._points(X)  # first checks that there is a run
         return network_outputs(self.trajectory_, points)
 
 
 def fit_units(values: Float[np.ndarray, "M D"], weights: Float[np.ndarray, " M"]) -> Float[np.ndarray, "2 D"]:
-    """Return mean and standard deviation of columns over weighted rows, 1 for that of a constant.
+    """Return mean and standard deviation of columns over weighted rows; the deviation of a constant column is 1.
 
-    Wrong weights, which `train` refuses, count as none.
+    Invalid weights, which `train` refuses, count as none.
     """
     known = weights if (weights >= 0).all() and weights.any() else None
     scaler = StandardScaler().fit(values, sample_weight=known)
@@ -462,16 +464,16 @@ def _validate_trained(trajectory: Trajectory, shares: Float[Tensor, " M"], const
     found = f"its loss is {last:.4g}, before the first step it was {first:.4g}, and a constant has {least:.4g}."
     if not last <= max(first, least):
         raise ValueError(f"training diverged: {found} Lower lr, or pass another optimizer.")
-    if last >= least > torch.finfo(constant.dtype).eps:  # targets that are all alike leave nothing to be better at
+    if last >= least > torch.finfo(constant.dtype).eps:  # equal targets leave nothing to improve
         advice = f"Training gave nothing better than a constant: {found} Take more steps, or another lr or network."
         warn_caller(advice, ConvergenceWarning)
 
 
 def _tried(net: InUnits, table: TrainingTable) -> bool:
-    """Return whether a network draws random numbers in training, as dropout does; what is wrong with it, `train` says.
+    """Return whether a network draws random numbers in training, as with dropout; `train` reports other faults.
 
     Raises:
-        ValueError: It has not one output per class or target.
+        ValueError: It does not have one output per class or target.
     """
     generator = torch.Generator().manual_seed(0)
     before = generator.get_state()
@@ -490,6 +492,6 @@ def _tried(net: InUnits, table: TrainingTable) -> bool:
 
 
 def _copied(net: N) -> N:
-    """Return a copy of a network, which may keep weights that its hooks compute."""
+    """Return a copy of a network, which may store weights that its hooks compute."""
     with CopyingResults():
         return copy.deepcopy(net)

@@ -33,10 +33,10 @@ class Stopwatch:
 def write_json(
     file: Path, command: str, config: Mapping[str, object], results: Mapping[str, object], timer: Stopwatch
 ) -> None:
-    """Write results together with what is needed to reproduce them.
+    """Write results together with the data needed to reproduce them.
 
     Raises:
-        ValueError: A number is not finite, which JSON cannot express.
+        ValueError: A number is not finite, which JSON cannot represent.
     """
     plain = {name: v if isinstance(v, int | float | str | list | dict | None) else str(v) for name, v in config.items()}
     content = {"command": command, "config": plain, "results": results, **provenance(timer)}
@@ -57,13 +57,13 @@ def provenance(timer: Stopwatch) -> dict[str, object]:
 
 
 def write_arrays(file: Path, arrays: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
-    """Write named arrays as safetensors, with metadata: the same bytes whenever both are the same."""
+    """Write named arrays as safetensors, with metadata: equal inputs give equal bytes."""
     with file.open("wb") as stream:
         stream.writelines(tensor_file(arrays, metadata))
 
 
 def write_table(file: Path, columns: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
-    """Write rows with a head as CSV."""
+    """Write rows with a header as CSV."""
     with file.open("w", newline="", encoding="utf-8") as stream:
         csv.writer(stream).writerows([columns, *rows])
 

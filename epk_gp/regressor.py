@@ -1,4 +1,4 @@
-"""A scikit-learn regressor: a recorded network, with error bars from a Gaussian process beside it."""
+"""A scikit-learn regressor: a recorded network, with error bars from a Gaussian process."""
 
 import warnings
 from collections.abc import Callable, Iterable, Sequence
@@ -26,11 +26,11 @@ from epk_gp.gp.models import LogitGP
 from epk_gp.gp.regression import NormalPredictions, predict_targets
 
 _COMPARED = 1024  # rows that are predicted, or whose distances are held, at a time
-MOST_LEARNED, MOST_CONDITIONED = 1000, 5000  # rows that hyperparameters are learned from, and that are conditioned on
+MOST_LEARNED, MOST_CONDITIONED = 1000, 5000  # most rows for learning hyperparameters, and for conditioning
 _LOG_CHI2 = -1.2704  # mean of the logarithm of a squared standard normal variable
-_SMALLEST = 1e-6  # of a squared residual, in variances, whose logarithm is taken
+_SMALLEST = 1e-6  # smallest squared residual, in variances, before its logarithm
 _PROCESSES = ("inputs", "path")
-FAR = 3  # spreads of the training rows from the nearest of these: rows some four times as far out
+FAR = 3  # spreads of the training rows to the nearest of them: rows about four times as far out
 Values = Float[np.ndarray, "n *T"]  # (n,), or (n, targets) if y had that shape
 
 
@@ -38,34 +38,34 @@ Values = Float[np.ndarray, "n *T"]  # (n,), or (n, targets) if y had that shape
 class EPKRegressor(MultiOutputMixin, RegressorMixin, RecordedEstimator):  # type: ignore[misc]  # as the base class
     """Train and record a network on squared error, and predict one target or several, with error bars.
 
-    Inputs are as of `EPKClassifier`, in any units, and so are targets: the network's outputs are multiplied by the
-    standard deviations of the targets and their means are added, and the loss is the mean squared error in these units.
-    The recorded network gives targets as they are, and so are contributions.
+    Inputs are like those of `EPKClassifier`, in any units, and so are targets: the network's outputs are multiplied by
+    the standard deviations of the targets and their means are added, and the loss is the mean squared error in these
+    units. The recorded network returns targets in their own units, and so do contributions.
 
     Args:
-        network: As of `EPKClassifier`; it maps (n, features) to (n, targets).
-        steps: As of `EPKClassifier`.
-        lr: As of `EPKClassifier`; another number by default.
-        batch_size: As of `EPKClassifier`.
-        optimizer: As of `EPKClassifier`.
-        random_state: As of `EPKClassifier`.
-        standardize: As of `EPKClassifier`; targets are standardised in any case.
-        cv: As of `EPKClassifier`.
+        network: The argument of `EPKClassifier`; it maps (n, features) to (n, targets).
+        steps: The argument of `EPKClassifier`.
+        lr: The argument of `EPKClassifier`, with another default.
+        batch_size: The argument of `EPKClassifier`.
+        optimizer: The argument of `EPKClassifier`.
+        random_state: The argument of `EPKClassifier`.
+        standardize: The argument of `EPKClassifier`; targets are always standardised.
+        cv: The argument of `EPKClassifier`.
         process: The process of the error bars: "inputs" has an RBF kernel on the standardised rows, with one
-            lengthscale, and its noise depends on the row (`InputsProcess`); "path" has the path kernel of the run
-            (`LogitGP`). The path kernel was made with the targets, so that the likelihood trusts it too much: its bars
+            lengthscale, and noise that depends on the row (`InputsProcess`); "path" has the path kernel of the run
+            (`LogitGP`). The path kernel was made with the targets, so the likelihood trusts it too much: its bars
             hardly grow with the distance from the training rows, and are too small there.
 
     Attributes:
-        target_names_: Names of the targets, where y was a series or a data frame; else None.
-        n_features_in_: As of `EPKClassifier`.
-        feature_names_in_: As of `EPKClassifier`.
-        index_: As of `EPKClassifier`.
+        target_names_: Names of the targets, if y was a series or a data frame; otherwise None.
+        n_features_in_: The attribute of `EPKClassifier`.
+        feature_names_in_: The attribute of `EPKClassifier`.
+        index_: The attribute of `EPKClassifier`.
         trajectory_: The recorded run, in float64.
-        network_: As of `EPKClassifier`; it gives targets in their units.
-        steps_: As of `EPKClassifier`.
-        fold_losses_: As of `EPKClassifier`.
-        out_of_fold_: As of `EPKClassifier`; predictions, (M, targets).
+        network_: The attribute of `EPKClassifier`; it returns targets in their units.
+        steps_: The attribute of `EPKClassifier`.
+        fold_losses_: The attribute of `EPKClassifier`.
+        out_of_fold_: The attribute of `EPKClassifier`; predictions, (M, targets).
         process_: The process of the error bars, in standard deviations of the targets.
     """
 
@@ -93,10 +93,10 @@ class EPKRegressor(MultiOutputMixin, RegressorMixin, RecordedEstimator):  # type
         Args:
             X: (n, features).
             y: (n,) or (n, targets).
-            sample_weight: Weights of the rows, as of `epk_gp.train`.
+            sample_weight: Weights of the rows, as in `epk_gp.train`.
 
         Raises:
-            TypeError, ValueError: As `EPKClassifier.fit`.
+            TypeError, ValueError: As in `EPKClassifier.fit`.
         """
         if self.process not in _PROCESSES:
             raise ValueError(f"process must be one of {list(_PROCESSES)}: got {self.process!r}.")
@@ -109,15 +109,15 @@ class EPKRegressor(MultiOutputMixin, RegressorMixin, RecordedEstimator):  # type
         self._record(X, table, known_names, table.units[0])
         self._units, self._is_single, self.target_names_ = table.units, targets.ndim == 1, known_names
         self._process_name = self.process
-        self.__dict__.pop("process_", None)  # of an earlier fit
+        self.__dict__.pop("process_", None)  # from an earlier fit
         return self
 
     def predict(self, X: ArrayLike, return_std: bool = False) -> Values | tuple[Values, Values]:
-        """Evaluate the trained network, with error bars of new observations if they are asked for.
+        """Evaluate the trained network, with error bars of new observations if requested.
 
         Args:
             X: n rows.
-            return_std: Whether to return the error bars, too: `uncertainty(X).std`.
+            return_std: Whether to also return the error bars, `uncertainty(X).std`.
         """
         if not return_std:
             return self._as_y(self._outputs(X).numpy())
@@ -131,13 +131,13 @@ class EPKRegressor(MultiOutputMixin, RegressorMixin, RecordedEstimator):  # type
         return u.mean, u.std
 
     def uncertainty(self, X: ArrayLike) -> "TargetUncertainty":
-        """Return predictions with error bars, and how far each row is from the training rows.
+        """Return predictions with error bars, and the distance of each row from the training rows.
 
         Args:
             X: n rows.
 
         Raises:
-            TypeError, ValueError: Rows are unlike those of `fit`.
+            TypeError, ValueError: Rows differ from those of `fit`.
         """
         points = self._points(X)
         mean, scale = self._units
@@ -157,7 +157,7 @@ class EPKRegressor(MultiOutputMixin, RegressorMixin, RecordedEstimator):  # type
 
     @cached_property
     def process_(self) -> "InputsProcess | LogitGP":
-        """The process of the error bars, made when it is first asked for."""
+        """The process of the error bars, created at its first use."""
         check_is_fitted(self)
         run, (mean, scale) = self.trajectory_, self._units
         if self._process_name == "path":
@@ -170,7 +170,7 @@ class EPKRegressor(MultiOutputMixin, RegressorMixin, RecordedEstimator):  # type
         return InputsProcess(in_network_units(run, X[rows]).numpy(), (y[rows].numpy() - mean) / scale)
 
     def _training_rows(self) -> tuple[Float[Tensor, "N D"], Float[Tensor, "N T"]]:
-        """Return the rows of weight above 0, and their targets."""
+        """Return the rows with weight above 0, and their targets."""
         rows = slice(None) if self._weighted is None else self._weighted
         return self.trajectory_.inputs[rows], self.trajectory_.targets[rows]
 
@@ -182,21 +182,22 @@ class EPKRegressor(MultiOutputMixin, RegressorMixin, RecordedEstimator):  # type
         return (torch.cat(nearest) / spread).numpy()
 
     def _as_y(self, values: Float[np.ndarray, "n T"]) -> Values:
-        """Return values of targets in the shape that y had."""
+        """Return values of targets in the shape of y."""
         return values[:, 0] if self._is_single else values
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class TargetUncertainty(NormalPredictions):
-    """Predictions of n rows with error bars, in the units of the targets, and where the rows lie.
+    """Predictions of n rows with error bars, in the units of the targets, and the position of the rows.
 
     Attributes:
-        mean: What the network predicts, (n,), or (n, targets) if y had that shape.
-        std: How far a new observation is from it: the root of its mean square under the process of the error bars,
-            which is the process's variance, with its noise, and the square of its mean's distance from the network.
-        distance: From the nearest training row, in standardised columns, relative to the root mean square distance of
-            the training rows from their mean. Far above 1 bars may be too small; `predict` warns of more than 3.
-        columns_outside: Number of columns whose value lies outside of the range of the training rows.
+        mean: Prediction of the network, (n,), or (n, targets) if y had that shape.
+        std: Expected distance of a new observation from it: the root of its mean square under the process of the error
+            bars, which is the process's variance, with its noise, plus the square of its mean's distance from the
+            network.
+        distance: Distance from the nearest training row, in standardised columns, relative to the root mean square
+            distance of the training rows from their mean. Far above 1 bars may be too small; `predict` warns above 3.
+        columns_outside: Number of columns whose value lies outside the range of the training rows.
     """
 
     mean: Values
@@ -245,12 +246,12 @@ class InputsProcess:
 
 
 class TargetProcess:
-    """A Gaussian process whose noise depends on the row; mean and noise by scikit-learn.
+    """A Gaussian process with noise that depends on the row; mean and noise by scikit-learn.
 
-    Hyperparameters are the most likely ones of at most 1000 rows; at most 5000 are conditioned on. The logarithm of the
-    noise variance is a process of its own, with an RBF kernel, on logarithms of squared residuals of the rows, each
-    predicted from all others (equation 5.12 of Rasmussen & Williams, 2006). As observations of it these have the
-    variance pi^2 / 2. Where the noise is even, that process is nearly constant.
+    Hyperparameters are the most likely ones for at most 1000 rows; at most 5000 rows are used for conditioning. The
+    logarithm of the noise variance is a separate process, with an RBF kernel, on logarithms of squared residuals of the
+    rows, each predicted from all others (equation 5.12 of Rasmussen & Williams, 2006). As observations of it these have
+    the variance pi^2 / 2. If the noise is even, that process is nearly constant.
 
     Args:
         X: N standardised rows, in random order, (N, D).
@@ -262,7 +263,7 @@ class TargetProcess:
         smooth = ConstantKernel(1.0, (1e-5, 1e3)) * RBF(D**0.5, (1e-2, 1e4))
         uneven = ConstantKernel(0.3, (1e-4, 1e2)) * RBF(D**0.5, (0.1, 1e3)) + ConstantKernel(1.0, "fixed")
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", ConvergenceWarning)  # at a bound the kernel, or the noise, is not needed
+            warnings.simplefilter("ignore", ConvergenceWarning)  # at a bound the kernel or the noise is not needed
             process = GaussianProcessRegressor(smooth + WhiteKernel(0.1, (1e-8, 1e2))).fit(X[few], y[few])
             inverse = np.linalg.inv(process.kernel_(X[few]))
             variances = 1 / inverse.diagonal()

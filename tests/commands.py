@@ -9,7 +9,7 @@ from safetensors.torch import save_file
 
 from epk_gp.cli import main
 
-SMALL = ("--num-train", "24", "--num-test", "6", "--width", "5", "--steps", "4", "--quiet")
+SMALL = ("--num-train", "24", "--num-test", "6", "--width", "5", "--steps", "4")
 
 
 def run(*arguments: object) -> int:

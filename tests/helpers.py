@@ -1,7 +1,8 @@
-"""What several tests share: a comparison of tensors, and small recorded runs of many kinds of network."""
+"""What several tests share: a comparison of tensors, a terminal, and small recorded runs of many kinds of network."""
 
 import copy
 import functools
+import io
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,6 +16,14 @@ import epk_gp as epk
 from epk_gp.autodiff.dense import WeightSegment
 from epk_gp.autodiff.verification import plan_for
 from epk_gp.core.checks import ComputeSettings
+
+
+class Terminal(io.StringIO):
+    """A terminal, and what it was sent."""
+
+    def isatty(self) -> bool:
+        """Say that a person sees it."""
+        return True
 
 
 def assert_close(actual: Tensor, expected: Tensor, *, rounding: float = 1e4) -> None:

@@ -55,8 +55,8 @@ def imported_by(file):
 
 
 def layer(module):
-    """Return the folder of a module."""
-    return module.split(".")[0]
+    """Return the folder of a module; `python -m epk_gp` is the command line."""
+    return "cli" if module == "__main__" else module.split(".")[0]
 
 
 def test_imports_point_from_later_layers_to_earlier_ones():
@@ -69,6 +69,26 @@ def test_imports_point_from_later_layers_to_earlier_ones():
     others = [file for folder in ("experiments", "benchmarks") for file in own_files(folder)]
     of_commands = [file.name for file in others if re.search(r"epk_gp(\.| import )cli\b", file.read_text())]
     assert of_commands == ["result_bytes.py"]  # it calls the commands, whose results are compared
+
+
+def pictured_names(page):
+    """List the names before the subjects in the picture of docs/design.md."""
+    picture = page.partition("## The house and its import order")[2].partition("```\n")[2].partition("\n```")[0]
+    return [name for line in picture.splitlines() for name in re.split(r" {2,}", line)[0].split(", ")]
+
+
+def is_in_order(names):
+    """Return whether every layer's names stand there once, and no earlier layer after a later one."""
+    ranks = [RANK.get(name, -1) for name in names]
+    return sorted(names) == sorted(RANK) and ranks == sorted(ranks)
+
+
+def test_the_picture_of_the_design_page_has_the_layers_in_their_order():
+    """The negative controls: a layer in the wrong place, and one that is missing."""
+    names = pictured_names((ROOT.parent / "docs" / "design.md").read_text())
+    assert is_in_order(names)
+    assert not is_in_order([*names[1:], names[0]])
+    assert not is_in_order(names[1:])
 
 
 def test_modules_do_not_import_each_other_in_a_circle():
@@ -133,4 +153,56 @@ def test_every_file_has_one_capability_and_one_folder_and_code_is_counted():
         assert sum(found[k] for found in folders.values()) == sum(found[k] for found in capabilities.values()) > 100
     assert [name for name, (_, files) in capabilities.items() if not files] == []
     assert size.capability("cli/report.py") == "the report"  # the longest pattern decides
-    assert size.capability("cli/gram.py") == "the command line"
+    assert size.capability("cli/verify.py") == "the command line"
+
+
+SENTENCES = '''"""How a module begins."""
+
+
+def f(a, b, c):
+    """Return what is found.
+
+    Args:
+        a: Of the left points.
+        b: The right points.
+            Which goes on here.
+        c (int): Those that are left.
+
+    Returns:
+        What does not count: no argument.
+    """
+
+
+def g(a):
+    """Return whether it is so.
+
+    Args:
+        a: Whether it was asked for.
+    """
+
+
+def h():
+    """Check that it is so."""
+
+
+class C:
+    """Those that are left."""
+'''
+
+
+def test_sentences_that_begin_with_a_relative_word_are_counted_and_refused():
+    size = load(ROOT.parent / "docs" / "size.py")
+    assert sorted(size.sentence_faults(SENTENCES)) == [
+        (1, size.DOCSTRINGS),
+        (5, size.DOCSTRINGS),
+        (8, size.ARGUMENTS),
+        (11, size.ARGUMENTS),
+        (31, size.DOCSTRINGS),
+    ]
+    figures = size.house()
+    assert set(size.LIMITS) <= set(figures)
+    assert size.above(figures) == []
+    assert size.above({**figures, size.DOCSTRINGS: 21}) == [size.DOCSTRINGS]
+    assert figures[size.NAMES] == len(epk_gp.__all__)
+    assert "ABOVE" in size.shown(size.DOCSTRINGS, 21)
+    assert "ABOVE" not in size.shown(size.DOCSTRINGS, 20)

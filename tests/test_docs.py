@@ -4,7 +4,7 @@ import pkgutil
 import re
 import unicodedata
 from collections.abc import Iterator
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 import pytest
 
@@ -15,6 +15,7 @@ ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 PAPER = DOCS / "paper" / "paper.md"  # no page of the site: test_paper.py
 PAGES = sorted(page.relative_to(DOCS).as_posix() for page in DOCS.rglob("*.md") if page != PAPER)
+NOTEBOOKS = sorted(file.relative_to(DOCS).with_suffix(".md").as_posix() for file in DOCS.glob("notebooks/*.ipynb"))
 TUTORIALS = "tutorials/"  # test_tutorials.py runs them
 EXPAND = pages_tool()
 WITH_CODE = [  # of their own: what they show of the README runs there
@@ -176,10 +177,32 @@ def test_a_page_is_up_to_date_and_what_it_refers_to_exists(page):
     assert not re.search(r"^:::|^!!!|^\?\?\?|^===[ !+]|\{\{|--8<--", text, flags=re.MULTILINE), "needs a build"
 
 
-def test_every_page_is_in_the_navigation():
-    navigation = (ROOT / "mkdocs.yml").read_text().partition("\nnav:")[2]
-    notebooks = [file.relative_to(DOCS).with_suffix(".md").as_posix() for file in DOCS.glob("notebooks/*.ipynb")]
-    assert sorted(re.findall(r": (\S+\.md)\b", navigation)) == sorted([*PAGES, *notebooks])
+def linked_pages(page: str) -> set[str]:
+    """The pages of docs that a page links to, by their paths; a notebook is the page that is made of it."""
+    text = (DOCS / page).with_suffix(".ipynb" if page in NOTEBOOKS else ".md").read_text()
+    targets = {((DOCS / page).parent / match["page"]).resolve() for match in LINK.finditer(text) if match["page"]}
+    return {
+        target.with_suffix(".md").relative_to(DOCS).as_posix()
+        for target in targets
+        if target.suffix in (".md", ".ipynb") and DOCS in target.parents
+    }
+
+
+def test_the_menu_is_short_and_its_pages_lead_to_all_others():
+    """A page is in the menu, or under `not_in_nav` of mkdocs.yml, so that a build does not warn of it."""
+    outside, _, navigation = (ROOT / "mkdocs.yml").read_text().partition("\nnav:")
+    patterns = outside.partition("\nnot_in_nav: |\n")[2].partition("\nvalidation:")[0].split()
+    menu = re.findall(r": (\S+\.md)\b", navigation)
+    assert len(menu) == len(set(menu)) <= 45
+    assert len(re.findall(r"^  - ", navigation, flags=re.MULTILINE)) == 6
+    every = {*PAGES, *NOTEBOOKS}
+    hidden = {page for pattern in patterns for page in every if PurePosixPath(f"/{page}").match(pattern)}
+    assert every == {*menu, *hidden}
+    reached, found = set(), set(menu)
+    while new := found - reached:
+        reached |= new
+        found |= {other for page in new for other in linked_pages(page)} & every
+    assert every - reached == set()
 
 
 def test_every_public_name_is_on_one_page_of_the_reference():

@@ -31,14 +31,9 @@ OTHER_DOORS = {
     "kernel_machine.plan.plan_attribution",  # a cost, of the same request as `attribute`
     "trained.between.between",  # of no run: tests/trained
     "datamodels.fit.datamodel",  # log-odds, unless classes are asked for: tests/datamodel
-    "cli.gram.gram",
     "cli.attribute.attribute",
-    "cli.attribute.influence",
-    "cli.report.report",
-    "cli.runs.verify",
     # names on pictures: None stands for outputs of an unknown kind
     "plots.contributions.attribution_figure",
-    "plots.contributions.influence_figure",
     "autodiff.dense.Cotangents",  # internal: None stands for other outputs than a head's
 }
 HEAD_DOORS = {name: door for name, door in DOORS.items() if door.head is None and name != "single_machine"}

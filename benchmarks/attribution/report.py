@@ -284,46 +284,26 @@ PROBLEMS = {  # of one table for several problems: its head and their names
 
 
 def datamodels_of(results: dict[str, Any], kind: str) -> str:
-    """Return LDS on halves of several problems in one table, each with its cost in trainings."""
-    columns = {head: (problem, "half") for head, problem in PROBLEMS[kind].items()}
-    return _several(results["table"], columns, with_costs=True)
-
-
-def datamodels_elsewhere(results: dict[str, Any]) -> str:
-    """Return the rank correlations of the other truths, and of the first questions, in one table."""
-    table = results["table"]
-    columns = {
-        f"{head}, {words}": (problem, kind)
-        for kind, words in (
-            ("half, fresh seeds", "fresh seeds"), ("90 %", "90 %"), ("leave-one-out", "leave-one-out"),
-            ("half, first questions", "first 20"),
-        )
-        for head, problem in PROBLEMS["half"].items()
-        if any(row["problem"] == problem and kind in row for row in table)
-    }  # fmt: skip
-    return _several(table, columns, with_costs=False)
-
-
-def _several(table: Rows, columns: dict[str, tuple[str, str]], *, with_costs: bool) -> str:
-    """Return a system a line and a problem and truth a column: means over seeds, the best in bold."""
+    """Return LDS on halves, a system a line and a problem a column: means over seeds, with costs; the best is bold."""
+    table, columns = results["table"], PROBLEMS[kind]
     found = {
         (row["system"], head): [
             other
             for other in table
-            if (other["system"], other["problem"]) == (row["system"], problem) and kind in other
+            if (other["system"], other["problem"]) == (row["system"], problem) and "half" in other
         ]
         for row in table
-        for head, (problem, kind) in columns.items()
+        for head, problem in columns.items()
     }
     systems = [name for name in dict.fromkeys(row["system"] for row in table) if any(found[name, c] for c in columns)]
     lines = [[name] for name in systems]
-    for head, (_, kind) in columns.items():
-        values = {name: mean(row[kind][0] for row in found[name, head]) for name in systems if found[name, head]}
+    for head in columns:
+        values = {name: mean(row["half"][0] for row in found[name, head]) for name in systems if found[name, head]}
         best = max(values.values(), default=None)
         for line, name in zip(lines, systems, strict=True):
             text = f"{values[name]:.2f}" if name in values else "–"
             text = f"**{text}**" if values.get(name, "–") == best else text
-            if with_costs and name in values:
+            if name in values:
                 cost = mean(row["trainings"] for row in found[name, head])
                 text += f" ({cost:.1f})" if cost < 9.95 else f" ({cost:,.0f})"
             line.append(text)

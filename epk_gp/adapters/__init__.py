@@ -1,6 +1,6 @@
-"""Adapters: scores of a recorded run under the names that captum, cleanlab and dattri call, one file for each library.
+"""Adapters: scores of a recorded run in the interfaces of captum, cleanlab and dattri, one file per library.
 
-Start with `scores`, which says what the numbers are. Only `cleanlab` imports its library.
+Start with `scores`, which defines the numbers. Only `cleanlab` imports its library.
 """
 
 from importlib import import_module

@@ -16,17 +16,17 @@ _SHUFFLING = RandomSampler, SubsetRandomSampler, WeightedRandomSampler
 
 
 def ordered(batches: Iterable[Any], name: str) -> tuple[Inputs, Shaped[Tensor, "n ..."]]:
-    """Return what `gathered` does, of batches whose order is the same each time.
+    """Return the result of `gathered` for batches with a fixed order.
 
     Raises:
-        TypeError, ValueError: As `gathered`; or the batches come in an order that nobody knows.
+        TypeError, ValueError: As in `gathered`; or the order of the batches is unknown.
     """
     found, places = gathered(batches), (batches, getattr(batches, "batch_sampler", None))
     is_shuffled = any(isinstance(getattr(place, "sampler", None), _SHUFFLING) for place in places)
     again = found if isinstance(batches, Iterator) else gathered(batches)
     if is_shuffled or fingerprint_data(*tensors_of(found)) != fingerprint_data(*tensors_of(again)):
         raise ValueError(
-            f"{name} must give its rows in one order: it shuffles them, so that nobody knows whose scores are whose. "
+            f"{name} must give its rows in one order: it shuffles them, so that scores cannot be assigned to rows. "
             "Pass a loader with shuffle=False."
         )
     return found
@@ -36,7 +36,7 @@ def gathered(batches: Iterable[Any]) -> tuple[Inputs, Shaped[Tensor, "n ..."]]:
     """Return inputs and targets of all batches, or of a single one: (inputs, ..., targets), or a dict with "labels".
 
     Raises:
-        TypeError: A batch is something else.
+        TypeError: A batch has another form.
         ValueError: There is no batch.
     """
     is_single = isinstance(batches, tuple | list) and any(isinstance(part, Tensor) for part in batches)

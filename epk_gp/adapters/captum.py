@@ -14,7 +14,7 @@ from epk_gp.core.trajectory import Trajectory
 
 
 class MostInfluential(NamedTuple):
-    """The training samples with the highest or lowest scores, as captum's `KMostInfluentialResults`.
+    """The training samples with the highest or lowest scores, like captum's `KMostInfluentialResults`.
 
     Attributes:
         indices: Samples, (n, k), the most extreme one first.
@@ -26,20 +26,20 @@ class MostInfluential(NamedTuple):
 
 
 class EPKInfluence(SampleScorer):
-    """Scores of training samples by the names of captum's `TracInCPBase`, which asks for no subclass.
+    """Scores of training samples in the interface of captum's `TracInCPBase`, without subclassing it.
 
-    As captum's, they are positive for proponents, the samples that lower the loss of an input. By default they are what
-    TracIn approximates, by how much each sample lowered it along the run: TracInCP with a checkpoint of every step is
-    `rule=epk_gp.QuadratureRule.left_endpoint()`.
+    Like captum's scores, they are positive for proponents, the samples that lower the loss of an input. By default they
+    are the exact values that TracIn approximates, the decrease of the loss by each sample along the run: TracInCP with
+    a checkpoint of every step is `rule=epk_gp.QuadratureRule.left_endpoint()`.
 
     Args:
         trajectory: The recorded run.
         scores: "contributions" or "influence"; see `SampleScorer`.
-        options: What else `epk_gp.attribute` or `epk_gp.influence` takes.
+        options: Further arguments of `epk_gp.attribute` or `epk_gp.influence`.
     """
 
     def __init__(self, trajectory: Trajectory, *, scores: Scores = "contributions", **options: Any) -> None:
-        """Take a recorded run; raises as `SampleScorer`."""
+        """Take a recorded run; errors as in `SampleScorer`."""
         super().__init__(trajectory, scores=scores, **options)
 
     def influence(
@@ -54,13 +54,13 @@ class EPKInfluence(SampleScorer):
 
         Args:
             inputs: A tuple (input, ..., targets), or a loader or list of such tuples.
-            k: How many samples to return for each input; None returns the scores of all.
-            proponents: Whether those with the highest scores are returned, or those with the lowest.
-            aggregate: Whether the scores of all inputs are summed, to one row.
+            k: Number of samples to return for each input; None returns the scores of all samples.
+            proponents: Whether to return the samples with the highest scores, or those with the lowest.
+            aggregate: Whether to sum the scores of all inputs to one row.
             show_progress: Not used: pass `progress=True` to the class.
 
         Raises:
-            TypeError, ValueError: As `epk_gp.attribute`; or k is not in 1 .. M.
+            TypeError, ValueError: As in `epk_gp.attribute`; or k is not in 1 .. M.
         """
         scores = self.scores_of(*ordered(inputs, "inputs"))
         scores = scores.sum(dim=0, keepdim=True) if aggregate else scores
@@ -77,10 +77,10 @@ class EPKInfluence(SampleScorer):
 
         Args:
             inputs: A tuple or loader of training samples with their targets; all by default.
-            show_progress: As for `influence`.
+            show_progress: Not used, as in `influence`.
 
         Raises:
-            ValueError: An input is no training sample.
+            ValueError: An input is not a training sample.
         """
         every = torch.arange(self.trajectory.num_points, device=self.trajectory.device)
         return self.self_scores(every if inputs is None else self.rows_of(inputs, "inputs"))

@@ -13,17 +13,17 @@ except ModuleNotFoundError as error:
 
 
 def label_issues(trajectory: Trajectory, **options: Any) -> pd.DataFrame:
-    """Return `epk_gp.label_errors` with the columns of `Datalab.get_issues("label")`, a row for each training point.
+    """Return `epk_gp.label_errors` with the columns of `Datalab.get_issues("label")`, one row per training point.
 
-    `is_label_issue` says whether the process expects another class, `label_score` is 1 minus the suspicion: from 0 to
-    1, the smaller the worse, as cleanlab has it. It is a rank, not the probability of the label.
+    `is_label_issue` is true if the process expects another class; `label_score` is 1 minus the suspicion: from 0 to 1,
+    smaller is worse, as in cleanlab. It is a rank, not the probability of the label.
 
     Args:
         trajectory: Run of a classifier.
-        options: What else `epk_gp.label_errors` takes.
+        options: Further arguments of `epk_gp.label_errors`.
 
     Raises:
-        TypeError, ValueError: As `epk_gp.label_errors`.
+        TypeError, ValueError: As in `epk_gp.label_errors`.
     """
     found = label_errors(trajectory, **options)
     given = trajectory.targets[found.points]
@@ -37,8 +37,8 @@ def label_issues(trajectory: Trajectory, **options: Any) -> pd.DataFrame:
     return pd.DataFrame(arrays, index=found.points.cpu().numpy())
 
 
-class EPKLabelIssues(IssueManager):  # type: ignore[misc]  # the library need not be there
-    """The same as an issue manager of Datalab, under the name "epk_label".
+class EPKLabelIssues(IssueManager):  # type: ignore[misc]  # the library may be missing
+    """The same table as an issue manager of Datalab, with the name "epk_label".
 
     Register it with cleanlab's `register`, and call `lab.find_issues(issue_types={"epk_label": {"trajectory": run}})`.
     """
@@ -50,7 +50,7 @@ class EPKLabelIssues(IssueManager):  # type: ignore[misc]  # the library need no
         """Judge the labels of all training points, which must be the Datalab's in their order.
 
         Raises:
-            TypeError, ValueError: As `label_issues`; or the Datalab has other points or labels than the run.
+            TypeError, ValueError: As in `label_issues`; or the Datalab has other points or labels than the run.
         """
         found, lab = label_issues(trajectory, **options), self.datalab
         given = found["given_label"].sort_index()

@@ -12,23 +12,23 @@ from epk_gp.adapters.scores import SampleScorer
 
 
 class EPKAttributor(SampleScorer):
-    """Scores of training samples by the names of `dattri.algorithm.base.BaseAttributor`, which asks for no subclass.
+    """Scores of training samples in the interface of `dattri.algorithm.base.BaseAttributor`, without subclassing it.
 
-    As dattri's own scores for a task whose target is the loss, they are larger where a sample lowers the test loss:
-    `dattri.metric.lds` compares sums of them with the negative loss, and `loo_corr` with the loss without a sample.
-    They are in units of the loss, not times the number of samples.
+    Like dattri's own scores for a task whose target is the loss, they are larger for samples that lower the test loss:
+    `dattri.metric.lds` compares their sums with the negative loss, and `loo_corr` compares them with the loss without a
+    sample. They are in units of the loss, not multiplied by the number of samples.
 
     Args:
         trajectory: The recorded run.
         scores: "influence" or "contributions"; see `SampleScorer`.
-        options: What else `epk_gp.influence` or `epk_gp.attribute` takes.
+        options: Further arguments of `epk_gp.influence` or `epk_gp.attribute`.
     """
 
     def cache(self, full_train_dataloader: Iterable[Any]) -> None:
-        """Check that a loader holds the run's training samples in their order; there is nothing to compute.
+        """Check that a loader contains the run's training samples in order; nothing needs to be computed.
 
         Raises:
-            ValueError: It does not.
+            ValueError: It contains other samples.
         """
         rows = self.rows_of(full_train_dataloader, "full_train_dataloader")
         if not torch.equal(rows.cpu(), torch.arange(self.trajectory.num_points)):
@@ -42,15 +42,15 @@ class EPKAttributor(SampleScorer):
             test_dataloader: Test points with their targets.
 
         Raises:
-            TypeError, ValueError: As `epk_gp.influence`, a row is no training sample, or a loader shuffles.
+            TypeError, ValueError: As in `epk_gp.influence`; or a row is not a training sample, or a loader shuffles.
         """
         rows = self.rows_of(train_dataloader, "train_dataloader")
         return self.scores_of(*ordered(test_dataloader, "test_dataloader")).T[rows]
 
     def self_attribute(self, train_dataloader: Iterable[Any]) -> Float[Tensor, " m"]:
-        """Score training samples for their own losses: `dattri.metric.mislabel_detection_auc` takes them.
+        """Score training samples for their own losses, for `dattri.metric.mislabel_detection_auc`.
 
         Raises:
-            ValueError: A row is no training sample.
+            ValueError: A row is not a training sample.
         """
         return self.self_scores(self.rows_of(train_dataloader, "train_dataloader"))

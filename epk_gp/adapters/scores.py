@@ -1,4 +1,4 @@
-"""Scores of training samples, larger where a sample helps: of dattri and captum."""
+"""Scores of training samples for dattri and captum, larger for samples that help."""
 
 from collections.abc import Iterable, Iterator
 from hashlib import blake2b
@@ -19,22 +19,22 @@ Scores = Literal["influence", "contributions"]
 
 
 class SampleScorer:
-    """Scores of the training samples of a run for the losses of inputs: larger where a sample lowers the loss.
+    """Scores of the training samples of a run for the losses of inputs: larger for samples that lower the loss.
 
     Attributes:
         trajectory: The recorded run with M samples.
-        scores: "influence" - how much the loss would rise without the sample, to first order (`epk_gp.influence`);
-            "contributions" - by how much the sample lowered the loss along the run, exactly (`epk_gp.attribute`).
-        options: What else these functions are called with, `smoothing` too; with it, scores of samples for themselves
-            cost as much as those of all samples for them.
+        scores: "influence" - the rise of the loss without the sample, to first order (`epk_gp.influence`);
+            "contributions" - the decrease of the loss by the sample along the run, exactly (`epk_gp.attribute`).
+        options: Further arguments of these functions, including `smoothing`; with it, scores of samples for themselves
+            cost as much as scores of all samples for them.
     """
 
     def __init__(self, trajectory: Trajectory, *, scores: Scores = "influence", **options: Any) -> None:
         """Take a recorded run.
 
         Raises:
-            TypeError: It is none.
-            ValueError: The scores are others.
+            TypeError: `trajectory` is not a recorded run.
+            ValueError: `scores` is unknown.
         """
         validate_trajectory(trajectory)
         if scores not in ("influence", "contributions"):
@@ -58,10 +58,11 @@ class SampleScorer:
         return own.gather(1, rows.to(own.device)[:, None])[:, 0]
 
     def rows_of(self, batches: Iterable[Any], name: str) -> Int64[Tensor, " m"]:
-        """Return which samples batches hold, by their inputs and targets.
+        """Return the indices of the samples in batches, by their inputs and targets.
 
         Raises:
-            ValueError: Batches are shuffled, a row is no sample of the run, or of several equal ones not all are asked.
+            ValueError: Batches are shuffled, a row is not a sample of the run, or only some of several equal samples
+                occur.
         """
         run, (X, y) = self.trajectory, ordered(batches, name)
         given, own = parse_inputs(run, X), run.inputs[torch.arange(run.num_points, device=run.device)]

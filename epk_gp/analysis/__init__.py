@@ -1,4 +1,4 @@
-"""What results of a run say together: detection, calibration, suspicious labels, maps, counterfactuals, spectra."""
+"""Joint analysis of a run's results: detection, calibration, suspicious labels, maps, counterfactuals, spectra."""
 
 from epk_gp.analysis.counterfactual import datamodeling_score as datamodeling_score
 from epk_gp.analysis.counterfactual import leave_one_out as leave_one_out

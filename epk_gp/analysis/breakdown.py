@@ -12,13 +12,13 @@ from epk_gp.core.trajectory import Trajectory
 from epk_gp.kernel_machine.attribute import Attribution, GroupedAttribution, terms_by_sample
 from epk_gp.kernel_machine.axes import Axis, by_step
 
-_MAX_RANGES = 100  # ranges of steps that the curve of an output over training is drawn with
-COLUMNS = ("point", "output", "network", "initial", "rank", "training_point", "label", "contribution")  # of the table
+_MAX_RANGES = 100  # ranges of steps in the curve of an output over training
+COLUMNS = ("point", "output", "network", "initial", "rank", "training_point", "label", "contribution")  # of a table
 
 
 @dataclass(frozen=True, eq=False)
 class PredictionBreakdown:
-    """The predicted outputs of n points and the contributions that they are the sum of.
+    """The predicted outputs of n points, and the contributions whose sums they are.
 
     Attributes:
         output: Index of the predicted output, (n,).
@@ -27,9 +27,9 @@ class PredictionBreakdown:
         samples: Contributions of the M training points, (n, M).
         decay: Contribution of weight decay, (n,).
         statistics: Contribution of the moving statistics, (n,).
-        unexplained: Contribution of what update rule and exact gradients leave of the steps, (n,).
-        sources: Contributions of what is no training point, (n,) by name.
-        steps: What R ranges of steps add, all terms together, (n, R).
+        unexplained: Contribution of the difference between the steps and the update rule on exact gradients, (n,).
+        sources: Contributions of data outside the training set, (n,) by name.
+        steps: Contributions of R ranges of steps, all terms together, (n, R).
         range_ends: The last step of each range, plus one.
     """
 
@@ -68,7 +68,7 @@ def step_ranges(trajectory: Trajectory) -> Axis:
 
 
 def table_rows(breakdown: PredictionBreakdown, targets: Tensor, top: int) -> Iterator[list[Any]]:
-    """Give the training points that raised and lowered each predicted output most, one row each."""
+    """Yield the training points that raised and lowered each predicted output most, one row each."""
     for n, samples in enumerate(breakdown.samples):
         raised, lowered = extremes(samples, targets, top)
         point = [n, int(breakdown.output[n]), float(breakdown.network[n]), float(breakdown.initial[n])]
@@ -86,7 +86,7 @@ def summarise(
         parts: Contributions by sample to all outputs.
         breakdown: Contributions to the predicted outputs.
         targets: Training targets; if they are class labels, the labels are listed too.
-        top: Number of training points listed of either sign.
+        top: Number of listed training points of each sign.
     """
     summaries = []
     for n, samples in enumerate(breakdown.samples):

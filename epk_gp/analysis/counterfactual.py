@@ -1,7 +1,7 @@
-"""How well scores of training samples predict what training without them does.
+"""Comparison of scores of training samples with the effects of training without them.
 
-Scores are larger where a sample raises a number more: contributions, or the derivative in a sample's weight. They are
-compared with networks that were trained again (`retrain`), point by point, so that every figure has its spread.
+Scores are larger for samples that raise a number more: contributions, or the derivative in a sample's weight. They are
+compared with retrained networks (`retrain`), point by point, so that every figure has a spread.
 """
 
 from dataclasses import dataclass
@@ -22,10 +22,10 @@ from epk_gp.kernel_machine.retrain import retrain
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Agreement(Tabular):
-    """How well scores predict effects, test point by test point.
+    """The agreement of scores with effects, test point by test point.
 
     Attributes:
-        per_point: Spearman's rank correlation at each test point, (n,); NaN where scores or effects are constant.
+        per_point: Spearman's rank correlation at each test point, (n,); NaN if scores or effects are constant.
     """
 
     per_point: Float64[Tensor, " n"]
@@ -51,17 +51,17 @@ def leave_one_out(
     head: Head | None = None,
     **options: Unpack[ComputeSettings],
 ) -> Float[Tensor, "n C k"]:
-    """Train once without each sample, and return what having it did to the outputs: f - f without it.
+    """Train once without each sample, and return the sample's effect on the outputs: f minus f without it.
 
     Args:
         trajectory: Training run.
-        X: n inputs, of the structure of the training inputs.
-        samples: Which samples; all by default.
+        X: n inputs, with the structure of the training inputs.
+        samples: Indices of the samples; all by default.
         head: "logits" or "log_softmax"; None follows the loss.
-        options: As for `retrain`.
+        options: The options of `retrain`.
 
     Raises:
-        TypeError, ValueError: As `retrain`; or a sample is not one of the run's.
+        TypeError, ValueError: As in `retrain`; or a sample is not one of the run's.
     """
     X = parse_inputs(trajectory, X)
     M = trajectory.num_points
@@ -71,7 +71,7 @@ def leave_one_out(
 
 
 def without(num_samples: int, places: Int64[Tensor, "m k"]) -> Float64[Tensor, "m M"]:
-    """Return weights of samples: 0 for those that each of m networks does without, and 1."""
+    """Return weights of samples: 0 for the samples that each of m networks leaves out, and 1 for the others."""
     return torch.ones(len(places), num_samples, dtype=torch.float64).scatter_(1, places.cpu(), 0.0)
 
 
@@ -85,7 +85,7 @@ def random_subsets(num_samples: int, num_subsets: int, *, share: float = 0.5, se
         seed: Seed of the draw.
 
     Raises:
-        TypeError: A number is of another kind.
+        TypeError: A number has a wrong type.
         ValueError: A number is not positive, or the share is not between 0 and 1 or keeps no or all samples.
     """
     validate_count(num_samples, "num_samples")
@@ -101,10 +101,10 @@ def random_subsets(num_samples: int, num_subsets: int, *, share: float = 0.5, se
 
 
 def rank_agreement(scores: Float[Tensor, "n M"], effects: Float[Tensor, "n M"]) -> Agreement:
-    """Correlate the ranks of scores with those of effects such as `leave_one_out`'s, at each test point.
+    """Correlate the ranks of scores with those of effects, such as `leave_one_out`'s, at each test point.
 
     Raises:
-        TypeError: An argument is no tensor of floating-point numbers.
+        TypeError: An argument is not a tensor of floating-point numbers.
         ValueError: The shapes differ, or there are fewer than two samples.
     """
     validate_tensor(scores, "scores", ndim=2, floating=True)
@@ -119,11 +119,11 @@ def datamodeling_score(
 
     Args:
         scores: Score of each sample for each test point.
-        subsets: Weights of the samples, 1 for those of a subset (`random_subsets`).
+        subsets: Weights of the samples, 1 for the samples in a subset (`random_subsets`).
         outcomes: The number at each test point after training on each subset.
 
     Raises:
-        TypeError: An argument is no tensor of floating-point numbers.
+        TypeError: An argument is not a tensor of floating-point numbers.
         ValueError: The shapes do not fit.
     """
     for value, name in ((scores, "scores"), (subsets, "subsets"), (outcomes, "outcomes")):

@@ -1,4 +1,4 @@
-"""Labels: which ones of the training points are suspicious, and which points of a pool to label next."""
+"""Labels: the suspicious ones among the training points, and the points of a pool to label next."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
@@ -20,30 +20,30 @@ from epk_gp.gp.uncertain_classifier import UncertainClassifier
 from epk_gp.gram.sketch import is_one_state
 from epk_gp.quadrature.rules import WeightPath, straight
 
-AUM_STATES = 50  # of the run, whose margins are averaged: they change slowly from state to state
+AUM_STATES = 50  # states of the run whose margins are averaged: they change slowly from state to state
 
-# Points of the pool whose variance is to fall. Their mean stands for that of the whole pool: the variances lie in
-# [0, 1], so its standard error is at most 1 / (2 sqrt(4000)) = 0.8 %. Their covariances take 0.13 GB.
+# Number of points of the pool whose variance is reduced. Their mean represents that of the whole pool: the variances
+# lie in [0, 1], so its standard error is at most 1 / (2 sqrt(4000)) = 0.8 %. Their covariances take 0.13 GB.
 NUM_REFERENCE = 4000
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class LabelErrors(Tabular):
-    """How suspicious the label of each of M training points is.
+    """Suspicion scores of the labels of M training points.
 
     Attributes:
         indices: The training points, worst first.
-        scores: From 0 to 1, larger is more suspicious, in the order of `points`: the mean of the ranks by
+        scores: Scores from 0 to 1, larger is more suspicious, in the order of `points`: the mean of the ranks by
             `log_probability` and `aum`, divided by M.
-        points: Which training points were judged, (M,); all of them by default.
-        margin: Of the process's prediction of each point from all others: that of the point's label minus the largest
-            other one. Below 0 another class is expected. Best where errors go to any class.
-        own_label: That prediction for the point's label. Best where errors go to similar classes.
+        points: Indices of the judged training points, (M,); all of them by default.
+        margin: Margin in the process's prediction of each point from all others: the value of the point's label minus
+            the largest other one. Below 0 another class is expected. It is best if errors go to any class.
+        own_label: The value of the point's label in that prediction. It is best if errors go to similar classes.
         log_probability: Logarithm of the probability of the point's label, by the softmax of that prediction.
-        predicted: The class that it expects, of which the label may be an error.
+        predicted: The class expected by that prediction; the label may be an error for it.
         aum: Area under the margin (Pleiss et al. 2020): the network's logit of the point's label minus the largest
-            other one, on average over the run. Small or negative where the network fits the label late. Of a network
-            that was not recorded it is the margin at its weights, which no rank is taken of.
+            other one, on average over the run. It is small or negative if the network fits the label late. For a
+            network that was not recorded it is the margin at its weights, which is not ranked.
     """
 
     indices: Int64[Tensor, " M"]
@@ -63,7 +63,7 @@ class LabelErrors(Tabular):
         order = self.scores.argsort(descending=True, stable=True)  # worst first
         names = ("scores", "margin", "own_label", "log_probability", "aum", "predicted")
         terms: dict[str, Any] = {name: getattr(self, name)[order] for name in names}
-        if "output" in self._labels:  # names of the classes
+        if "output" in self._labels:  # labels are names of classes
             classes, predicted = list(self._labels["output"]), terms["predicted"].tolist()
             require_labels("output", classes, max(predicted, default=-1) + 1, is_exact=False)
             terms["predicted"] = [classes[c] for c in predicted]
@@ -90,27 +90,27 @@ def label_errors(
     path: WeightPath = straight(),
     **options: Unpack[ComputeSettings],
 ) -> LabelErrors:
-    """Rank training points by how suspicious their labels are.
+    """Rank training points by the suspicion of their labels.
 
-    A process on all labels (`UncertainClassifier`) predicts each point from all others, in closed form. Beside it
-    stands the area under the margin along the recorded run. The two err at different points: ranks by either are
+    A process on all labels (`UncertainClassifier`) predicts each point from all others, in closed form. In addition the
+    area under the margin along the recorded run is computed. The two make errors at different points: their ranks are
     averaged.
 
     Args:
         trajectory: Run of a classifier, trained on class labels with cross entropy; or that of a network that was not
-            recorded, `UncertainClassifier.of(model, X, y).trajectory`, which has no path: the process judges alone.
-        nodes: As in `UncertainClassifier`.
-        features: As in `UncertainClassifier`.
-        inputs_kernel: As in `UncertainClassifier`.
-        points: Indices of the training points to judge, from each other; all by default.
+            recorded, `UncertainClassifier.of(model, X, y).trajectory`, which has no path: then only the process judges.
+        nodes: The argument of `UncertainClassifier`.
+        features: The argument of `UncertainClassifier`.
+        inputs_kernel: The argument of `UncertainClassifier`.
+        points: Indices of the training points to judge from each other; all by default.
         seed: Seed of the sketch.
-        power: As in `UncertainClassifier`.
-        path: As in `UncertainClassifier`.
+        power: The argument of `UncertainClassifier`.
+        path: The argument of `UncertainClassifier`.
         options: `memory_budget`, `progress` and `executor`; see `ComputeOptions`.
 
     Raises:
-        TypeError: An argument is of the wrong kind.
-        ValueError: The run is no classifier's, there are fewer than 2 points, or a setting cannot be used.
+        TypeError: An argument has a wrong type.
+        ValueError: The run is not a classifier's, there are fewer than 2 points, or a setting is invalid.
     """
     validate_trajectory(trajectory)
     judged, own = labelled_points(trajectory, points, "label_errors")
@@ -143,7 +143,7 @@ def area_under_margin(
 ) -> Float[Tensor, " n"]:
     """Return the margin of each point's label along a run, on average over 50 evenly spaced states after the first.
 
-    Section 3 of Pleiss et al. (2020), with states in place of epochs.
+    Section 3 of Pleiss et al. (2020), with states instead of epochs.
 
     Args:
         trajectory: The run.
@@ -162,7 +162,7 @@ def area_under_margin(
 
 
 def margins(values: Float[Tensor, "n C"], labels: Int64[Tensor, " n"]) -> Float[Tensor, " n"]:
-    """Return each point's value of its label minus the largest value of another class."""
+    """Return each point's value for its label minus the largest value for another class."""
     own = values.gather(1, labels[:, None])
     others = values.scatter(1, labels[:, None], -torch.inf)
     return (own[:, 0] - others.amax(1)).to(values)
@@ -170,13 +170,13 @@ def margins(values: Float[Tensor, "n C"], labels: Int64[Tensor, " n"]) -> Float[
 
 @dataclass(frozen=True, eq=False, repr=False)
 class NextToLabel(Tabular):
-    """Points of a pool to label next, in the order in which they are chosen.
+    """Points of a pool to label next, in the order of their choice.
 
     Attributes:
-        indices: Which points of the pool, (count,).
-        scores: What each promised when it was chosen: the total variance that its label removes over the pool, times
-            the probability that its class is mistaken.
-        variance_removed: The first factor, as a share of the pool's total variance before any was chosen.
+        indices: Indices of the points in the pool, (count,).
+        scores: Expected benefit of each point when it was chosen: the total variance that its label removes over the
+            pool, times the probability that its class is predicted wrongly.
+        variance_removed: The first factor, as a share of the pool's total variance before the first choice.
         misclassification: The second factor.
     """
 
@@ -207,17 +207,17 @@ def next_to_label(model: UncertainClassifier, pool: object, count: int = 10) -> 
 
         score(x) = sum_{x' in pool} cov(x, x')^2 / (var(x) + noise)  *  (1 - max_c p_c(x))
 
-    The first factor is the exact reduction of the process's total variance over the pool by a label at x, whatever the
-    label. After each choice the process is conditioned on the chosen point, which no label is needed for, so a batch is
-    chosen without training anew and does not hold the same point twice.
+    The first factor is the exact reduction of the process's total variance over the pool by a label at x, for any
+    label. After each choice the process is conditioned on the chosen point, which needs no label, so a batch is chosen
+    without retraining and does not contain the same point twice.
 
     Args:
         model: A fitted classifier.
         pool: n points.
-        count: How many to choose.
+        count: Number of points to choose.
 
     Raises:
-        TypeError: An argument is of the wrong kind.
+        TypeError: An argument has a wrong type.
         ValueError: The network cannot take the pool, or `count` is not in 1 .. n.
         RuntimeError: The classifier is not fitted.
     """
@@ -228,7 +228,7 @@ def next_to_label(model: UncertainClassifier, pool: object, count: int = 10) -> 
     if count > len(X):
         raise ValueError(f"count must be at most the number of points in the pool, {len(X)}: got {count}.")
     with torch.no_grad():
-        process, given = model.process_, pool if is_array(pool) else X  # a frame's columns are compared
+        process, given = model.process_, pool if is_array(pool) else X  # compare a data frame's columns
         mistaken = 1 - torch.as_tensor(model.predict_proba(given)).amax(1).to(process.factor.device)
         points = float_inputs(X.to(process.factor.device), torch.float64)
         variance = torch.as_tensor(model.uncertainty(X, num_samples=2).out_of_distribution).to(points.device)
@@ -241,7 +241,7 @@ def next_to_label(model: UncertainClassifier, pool: object, count: int = 10) -> 
         chosen: list[int] = []
         columns: list[Tensor] = []  # cov(x, chosen) / sqrt(var(chosen) + noise) over the pool, one per chosen point
         kept: list[tuple[float, float]] = []
-        for _ in range(count):  # greedily: covariances are updated by what each chosen point explains
+        for _ in range(count):  # greedily: covariances are updated by each chosen point
             removed = covariance.square().sum(0) / (variance + process.noise)
             score = removed * mistaken
             score[chosen] = -torch.inf

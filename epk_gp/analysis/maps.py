@@ -1,4 +1,4 @@
-"""Maps of predictive uncertainty over planes through the input space (Figure 5, Bell et al. 2023), and two columns."""
+"""Maps of predictive uncertainty over planes through the input space (Figure 5, Bell et al. 2023), or two columns."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,8 +19,8 @@ from epk_gp.gp.models import LogitGP
 from epk_gp.gp.uncertain_classifier import UncertainClassifier
 
 Grid = tuple[Float[Tensor, " nx"], Float[Tensor, " ny"]]
-ByColumn = Any  # values by name or number of a column: a dictionary or, of a row, a pandas series
-_ROUNDING = 100 * torch.finfo(torch.float64).eps  # of coordinates on which points of a line differ
+ByColumn = Any  # values by name or number of a column: a dictionary or, for a row, a pandas series
+_ROUNDING = 100 * torch.finfo(torch.float64).eps  # rounding of coordinates: points of a line that differ less are equal
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,9 +31,9 @@ class Plane:
         origin: A flattened input, (D,).
         axes: Two orthonormal directions, (2, D).
         input_shape: Shape of one input, of D entries.
-        columns: Names of all D columns, where the inputs are rows of a table and the axes two of its columns.
-        categories: Of each axis the names of its values, which ascend; None for numbers.
-        extent: Of each axis the smallest and the largest value of a map; None for those of the training inputs.
+        columns: Names of all D columns, if the inputs are rows of a table and the axes two of its columns.
+        categories: For each axis, the names of its values, which ascend; None for numbers.
+        extent: For each axis, the smallest and the largest value of a map; None for those of the training inputs.
     """
 
     origin: Float[Tensor, " D"]
@@ -62,26 +62,26 @@ def column_plane(
 ) -> Plane:  # fmt: skip
     """Return the plane of two columns of a table, with all others at their median or at values of your choice.
 
-    Where columns are codes of one category (one-hot), nothing says so: at the median of each, all of them may be 0,
-    which is no category. Name their values in `others`.
+    Columns that are codes of one category (one-hot) cannot be recognised: at the median of each, all of them may be 0,
+    which is not a category. Set their values in `others`.
 
     Args:
         table: The training rows: a data frame, an array or a tensor; or an `UncertainClassifier`, whose training rows
-            and names of columns are taken.
+            and column names are used.
         x: Name or number of the column along the first axis.
-        y: The same of the second axis.
-        names: Names of the columns, where the table has none.
+        y: Name or number of the column along the second axis.
+        names: Names of the columns, if the table has none.
         others: Values of other columns, by name or number, such as those of one row. By default a column of categories
-            is at its most frequent value, any other at its median.
-        categories: Which columns hold categories, by name or number, each with the names of its values, as in
-            `{"sex": {0: "female", 1: "male"}}`. Columns of a data frame of the dtypes category and bool do in any case;
-            a number of different values says nothing of a column.
+            has its most frequent value, any other its median.
+        categories: Columns with categories, by name or number, each with the names of its values, as in `{"sex": {0:
+            "female", 1: "male"}}`. Columns of a data frame with the dtypes category and bool are always included; the
+            number of different values does not make a column one of categories.
         extent: Smallest and largest value along an axis, by name or number of its column and in its unit.
 
     Raises:
-        TypeError: The table holds something else than real numbers.
-        ValueError: It has no rows, or not 2 columns; a column is not there, or two could be meant; a value is not
-            finite, or has no name among those of its categories, or would not be used.
+        TypeError: The table contains other values than real numbers.
+        ValueError: It has no rows, or fewer than 2 columns; a column does not exist or is ambiguous; a value is not
+            finite, has no name among those of its categories, or would not be used.
     """
     rows, known = table, getattr(table, "columns", None)
     if isinstance(table, UncertainClassifier):
@@ -127,22 +127,22 @@ def column_plane(
 
 
 def validate_columns(plane: Plane, known: Iterable[Any] | None, name: str = "the classifier") -> None:
-    """Raise if the names of a plane's columns are not those of something else, where both have names.
+    """Raise if the names of a plane's columns differ from others, if both have names.
 
     Raises:
-        ValueError: They are others, or in another order.
+        ValueError: The names or their order differ.
     """
     if known is not None and plane.columns not in (None, names := (*map(str, known),), (*_numbered(len(names)),)):
         raise ValueError(f"{name} must have the columns of the plane, {list(plane.columns)}: got {list(names)}.")
 
 
 def _numbered(num_columns: int) -> list[str]:
-    """Return names of columns that have none."""
+    """Return names for columns without names."""
     return [f"column {k}" for k in range(num_columns)]
 
 
 def _pairs(given: ByColumn) -> Any:
-    """Return names or values and what is given for them."""
+    """Return names or values, and the value given for each."""
     if given is not None and not hasattr(given, "items"):
         raise TypeError(f"others, categories and extent must be by column, and categories by value: got {given!r}.")
     return () if given is None else given.items()
@@ -157,7 +157,7 @@ def _number(value: Any, column: object) -> float:
 
 
 def _place(column: object, labels: Sequence[Any]) -> int:
-    """Return the number of the one column that has this name or number."""
+    """Return the number of the only column with this name or number."""
     found = {k for k, label in enumerate(labels) if label == column}
     found |= {int(column)} & {*range(len(labels))} if isinstance(column, Integral) else set()
     if len(found) != 1:
@@ -167,7 +167,7 @@ def _place(column: object, labels: Sequence[Any]) -> int:
 
 
 def _by_dtype(table: Any) -> dict[int, Any]:
-    """Return the values of a data frame's columns whose dtype says that they hold categories, with their names."""
+    """Return the values, with their names, of a data frame's columns whose dtype marks them as categories."""
     columns = [table.iloc[:, k] for k in range(table.shape[1])] if hasattr(table, "iloc") else []
     found = {k: list(column.cat.categories) for k, column in enumerate(columns) if hasattr(column, "cat")}
     found |= {k: [False, True] for k, column in enumerate(columns) if str(column.dtype).startswith("bool")}
@@ -212,7 +212,7 @@ def project(plane: Plane, X: Shaped[Tensor, "n ..."]) -> Float[Tensor, "n 2"]:
     """Return the coordinates (u, v) of the projections of points onto the plane.
 
     Raises:
-        ValueError: The points have not as many entries as the inputs of the plane.
+        ValueError: The points do not have as many entries as the inputs of the plane.
     """
     rows = X.reshape(len(X), -1)
     if rows.shape[1] != len(plane.origin):
@@ -234,13 +234,13 @@ def grid_over(
         uv: Projected points.
         size: Nodes per side, at least 2.
         margin: Width of the border on every side, in units of the points' extent along the axis.
-        square: Whether both axes have one unit, and thus the larger extent.
+        square: Whether both axes have the same unit, and thus the larger extent.
 
     Returns:
-        Coordinates of the columns and of the rows, of the same number.
+        Coordinates of the columns and of the rows, equally many.
 
     Raises:
-        TypeError: `size` is not a whole number, or `margin` is not a number.
+        TypeError: `size` is not an integer, or `margin` is not a number.
         ValueError: There are fewer than 2 nodes per side, or the margin is negative, or the points have no extent.
     """
     validate_count(size, "size", minimum=2)
@@ -277,29 +277,29 @@ def _rows(X: Tensor) -> Tensor:
 
 @dataclass(frozen=True, eq=False, kw_only=True, repr=False)
 class UncertaintyMap(Tabular):
-    """What a process says of a network's classes over a plane. Row i of a map lies at y[i], column j at x[j].
+    """A process's results for a network's classes over a plane. Row i of a map lies at y[i], column j at x[j].
 
     Attributes:
-        x: Coordinates of the columns; of a column of categories its values.
-        y: Coordinates of the rows, likewise.
+        x: Coordinates of the columns; for a column of categories its values.
+        y: Coordinates of the rows, in the same form.
         training: Projections of all training inputs, (M, 2).
-        points: Numbers of those that an `UncertainClassifier` judges by; of all for a `LogitGP`.
-        network_class: Class that the network predicts.
-        boundary_classes: Class that the network predicts on five times as many nodes per side over the same extent,
-            for drawing decision boundaries; at the values of categories themselves.
+        points: Indices of the training points that an `UncertainClassifier` uses; all of them for a `LogitGP`.
+        network_class: Class predicted by the network.
+        boundary_classes: Class predicted by the network on five times as many nodes per side over the same extent, for
+            drawing decision boundaries; for categories at their values only.
         probability: Expected probability of the predicted class.
-        std: Standard deviation of this probability; of an `UncertainClassifier` the score of that name.
+        std: Standard deviation of this probability; for an `UncertainClassifier` the score of that name.
         entropy: Entropy of the expected probabilities, in nats.
         mutual_information: The part of the entropy that the uncertainty of the latent function causes, in nats.
         standard_error: Largest Monte Carlo standard error of `probability`; 0 for an `UncertainClassifier`.
-        distance_correlation: Spearman's rank correlation, over the grid, of `std` with the distance in the plane to the
-            nearest training point, in units of the grid's extent along each axis; None if `std` is constant or an axis
-            is one of categories.
+        distance_correlation: Spearman's rank correlation, over the grid, between `std` and the distance in the plane to
+            the nearest training point, in units of the grid's extent along each axis; None if `std` is constant or an
+            axis has categories.
         plane: The plane.
         labels: Targets of the training points.
-        class_names: Names of the classes, if an `UncertainClassifier` knows them.
-        kernel: Of a `LogitGP`, k(x, x), averaged over classes; 1 on average over the training copies.
-        out_of_distribution: Of an `UncertainClassifier` the score of that name.
+        class_names: Names of the classes, if an `UncertainClassifier` has them.
+        kernel: For a `LogitGP`, k(x, x), averaged over classes; 1 on average over the training copies.
+        out_of_distribution: For an `UncertainClassifier` the score of that name.
     """
 
     x: Float[Tensor, " nx"]
@@ -322,7 +322,7 @@ class UncertaintyMap(Tabular):
 
     @property
     def error(self) -> Float[Tensor, "ny nx"]:
-        """Probability that the class which the network predicts is wrong."""
+        """Probability that the class predicted by the network is wrong."""
         return 1 - self.probability
 
     def _frame(self) -> tuple[Any, ...]:
@@ -348,18 +348,19 @@ def uncertainty_on_plane(
 
     Args:
         model: The process, or an `UncertainClassifier`.
-        plane: The plane that the grid lies in; or two columns of the table that an `UncertainClassifier` was trained
-            on, by name or number, for `column_plane(model, x, y)`.
-        size: Nodes per side; categories are a node each.
+        plane: The plane of the grid; or two columns of the table on which an `UncertainClassifier` was trained, by name
+            or number, for `column_plane(model, x, y)`.
+        size: Nodes per side; each category is one node.
         margin: Width of the border around the training points, in units of their extent along the axis.
-        square: Whether both axes have one unit, as pixels and principal directions of them: both get the larger extent.
-        num_samples: Monte Carlo draws.
-        generator: Source of the draws of a `LogitGP`.
-        progress: Show a progress bar of a `LogitGP`.
+        square: Whether both axes have the same unit, such as pixels or their principal directions: both get the larger
+            extent.
+        num_samples: Number of Monte Carlo draws.
+        generator: Source of the draws, for a `LogitGP`.
+        progress: Show a progress bar, for a `LogitGP`.
 
     Raises:
-        TypeError: An argument is of the wrong kind.
-        ValueError: The grid has fewer than 2 nodes per side, or the network has one output only, or the model cannot
+        TypeError: An argument has a wrong type.
+        ValueError: The grid has fewer than 2 nodes per side, the network has only one output, the model cannot
             predict at these points, or an option would not be used.
     """
     if isinstance(model, UncertainClassifier):
@@ -428,7 +429,7 @@ def _grid(plane: Plane, uv: Float[Tensor, "n 2"], size: int, margin: float, squa
 
 
 def _inputs(model: LogitGP | UncertainClassifier, plane: Plane, uv: Float[Tensor, "n 2"]) -> Shaped[Tensor, "n ..."]:
-    """Return the inputs at coordinates of a plane, of the dtype that a model takes."""
+    """Return the inputs at coordinates of a plane, in the dtype that a model takes."""
     X = lift(plane, uv)
     return X if isinstance(model, LogitGP) else class_inputs(model.trajectory, X.numpy())
 

@@ -1,4 +1,4 @@
-"""Numbers of scores, probabilities and kernels: detection, calibration, rank correlation, and the rank of a matrix."""
+"""Measures of scores, probabilities and kernels: detection, calibration, rank correlation, and the rank of a matrix."""
 
 import math
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ class OODMetrics:
 
     Attributes:
         auroc: Probability that an outside point scores higher than an inside point; ties count half, and 0.5 is chance.
-        fpr95: Share of outside points that fall below the threshold below which 95 % of the inside points lie.
+        fpr95: Share of outside points below the threshold that 95 % of the inside points stay below.
     """
 
     auroc: float
@@ -30,12 +30,12 @@ class OODMetrics:
 
 @dataclass(frozen=True, eq=False)
 class ROCCurve:
-    """What a threshold on a score finds, for each of the k different scores and for a threshold above all of them.
+    """Results of thresholds on a score: each of the k different scores, and a threshold above all of them.
 
     Attributes:
-        threshold: Scores from this one on are called outside, (k + 1,); the first one is infinite.
+        threshold: Scores of at least this value are called outside, (k + 1,); the first one is infinite.
         inside: Share of inside points that are called outside, from 0 to 1.
-        outside: Share of outside points that are.
+        outside: Share of outside points that are called outside.
     """
 
     threshold: Float[Tensor, " k1"]
@@ -45,14 +45,14 @@ class ROCCurve:
 
 @dataclass(frozen=True, eq=False)
 class ErrorDetection:
-    """Quality of a score that should be larger for points that are predicted wrongly.
+    """Quality of a score that should be larger for wrong predictions.
 
     Attributes:
         auroc: Probability that a wrong prediction scores higher than a right one; ties count half. None if all are
             right or all are wrong.
         aurc: Area under the risk-coverage curve (Geifman and El-Yaniv 2017): the mean of `risk`. Smaller is better.
-        risk: Share of wrong predictions among the 1 .. n points with the smallest scores. Points of one score stand in
-            random order, and the risk is the expected one.
+        risk: Share of wrong predictions among the 1 .. n points with the smallest scores. Points with equal scores are
+            in random order, and the risk is the expected one.
     """
 
     auroc: float | None
@@ -96,10 +96,10 @@ class GramSpectrum:
     """Eigenvalues of a positive semi-definite matrix, and three measures of its effective rank.
 
     Attributes:
-        values: Eigenvalues in descending order; they are negative by rounding only.
+        values: Eigenvalues in descending order; they are negative only by rounding.
         effective_rank: exp of the entropy of the normalised eigenvalues (Roy & Vetterli 2007).
         participation_ratio: (sum of eigenvalues)² / sum of their squares.
-        num_principal: Number of largest eigenvalues that hold the requested share of the trace.
+        num_principal: Number of largest eigenvalues that contain the requested share of the trace.
     """
 
     values: Float[Tensor, " n"]
@@ -128,24 +128,24 @@ def ood_metrics(inside: Float[Tensor, " n"], outside: Float[Tensor, " m"]) -> OO
 def roc_curve(inside: Float[Tensor, " n"], outside: Float[Tensor, " m"]) -> ROCCurve:
     """Compute the receiver operating characteristic of a score that should be larger for outside points.
 
-    The area under it, joined by straight lines, is `ood_metrics(inside, outside).auroc`.
+    The area under it, with straight lines between points, is `ood_metrics(inside, outside).auroc`.
 
     Args:
         inside: Scores of n points of the training distribution.
         outside: Scores of m out-of-distribution points.
 
     Raises:
-        TypeError, ValueError: As `ood_metrics`.
+        TypeError, ValueError: As in `ood_metrics`.
     """
     of_inside, of_outside, threshold = curve_of(*_joined(inside, outside), drop_intermediate=False)
     return ROCCurve(*(torch.from_numpy(values).to(inside) for values in (threshold, of_inside, of_outside)))
 
 
 def error_detection(scores: Float[Tensor, " n"], wrong: Bool[Tensor, " n"]) -> ErrorDetection:
-    """Measure how well a score says which predictions are wrong, so that one can abstain from them.
+    """Measure the quality of a score for detecting wrong predictions, in order to abstain from them.
 
     Args:
-        scores: Scores of n predictions; larger means less sure.
+        scores: Scores of n predictions; larger means less certain.
         wrong: Whether each prediction is wrong.
 
     Raises:
@@ -161,7 +161,7 @@ def error_detection(scores: Float[Tensor, " n"], wrong: Bool[Tensor, " n"]) -> E
     wrong = wrong.to(scores.device)
     values, group, counts = scores.unique(return_inverse=True, return_counts=True)  # in ascending order
     errors = torch.zeros(len(values), dtype=torch.float64, device=scores.device).index_add_(0, group, wrong.double())
-    rate = (errors / counts).repeat_interleave(counts)  # points of one score are wrong as often as each other
+    rate = (errors / counts).repeat_interleave(counts)  # points with equal scores are wrong equally often
     risk = rate.cumsum(0) / torch.arange(1, len(scores) + 1, device=scores.device)
     has_both = bool(wrong.any()) and not bool(wrong.all())
     auroc = float(roc_auc_score(wrong.cpu(), scores.detach().cpu())) if has_both else None
@@ -169,7 +169,7 @@ def error_detection(scores: Float[Tensor, " n"], wrong: Bool[Tensor, " n"]) -> E
 
 
 def _joined(inside: Tensor, outside: Tensor) -> tuple[np.ndarray, np.ndarray]:
-    """Return whether points lie outside, and their scores, as scikit-learn takes them."""
+    """Return whether points lie outside, and their scores, in scikit-learn's form."""
     _validate_scores(inside, "inside")
     _validate_scores(outside, "outside")
     scores = torch.cat([inside, outside.to(inside)]).detach().cpu().numpy()
@@ -185,7 +185,7 @@ def _validate_scores(scores: Tensor, name: str) -> None:
 def reliability_bins(
     probability: Float[Tensor, "n C"], labels: Int64[Tensor, " n"], *, bins: int = 10
 ) -> ReliabilityBins:
-    """Compare confidence and accuracy, bin by bin: what a reliability diagram shows.
+    """Compare confidence and accuracy, bin by bin, for a reliability diagram.
 
     Args:
         probability: Class probabilities of n points; rows sum to 1.
@@ -193,7 +193,7 @@ def reliability_bins(
         bins: Number B of bins.
 
     Raises:
-        TypeError: `bins` is not a whole number, or a tensor is of the wrong kind.
+        TypeError: `bins` is not an integer, or a tensor has a wrong type.
         ValueError: There are no points, or not one label per point in 0 .. C - 1. Or a row of `probability` is negative
             or does not sum to 1, or there is no bin.
     """
@@ -216,7 +216,7 @@ def reliability_bins(
 
 
 def calibration(probability: Float[Tensor, "n C"], labels: Int64[Tensor, " n"], *, bins: int = 15) -> Calibration:
-    """Measure how well class probabilities are calibrated; arguments and errors as `reliability_bins`."""
+    """Measure the calibration of class probabilities; arguments and errors as in `reliability_bins`."""
     found = reliability_bins(probability, labels, bins=bins)
     gaps = found.count * (found.confidence - found.accuracy).abs()
     right = probability.gather(1, labels.long()[:, None])[:, 0]
@@ -232,7 +232,7 @@ def rank_correlation(a: Float[Tensor, " n"], b: Float[Tensor, " n"]) -> float | 
 
     Raises:
         TypeError: a or b is not a tensor.
-        ValueError: The numbers are not finite, or not as many in a as in b, or there are fewer than 2 numbers.
+        ValueError: The numbers are not finite, a and b have different lengths, or there are fewer than 2 numbers.
     """
     for name, values in (("a", a), ("b", b)):
         validate_tensor(values, name, ndim=1)
@@ -241,10 +241,10 @@ def rank_correlation(a: Float[Tensor, " n"], b: Float[Tensor, " n"]) -> float | 
 
 
 def rank_correlations(a: Float[Tensor, "n m"], b: Float[Tensor, "n m"]) -> Float64[Tensor, " n"]:
-    """Compute Spearman's rank correlation of each row of a with that of b: NaN where one of them is constant.
+    """Compute Spearman's rank correlation of each row of a with the same row of b: NaN if one of them is constant.
 
     Raises:
-        ValueError: The numbers are not finite, or a and b have other shapes, or there are fewer than 2 columns.
+        ValueError: The numbers are not finite, a and b have different shapes, or there are fewer than 2 columns.
     """
     for name, values in (("a", a), ("b", b)):
         validate_finite(values, name)
@@ -254,12 +254,12 @@ def rank_correlations(a: Float[Tensor, "n m"], b: Float[Tensor, "n m"]) -> Float
 
 
 def is_constant(values: Float[Tensor, "n m"]) -> Bool[Tensor, " n"]:
-    """Return which rows hold one number only."""
+    """Return a mask of the rows with only one distinct number."""
     return (values == values[:, :1]).all(dim=1)
 
 
 def row_correlations(a: Float[Tensor, "n m"], b: Float[Tensor, "n m"]) -> Float[Tensor, " n"]:
-    """Compute Pearson's correlation of each row of a with that of b: NaN where one of them is constant."""
+    """Compute Pearson's correlation of each row of a with the same row of b: NaN if one of them is constant."""
     x, y = (values - values.mean(dim=1, keepdim=True) for values in (a, b))
     return cosine_similarity(x, y, eps=0.0).masked_fill(is_constant(a) | is_constant(b), math.nan)
 
@@ -269,11 +269,11 @@ def gram_spectrum(gram: Float[Tensor, "n n"], *, share: float = 0.95) -> GramSpe
 
     Args:
         gram: Symmetric and positive semi-definite to rounding.
-        share: Share of the trace that the principal directions must hold.
+        share: Share of the trace that the principal directions must contain.
 
     Raises:
         TypeError: The matrix is not a tensor of float32 or float64, or `share` is not a number.
-        ValueError: The matrix is not square, is not symmetric, or is zero, or has an eigenvalue that is negative beyond
+        ValueError: The matrix is not square, is not symmetric, is zero, or has an eigenvalue that is negative beyond
             rounding.
     """
     validate_tensor(gram, "a Gram matrix", ndim=2, floating=True)
@@ -296,7 +296,7 @@ def gram_spectrum(gram: Float[Tensor, "n n"], *, share: float = 0.95) -> GramSpe
 
 
 def principal_directions(energies: Float[Tensor, " n"], *, share: float = 0.95) -> int:
-    """Count the largest energies (eigenvalues or squared singular values) that together hold a share of their sum.
+    """Count the largest energies (eigenvalues or squared singular values) that together contain a share of their sum.
 
     Raises:
         TypeError: `energies` is not a tensor, or `share` is not a number.

@@ -1,6 +1,6 @@
-"""Anybody's scores of training samples, judged by exact contributions, by exact derivatives, and by training again.
+"""Scores of training samples from any system, judged by exact contributions, exact derivatives, and retraining.
 
-A positive score means that the presence of a sample raises the number that is explained.
+A positive score means that the presence of a sample raises the explained number.
 """
 
 import time
@@ -30,17 +30,17 @@ from epk_gp.kernel_machine.plan import seconds_of_step
 from epk_gp.kernel_machine.retrain import Retraining, retrain
 from epk_gp.quadrature.rules import adaptive, straight
 
-_TOP, _LISTED = 10, 5  # samples of a query that are removed together; samples that a finding names
-_NEAR, _COARSE, _MISSED = 0.9, 0.03, 0.01  # cosine and error for which a scale and rounding are named; share of change
-_CHANCE, _SHUFFLES, _RESAMPLES = 0.01, 199, 199  # share of shuffles that may agree as much; draws of the bootstrap
-_FITS, _MATCHED, _DISTINCT = 0.25, 256, 16  # share of squared distances left in order; profiles; scores of a dtype
+_TOP, _LISTED = 10, 5  # samples of a query that are removed together; samples named in a finding
+_NEAR, _COARSE, _MISSED = 0.9, 0.03, 0.01  # cosine and error for reporting a scale and rounding; share of change
+_CHANCE, _SHUFFLES, _RESAMPLES = 0.01, 199, 199  # share of shuffles with equal agreement; draws of the bootstrap
+_FITS, _MATCHED, _DISTINCT = 0.25, 256, 16  # remaining share of squared distances; profiles; scores of a dtype
 _MUTUAL, _FAINT, _PATH, _RANKED = 0.8, 0.01, 0.99, 3  # share of moved profiles that are each other's nearest (half are
 # by chance); size of a faint query; cosine of contributions along another path; networks that a rank correlation needs
 _QUIET = "Nothing exact was compared.", "No fault was found."  # without and with exact numbers
 
 
 class Cost(NamedTuple):
-    """What a check took: seconds, and how many trainings of the recorded network take as long."""
+    """Cost of a check: seconds, and the equivalent number of trainings of the recorded network."""
 
     seconds: float
     trainings: float
@@ -48,22 +48,22 @@ class Cost(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class CheckedScores:
-    """One system's scores of M samples for q queries, and what was found about them.
+    """One system's scores of M samples for q queries, and findings about them.
 
     Attributes:
-        scores: In float64; NaN and infinity are 0.
+        scores: The scores in float64; NaN and infinity are 0.
         miss: Sum of the scores minus the change of the explained number, (q,).
-        likeness: How they are like exact "contributions" and "derivatives", by query, (q,) each, NaN where a side is
-            constant: "cosine"; "pearson" and "spearman" over samples; "sign", the share of samples whose signs agree;
-            "slope", how many times the exact numbers they are, by least squares; "error", what this leaves of them, by
-            norms; and "chance", (): the share of shuffles of the samples that reach the mean of |pearson|.
-        findings: What looks wrong, in sentences with the evidence; empty where nothing was found.
+        likeness: Similarity to exact "contributions" and "derivatives", by query, (q,) each, NaN if a side is constant:
+            "cosine"; "pearson" and "spearman" over samples; "sign", the share of samples whose signs agree; "slope",
+            the factor of the exact numbers by least squares; "error", the remainder, by norms; and "chance", (): the
+            share of shuffles of the samples that reach the mean of |pearson|.
+        findings: Suspicious facts, in sentences with the evidence; empty if there are none.
         lds: Linear datamodeling score; None without retrainings.
-        lds_interval: 95 % of a bootstrap of its mean over the retrainings.
+        lds_interval: 95 % interval by a bootstrap of its mean over the retrainings.
         left_out: Rank correlation with the effects of leaving out single samples.
-        left_out_interval: The same over the samples.
-        predicted: Change of the number without a query's 10 highest samples as the scores have it, (r,).
-        measured: That change after training without them, (r,).
+        left_out_interval: The same interval over the samples.
+        predicted: Change of the number without a query's 10 highest samples, as predicted by the scores, (r,).
+        measured: Change of the number after training without them, (r,).
     """
 
     scores: Float64[Tensor, "q M"]
@@ -79,20 +79,20 @@ class CheckedScores:
 
     @property
     def nearest(self) -> str:
-        """What is most like the scores, "contributions" or "derivatives", by the mean size of the cosine."""
+        """The kind of exact numbers most like the scores, "contributions" or "derivatives", by mean |cosine|."""
         return max(self.likeness, key=lambda kind: self.likeness[kind]["cosine"].abs().nanmean(), default="")
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class ScoreCheck(Tabular):
-    """What scores of training samples are worth, beside what is exact.
+    """The quality of scores of training samples, compared with exact numbers.
 
     Attributes:
-        systems: The scores that were judged, by name.
-        references: The same of "exact contributions" and "exact derivatives", as far as they were computed.
-        change: By how much training changed the explained number of each query, (q,).
-        costs: What each check took, by name.
-        notes: What was not computed, or is not certified, and why.
+        systems: The judged scores, by name.
+        references: The same for "exact contributions" and "exact derivatives", if they were computed.
+        change: Change of the explained number of each query by training, (q,).
+        costs: Cost of each check, by name.
+        notes: Parts that were not computed, or are not certified, with reasons.
     """
 
     systems: dict[str, CheckedScores]
@@ -103,7 +103,7 @@ class ScoreCheck(Tabular):
 
     @property
     def findings(self) -> tuple[str, ...]:
-        """What looks wrong with any of the scores; empty where nothing was found."""
+        """Suspicious facts about any of the scores; empty if there are none."""
         return tuple(f"{k}: " * (len(self.systems) > 1) + line for k, a in self.systems.items() for line in a.findings)
 
     def _frame(self) -> tuple[Any, ...]:
@@ -158,34 +158,36 @@ def check_scores(
     seed: int = 0,
     **options: Unpack[ComputeSettings],
 ) -> ScoreCheck:
-    """Judge scores of training samples from any system: by what is exact, and by training again.
+    """Judge scores of training samples from any system, by exact numbers and by retraining.
 
-    A positive score means that the presence of a sample raises the explained number. A system that explains the loss
-    instead, or the effect of leaving a sample out, needs its sign turned, or
+    A positive score means that the presence of a sample raises the explained number. For a system that explains the
+    loss instead, or the effect of leaving a sample out, change the sign, or pass
     `function=epk_gp.RowFunction.loss_value(targets)`.
 
     Args:
         trajectory: The recorded run, with its M training samples in the order of the scores.
         scores: (n, M), or (n, C, M) for all outputs, as an array or tensor of any precision; or several by name.
-        X: The n inputs that the scores explain, of the structure of the training inputs.
-        classes: Which output of each input the scores explain; not needed where there is one.
-        function: What they explain in place of outputs, such as `RowFunction.log_probability(answers)` (`attribute`).
-        head: "logits" or "log_softmax"; None follows the loss, as of `attribute`.
+        X: The n inputs that the scores explain, with the structure of the training inputs.
+        classes: The output of each input that the scores explain; not needed if there is only one.
+        function: The explained function, if not the outputs, such as `RowFunction.log_probability(answers)`
+            (`attribute`).
+        head: "logits" or "log_softmax"; None follows the loss, as in `attribute`.
         contributions: Compare with exact contributions, at the cost of `attribute`.
         derivatives: Compare with exact derivatives, at the cost of `influence`.
-        retrainings: Networks that are trained on random subsets, for the linear datamodeling score; 0 for none.
+        retrainings: Number of networks that are trained on random subsets, for the linear datamodeling score; 0 for
+            none.
         share: Share of the samples that a subset keeps.
-        left_out: Random samples that are left out one by one, a network each; 0 for none.
-        removals: First queries whose 10 highest samples (at most half of all) are removed together, a network each for
-            every system; 0 for none.
+        left_out: Number of random samples that are left out one by one, a network each; 0 for none.
+        removals: Number of first queries whose 10 highest samples (at most half of all) are removed together, a network
+            each for every system; 0 for none.
         seed: Seed of subsets, samples that are left out, shuffles and bootstrap.
         options: `memory_budget`, `progress` and `executor`; see `ComputeOptions`.
 
     Returns:
-        All numbers, and findings in sentences. It shows itself as a table; `epk_gp.plots.scores.check_figure` draws it.
+        All numbers, and findings in sentences. It prints as a table; `epk_gp.plots.scores.check_figure` draws it.
 
     Raises:
-        TypeError, ValueError: As `attribute`; or the scores do not fit the run and the inputs, or are no numbers.
+        TypeError, ValueError: As in `attribute`; or the scores do not fit the run and the inputs, or are not numbers.
     """
     parse_options("check_scores", ("accumulate", "checkpoint"), **options)
     for name, value in (("retrainings", retrainings), ("left_out", left_out), ("removals", removals), ("seed", seed)):
@@ -250,7 +252,7 @@ def check_scores(
 def _findings(
     run: Trajectory, raw: Tensor, each: CheckedScores, truths: Mapping[str, Tensor], rng: np.random.Generator
 ) -> Iterator[str]:
-    """Say what looks wrong with scores, given also as they came and beside the exact numbers, with the evidence."""
+    """Yield suspicious facts about scores, given also in their original form and with the exact numbers."""
     s, like, exact = each.scores, each.likeness, 1e-4 if run.dtype == torch.float64 else 1e-3
     if bool((wrong := ~raw.isfinite()).any()):
         yield f"{int(wrong.sum())} scores of {_listed('samples', wrong.any(dim=0))} are NaN or infinite: taken as 0."
@@ -267,7 +269,7 @@ def _findings(
     stored = [str(dtype)[6:] for dtype in (torch.bfloat16, torch.float16) if torch.equal(s, s.to(dtype).double())]
     if stored and len(s.unique()) > _DISTINCT and not torch.equal(s, s.round()):
         yield f"The precision is low: every score is a number of {stored[0]}."
-    sizes = truths[each.nearest].norm(dim=1)  # the rounding of faint queries, whose terms cancel, is that of others
+    sizes = truths[each.nearest].norm(dim=1)  # faint queries, whose terms cancel, have the rounding of others
     off = like[each.nearest]["error"] * (sizes / (_FAINT * sizes.max())).clamp(max=1) > exact
     disorder = dict(_disorder(s, truths, rng)) if bool(off.any()) else {}
     yield from disorder
@@ -291,9 +293,9 @@ def _findings(
         ignored = (run.targets == ignored_class(run.loss)).flatten(1).sum(dim=1).double().cpu()
         differs = (s - truths[kind]).norm(dim=0)
         growth = rank_agreement(differs[None], ignored[None]).mean
-        if growth > max(0.5, 3.3 * len(ignored) ** -0.5):  # one in a thousand by chance
+        if growth > max(0.5, 3.3 * len(ignored) ** -0.5):  # by chance one in a thousand
             yield f"Padding may be counted: what differs grows with ignored positions (rank correlation {growth:.2f})."
-    # what a scale leaves of the scores says how exact they are
+    # the remainder after scaling shows how exact the scores are
     allowed = torch.minimum(exact + errors, 0.02 + 2 * (1 - cosines.abs()))
     far = (cosines.abs() > _NEAR) & ((sign * slopes - 1).abs() > allowed)
     if not disorder and bool(far.any()):
@@ -310,29 +312,30 @@ def _findings(
 
 
 def _disorder(s: Tensor, truths: Mapping[str, Tensor], rng: np.random.Generator) -> Iterator[tuple[str, str]]:
-    """Say whether samples or queries are in another order, and of what: their scores are the exact numbers of others.
+    """Report samples or queries in a wrong order, and its kind: their scores are the exact numbers of others.
 
-    A sample's profile is its scores for all queries, each query's scores scaled to norm 1; a query's its scores.
+    A sample's profile is its scores for all queries, each query's scores scaled to norm 1; a query's profile is its
+    scores.
     """
     sides = [(kind, sign * normalize(s), normalize(t)) for kind, t in truths.items() for sign in (1, -1)]
     for plural in ("samples", "queries"):
         pairs = [(kind, *((S.T, T.T) if plural == "samples" else (S, T))) for kind, S, T in sides]
         ratio, rows, places, kind = min(((*_fit(S, T, rng), kind) for kind, S, T in pairs), key=lambda fit: fit[0])
-        if ratio < _FITS and int((moved := rows != places).sum()) > 1:  # no order moves one alone
+        if ratio < _FITS and int((moved := rows != places).sum()) > 1:  # an order moves at least two
             named = [f"#{i} that of #{j}" for i, j in torch.stack((rows, places), 1)[moved][:_LISTED].tolist()]
             found = f"{int(moved.sum())} of {len(rows)} are nearest the exact {kind} of another one"
             yield f"The {plural} look out of order: {found} ({', '.join(named)}).", kind
 
 
 def _fit(S: Tensor, T: Tensor, rng: np.random.Generator) -> tuple[float, Tensor, Tensor]:
-    """Find the exact profile that is nearest to each profile of scores.
+    """Find the nearest exact profile for each profile of scores.
 
     Returns:
-        The sum of their squared distances, relative to the least of: that to the profiles' own ones, that to profiles
-        which are mixed of different ones, and the profiles' own size (infinite unless the scores nearest to what is
-        nearest are mostly the profile itself); the profiles; and those nearest to them.
+        The sum of their squared distances, relative to the least of three: the distance to the profiles' own ones, the
+        distance to profiles that are mixed of different ones, and the profiles' own size (infinite unless the scores
+        nearest to the nearest profile are mostly the profile itself); the profiles; and their nearest ones.
     """
-    rows = torch.from_numpy(rng.permutation(S.any(dim=1).nonzero()[:, 0])[:_MATCHED])  # zeros have no order
+    rows = torch.from_numpy(rng.permutation(S.any(dim=1).nonzero()[:, 0])[:_MATCHED])  # profiles of zeros have no order
     distances, by_chance = (torch.cdist(S[rows], a).square() for a in (T, torch.from_numpy(rng.permuted(T, axis=0))))
     own, (best, places) = (S - T)[rows].square().sum(dim=1), distances.min(dim=1)
     limit = min(own.sum(), by_chance.amin(dim=1).sum(), S[rows].square().sum())
@@ -352,10 +355,10 @@ def _likeness(s: Tensor, t: Tensor, rng: np.random.Generator) -> dict[str, Tenso
 
 
 def _agreement(field: str, s: Tensor, weights: Tensor, changes: Tensor, seed: int) -> dict[str, Any]:
-    """Compare changes of the numbers of networks that did not diverge with what scores predict of their weights.
+    """Compare changes of the numbers of networks that did not diverge with the predictions of scores for their weights.
 
     Returns:
-        The rank correlation, and its 95 % interval of a bootstrap over networks, under a field's names.
+        The rank correlation, and its 95 % interval by a bootstrap over networks, under a field's names.
     """
     good = changes.isfinite().all(dim=1)
     predicted, measured = s @ (weights[good] - 1).T, changes[good].T
@@ -373,11 +376,11 @@ def _agreement(field: str, s: Tensor, weights: Tensor, changes: Tensor, seed: in
 
 
 def _parsed(name: Any, values: Any, shape: tuple[int, int, int]) -> Tensor:
-    """Return scores in float64 on the CPU, with a row for each number that is explained, (n * K, M)."""
+    """Return scores in float64 on the CPU, with a row for each explained number, (n * K, M)."""
     (n, K, M), dense = shape, None if np.ma.isMaskedArray(values) else values
     dense = values.detach().cpu().double().numpy() if isinstance(values, Tensor) and not values.is_complex() else dense
     try:
-        found = torch.from_numpy(np.asarray(dense).astype(np.float64, casting="same_kind"))  # no text, None or complex
+        found = torch.from_numpy(np.asarray(dense).astype(np.float64, casting="same_kind"))  # numbers only
     except (TypeError, ValueError) as error:
         raise TypeError(f"{name} must be an unmasked array of real numbers: got {type(values).__name__}.") from error
     if tuple(found.shape) not in (shape, (n * K, M) if K == 1 else shape):

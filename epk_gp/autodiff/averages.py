@@ -1,7 +1,8 @@
 """Averages of the derivative of one operation between two states, most in closed form (docs/theory.md, section 11).
 
-An operation is its value at the start, its value at the end, and for each argument that moves what pulls multipliers
-back to it: m with `<m, change of the argument> = <multiplier of the result, change of the result>`.
+An operation is given by its value at the start, its value at the end, and, for each argument that moves, a function
+that pulls multipliers back to it: m with `<m, change of the argument> = <multiplier of the result, change of the
+result>`.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,21 +17,21 @@ from torch import Tensor
 Pull = Callable[[Tensor], Tensor]
 Ends = tuple[Tensor, Tensor]
 Outputs = tuple[Tensor, ...]
-_Held = tuple[Callable[..., Any], Tensor, int]  # a function, its result, and the result's version when it was made
+_Held = tuple[Callable[..., Any], Tensor, int]  # a function, its result, and the result's version at that time
 
-# Gauss-Legendre nodes on [-1, 1], of the derivative of what has no closed form.
+# Gauss-Legendre nodes on [-1, 1], for the derivative of functions without a closed form.
 _NODES, _WEIGHTS = np.polynomial.legendre.leggauss(4)
 
-# A remainder below so many eps of the outputs' size is rounding, and is not distributed.
+# A remainder below this many eps of the outputs' size is rounding, and is not distributed.
 _ROUNDING = 64
 
 
 class _Pulled(torch.autograd.Function):
-    """A value of which it is known how multipliers are pulled back to one argument."""
+    """A value with a known function that pulls multipliers back to one argument."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, value: list[Tensor], pull: Pull) -> Tensor:
-        """Return the value, which is in a list: autograd would make a view of a tensor among its arguments."""
+        """Return the value; it is wrapped in a list, because autograd would make a view of a tensor argument."""
         ctx.pull = pull
         return value[0]
 
@@ -41,7 +42,7 @@ class _Pulled(torch.autograd.Function):
 
 
 class _Joined(torch.autograd.Function):
-    """A value of which several nodes take the multiplier: autograd runs those that are asked for."""
+    """A value whose multiplier goes to several nodes; autograd runs the requested ones."""
 
     @staticmethod
     def forward(ctx: Any, value: list[Tensor], *arms: Tensor) -> Tensor:
@@ -51,16 +52,16 @@ class _Joined(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
-        """Give the multiplier to each."""
+        """Pass the multiplier to each arm."""
         return None, *[grads[0]] * ctx.num_arms
 
 
 def pulled(value: Tensor, *arms: tuple[Tensor, Pull]) -> Tensor:
-    """Return a new tensor as the result of an operation.
+    """Return a new tensor for the result of an operation.
 
     Args:
         value: Its value, without a graph.
-        arms: Arguments that move, each with what pulls multipliers back to it.
+        arms: Moving arguments, each with the function that pulls multipliers back to it.
     """
     differentiable = [(x, pull) for x, pull in arms if x.requires_grad]
     if not differentiable or not torch.is_grad_enabled():
@@ -75,11 +76,11 @@ def pulled(value: Tensor, *arms: tuple[Tensor, Pull]) -> Tensor:
 
 
 class HeldProducts:
-    """The products of a forward pass, in the order of its calls: the next stretch ends in the state of this one.
+    """The products of a forward pass, in the order of its calls: the next stretch ends in this pass's state.
 
     Args:
-        ends: Those of a pass with the weights at the end, if they were held.
-        max_bytes: How much is held.
+        ends: The held products of a pass with the weights at the end, if any.
+        max_bytes: Largest number of bytes that are held.
     """
 
     def __init__(self, ends: "HeldProducts | None", max_bytes: int) -> None:
@@ -87,29 +88,29 @@ class HeldProducts:
         self._ends, self._room = [] if ends is None else ends._held[::-1], max_bytes
 
     def end(self, func: Callable[..., Any], shape: torch.Size) -> Tensor | None:
-        """Return the next product, of a function, with the weights at the end; None where it is not known."""
+        """Return the next product of a function, with the weights at the end; None if it is not held."""
         held = self._ends.pop() if self._ends else None
         if held is None or held[0] is not func or held[1].shape != shape or held[1]._version != held[2]:
             return None
         return held[1]
 
     def hold(self, func: Callable[..., Any], value: Tensor) -> None:
-        """Hold the next product with the weights at the start, where it has room."""
+        """Hold the next product with the weights at the start, if there is room."""
         has_room = value.nbytes <= self._room
         self._room -= has_room * value.nbytes
         self._held.append((func, value.detach(), value._version) if has_room else None)
 
     @property
     def nbytes(self) -> int:
-        """Bytes that are held."""
+        """Number of bytes that are held."""
         return sum(held[1].nbytes for held in self._held if held is not None)
 
 
 class SegmentSecant(torch.autograd.Function):
-    """Any function: its derivative's mean over the segment between both ends, and what that leaves.
+    """Any function: the mean of its derivative over the segment between both ends, and a correction of the rest.
 
-    The mean is taken at four Gauss-Legendre nodes. What it leaves of the change of the outputs is distributed in
-    proportion to the changes of the inputs: the smallest correction that leaves nothing, row by row.
+    The mean is taken at four Gauss-Legendre nodes. Its remaining error in the change of the outputs is distributed in
+    proportion to the changes of the inputs: the smallest correction that removes it, row by row.
     """
 
     @staticmethod
@@ -117,11 +118,11 @@ class SegmentSecant(torch.autograd.Function):
         """Return the results at the start.
 
         Args:
-            ctx: What the backward pass needs.
-            function: Maps a place in [0, 1] and inputs to the floating-point outputs.
+            ctx: Data for the backward pass.
+            function: Maps a position in [0, 1] and inputs to the floating-point outputs.
             ends: The inputs at both ends.
             values: The outputs at both ends, and whether they have rows.
-            inputs: The inputs, which the gradients are for.
+            inputs: The inputs, for which gradients are computed.
         """
         ctx.function, ctx.ends, (outputs, ctx.has_rows) = function, ends, values
         ctx.changes = [end - start for start, end in outputs]  # the outputs may be overwritten
@@ -130,7 +131,7 @@ class SegmentSecant(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
-        """Average the derivative, and distribute what is left."""
+        """Average the derivative, and distribute the remainder."""
         means = _mean_gradients(ctx.function, ctx.ends, grads)
         changes, inner = [end - start for start, end in ctx.ends], partial(_inner, has_rows=ctx.has_rows)
         left = inner(ctx.changes, grads) - inner(means, changes)
@@ -170,12 +171,12 @@ def _mean(ends: Ends) -> Tensor:
 
 
 def product_pulls(a: Tensor, b: Tensor) -> tuple[Pull, Pull]:
-    """Return what pulls back to the factors of an elementwise product, from their middles."""
+    """Return the functions that pull back to the factors of an elementwise product, from their middles."""
     return (lambda grad: (grad * b).sum_to_size(a.shape)), (lambda grad: (grad * a).sum_to_size(b.shape))
 
 
 def matmul_pulls(a: Tensor, b: Tensor) -> tuple[Pull, Pull]:
-    """Return what pulls back to the factors of a product of matrices, from their middles."""
+    """Return the functions that pull back to the factors of a matrix product, from their middles."""
 
     def to_right(grad: Tensor) -> Tensor:
         if b.ndim == 2:
@@ -186,7 +187,7 @@ def matmul_pulls(a: Tensor, b: Tensor) -> tuple[Pull, Pull]:
 
 
 def log_mean(a: Tensor, b: Tensor, change: Tensor) -> Tensor:
-    """Return (b - a) / (log b - log a) of tensors whose logarithms differ by `change`; 0 where this is no number."""
+    """Return (b - a) / (log b - log a) of tensors whose logarithms differ by `change`; 0 if this is not a number."""
     size = change.abs().nan_to_num_(nan=0.0).clamp_min_(torch.finfo(change.dtype).tiny)
     return torch.expm1(-size).div_(size).neg_().mul_(torch.maximum(a, b))
 
@@ -206,7 +207,7 @@ def _silu(x: Ends, y: Ends) -> Tensor:
     return _sigmoid(x, s).mul_(_mean(x)).add_(_mean(s))
 
 
-# Slopes (y1 - y0) / (x1 - x0) without a difference, by the functions' names.
+# Slopes (y1 - y0) / (x1 - x0) without cancellation, by the functions' names.
 SLOPES: dict[str, Callable[[Ends, Ends], Tensor]] = {
     "square": lambda x, y: x[0] + x[1],
     "sqrt": lambda x, y: (y[0] + y[1]).reciprocal_(),
@@ -221,7 +222,7 @@ SLOPES: dict[str, Callable[[Ends, Ends], Tensor]] = {
 
 
 def power_slope(x: Ends, exponent: object) -> Tensor | None:
-    """Return the slope of a square or a cube; None of other powers."""
+    """Return the slope of a square or a cube; None for other powers."""
     if exponent == 2:
         return x[0] + x[1]
     return (x[0] + x[1]).square_().sub_(x[0] * x[1]) if exponent == 3 else None
@@ -234,8 +235,8 @@ def quotient_slope(call: Callable[[Tensor], Tensor], x: Ends, y: Ends, limit: Te
         call: The function.
         x: Its argument at both ends.
         y: Its results.
-        limit: Changes up to so much are too small for a quotient: there it is the derivative in the middle.
-        fits: The function can be called with some of the numbers.
+        limit: Changes up to this size are too small for a quotient: the slope is then the derivative in the middle.
+        fits: Whether the function can be called with only some of the numbers.
     """
     change = x[1] - x[0]
     slope = (y[1] - y[0]).div_(change)
@@ -250,10 +251,10 @@ def quotient_slope(call: Callable[[Tensor], Tensor], x: Ends, y: Ends, limit: Te
 
 
 class Exponentials:
-    """Shares of exponentials in their sums, of numbers of which some may be -inf at both ends.
+    """Shares of exponentials in their sums, for numbers that may be -inf at both ends.
 
-    No number is large, however far the sums at both ends are from each other: each end is shifted by its own largest
-    number, and all multipliers are at most 1, since the logarithmic mean is concave.
+    No intermediate number is large, even if the sums at both ends are far apart: each end is shifted by its own largest
+    number, and all multipliers are at most 1, because the logarithmic mean is concave.
 
     Args:
         x: The numbers at both ends.
@@ -284,7 +285,7 @@ class Exponentials:
 
 
 def _shares(x: Tensor, dim: int) -> tuple[Tensor, Tensor]:
-    """Return the softmax, and the logarithm of the sum; of nothing but -inf these are 0."""
+    """Return the softmax, and the logarithm of the sum; both are 0 if all numbers are -inf."""
     largest = x.amax(dim, keepdim=True)
     is_empty = largest == -torch.inf
     largest = largest.masked_fill(is_empty, 0.0)
@@ -294,13 +295,13 @@ def _shares(x: Tensor, dim: int) -> tuple[Tensor, Tensor]:
 
 
 def log_softmax(x: Ends, dim: int) -> tuple[Ends, Pull]:
-    """Return the logarithms of shares at both ends, and what pulls back to the numbers."""
+    """Return the logarithms of shares at both ends, and the function that pulls back to the numbers."""
     (start, end), weights = Exponentials(x, dim).log_sum()
     return (x[0] - start, x[1] - end), lambda grad: grad - weights * grad.sum(dim, keepdim=True)
 
 
 def normalised(x: Ends, dims: tuple[int, ...], eps: float, *, centres: bool) -> tuple[Ends, Pull]:
-    """Return numbers divided by the root of their mean square, less their mean where asked, at both ends."""
+    """Return numbers divided by the root of their mean square, minus their mean if `centres`, at both ends."""
     c = [value - value.mean(dims, keepdim=True) if centres else value for value in x]
     r0, r1 = (value.square().mean(dims, keepdim=True).add_(eps).rsqrt_() for value in c)
     middle, inverse = _mean((c[0], c[1])), _mean((r0, r1))

@@ -1,8 +1,8 @@
 """A network with its plan: outputs and derivatives along a step of the weights, and dense Jacobians.
 
-Derivatives along a step, J d, are taken in one of three ways: in forward mode, of rows that share a pass wherever they
-stand on the step; else in forward mode of rows at one place, or mapped over rows; else row by row, one backward pass
-for each output, which works wherever training does.
+Derivatives along a step, J d, are computed in one of three ways: in forward mode for rows that share a pass at any
+positions on the step; otherwise in forward mode for rows at one position, or mapped over rows; otherwise row by row,
+with one backward pass per output, which works wherever training does.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -25,7 +25,7 @@ from epk_gp.core.model import FunctionalModel
 from epk_gp.core.plans import DifferentiationPlan, MemoryPlan
 from epk_gp.core.torch_overrides import disable_fused_attention, exclusive_forward_mode, forward_mode
 
-# Up to so many different points of a segment, rows are grouped by their point, one pass for each, instead of being
+# Up to this many different points of a segment, rows are grouped by their point, with one pass each, instead of being
 # mapped over. A choice, not a measurement.
 _FEW_POINTS = 8
 
@@ -36,8 +36,8 @@ class Cotangents:
 
     Attributes:
         of_logits: Maps logits (E, C) to the cotangents (K, E, C).
-        are_constant: The cotangents do not depend on the logits.
-        head: The cotangents are those of all C outputs of this head; None for any others.
+        are_constant: Whether the cotangents do not depend on the logits.
+        head: The head whose C outputs all have a cotangent; None for other cotangents.
     """
 
     of_logits: Callable[[Float[Tensor, "E C"]], Float[Tensor, "K E C"]]
@@ -56,7 +56,7 @@ def all_outputs(head: Head) -> Cotangents:
 
 
 def chosen_outputs(head: Head, classes: Int64[Tensor, " n"]) -> Cotangents:
-    """Return the one cotangent of each of n samples' own output; all n may come again, at other weight states."""
+    """Return one cotangent for each of n samples' own output; all n may be repeated at other weight states."""
     every = all_outputs(head).of_logits
 
     def rows(z: Tensor) -> Tensor:
@@ -67,7 +67,7 @@ def chosen_outputs(head: Head, classes: Int64[Tensor, " n"]) -> Cotangents:
 
 
 def combined_outputs(head: Head, coefficients: Float[Tensor, "K C"]) -> Cotangents:
-    """Return the K cotangents of sums over the outputs of a head, each with coefficients of its own."""
+    """Return the K cotangents of sums over the outputs of a head, each with its own coefficients."""
 
     def rows(z: Tensor) -> Tensor:
         V = coefficients.to(z)
@@ -78,7 +78,7 @@ def combined_outputs(head: Head, coefficients: Float[Tensor, "K C"]) -> Cotangen
 
 
 def weighted_loss(loss: Loss, y: Shaped[Tensor, "B ..."], c: Float[Tensor, " B"]) -> Cotangents:
-    """Return the one cotangent of each sample's weighted loss: c_i times its derivative in the logits."""
+    """Return one cotangent for each sample's weighted loss: c_i times its derivative in the logits."""
     return Cotangents(lambda z: (c[:, None] * loss_derivatives(loss, z, y))[None])
 
 
@@ -88,14 +88,14 @@ class PlannedModel:
 
     Attributes:
         model: The network as a function of its weights.
-        plan: How to differentiate it.
+        plan: The plan for differentiating it.
     """
 
     model: FunctionalModel
     plan: DifferentiationPlan
 
     def memory_plan(self, budget: int) -> MemoryPlan:
-        """Return what turns a budget of bytes into block sizes for this network."""
+        """Return the memory plan that turns a budget of bytes into block sizes for this network."""
         return MemoryPlan(budget, self.itemsize, self.plan, self.model.num_weights)
 
     @property
@@ -114,11 +114,11 @@ class PlannedModel:
 
 
 def flat_columns(net: PlannedModel, *, all_dense: bool) -> Int64[Tensor, " P"]:
-    """Return the place in the flat weights of each entry of dense layer Jacobians, in their order.
+    """Return the index in the flat weights of each entry of dense layer Jacobians, in their order.
 
     Args:
         net: The network.
-        all_dense: There is one dense Jacobian of all weights (`ContractionCost.all_dense`).
+        all_dense: Whether there is one dense Jacobian of all weights (`ContractionCost.all_dense`).
     """
     model, plan = net.model, net.plan
     if all_dense:
@@ -147,19 +147,19 @@ def dense_jacobian(
     Args:
         net: The network.
         names: The parameters.
-        w: Flat weights, and moving statistics behind them where the network has any.
+        w: Flat weights, followed by moving statistics if the network has any.
         X: E inputs.
         cotangents: K cotangents of each sample's logits.
         d: Flat direction, if row e is evaluated at w + t_e d.
         t: (E,) with `d`.
-        create_graph: Keep the result differentiable with respect to X.
+        create_graph: Whether to keep the result differentiable with respect to X.
     """
     model, plan = net.model, net.plan
     t_of_rows = w.new_zeros(len(X)) if t is None else t
 
     def pull_back(x: Tensor, cotangent: Tensor, t_of_row: Tensor) -> Tensor:
         params = model.unflatten(w)
-        if d is not None:  # by name, not as a slice of all weights of the row: torch multiplies these in another order
+        if d is not None:  # by name, not as a slice of the row's weights, which torch multiplies in another order
             direction = model.unflatten(d)
             params = {name: value + t_of_row * direction[name] for name, value in params.items()}
 
@@ -172,8 +172,8 @@ def dense_jacobian(
 
     with disable_fused_attention():
         if plan.supports_vmap:
-            # rows first: torch maps a result that is the same for all rows (a parameter without a gradient) in no other
-            # way
+            # rows first: torch requires this layout for a mapped result that is the same for all rows (a parameter
+            # without a gradient)
             mapped = vmap(pull_back, in_dims=(0, 1, 0), chunk_size=plan.vmap_chunk_size)(X, cotangents, t_of_rows)
             return DenseJacobian(mapped.transpose(0, 1) if create_graph else mapped.transpose(0, 1).detach())
         rows = []
@@ -203,15 +203,15 @@ def propagate_cotangents(
     frees_graph: bool,
     create_graph: bool,
 ) -> list[Tensor]:
-    """Propagate K cotangents back to places of a graph: one (K, E, ...) tensor each.
+    """Propagate K cotangents back to edges of a graph: one (K, E, ...) tensor each.
 
     Args:
-        outputs: What the cotangents belong to, usually the logits.
-        places: Where gradients are taken, with the shapes there.
+        outputs: The tensor to which the cotangents belong, usually the logits.
+        places: Edges at which gradients are computed, with their shapes.
         cotangents: The cotangents.
-        batched: Propagate them in one call.
-        frees_graph: The graph is not used again.
-        create_graph: Keep the result differentiable.
+        batched: Whether to propagate them in one call.
+        frees_graph: Whether the graph is not used again.
+        create_graph: Whether to keep the result differentiable.
     """
     if not places:
         return []
@@ -266,8 +266,8 @@ class WeightSegment:
 
     Attributes:
         net: The network.
-        w: Flat weights at t = 0, and moving statistics behind them where the network has any; or those of G lines.
-        d: Flat direction, likewise.
+        w: Flat weights at t = 0, followed by moving statistics if the network has any; or those of G lines.
+        d: Flat direction, in the same form.
         head: "logits" or "log_softmax".
         memory_budget: Bytes that an evaluation may use.
     """
@@ -285,19 +285,19 @@ class WeightSegment:
 
     @property
     def memory(self) -> MemoryPlan:
-        """What turns the memory budget into block sizes."""
+        """The memory plan that turns the budget into block sizes."""
         return self.net.memory_plan(self.memory_budget)
 
     def interpolated(
         self, t: Float[Tensor, " E"], params: dict[str, Tensor] | None = None
     ) -> tuple[dict[str, Tensor], MovedWeights]:
-        """Return the parameters to call the network with, and the mode that moves row e to t_e.
+        """Return the parameters for calling the network, and the mode that moves row e to t_e.
 
         On several lines, each has an equal group of the rows.
 
         Args:
             t: (E,) positions on the segment.
-            params: The parameters at w, if they are there already.
+            params: The parameters at w, if they are already available.
         """
         unflatten, is_one = self.net.model.unflatten, self.w.ndim == 1
         params = unflatten(self.w if is_one else self.w[0]) if params is None else params
@@ -305,14 +305,14 @@ class WeightSegment:
         return params, MovedWeights(params, len(t), start, unflatten(self.d), t)
 
     def passes(self, line: Int64[Tensor, " E"], size: int) -> Iterator[tuple["WeightSegment", Tensor, Tensor]]:
-        """Divide rows into passes of equal groups, each of a line; rows of a line that has fewer come again.
+        """Divide rows into passes of equal groups, one per line; rows of a line with fewer rows are repeated.
 
         Args:
             line: The line of each row.
-            size: Rows of a pass, at most.
+            size: Largest number of rows of a pass.
 
         Yields:
-            The lines of a pass, its rows, and the places of those that come for the first time.
+            The lines of a pass, its rows, and the positions of rows that are not repetitions.
         """
         if self.num_lines == 1:
             for rows in torch.arange(len(line), device=line.device).split(size):
@@ -357,7 +357,7 @@ def values(
 def directional_derivatives(
     segment: WeightSegment, X: Shaped[Tensor, "N ..."], t: Float[Tensor, " E"], pair: Int64[Tensor, " E"] | None = None
 ) -> tuple[Float[Tensor, "E C"], Float[Tensor, "E C"]]:
-    """Evaluate f and df/dt = J d, the gradient's inner product with the step, of pairs as `values` takes them."""
+    """Evaluate f and df/dt = J d, the gradient's inner product with the step, for the same pairs as `values`."""
     return _in_passes(segment, X, t, pair, differentiate=True)
 
 
@@ -374,10 +374,10 @@ def _in_passes(
 
 
 def _block(segment: WeightSegment, X: Tensor, t: Tensor, differentiate: bool) -> tuple[Tensor, Tensor]:
-    """Evaluate f and its slopes; f stands in for these where they are not asked for."""
+    """Evaluate f and its slopes; f replaces the slopes if they are not requested."""
     plan = segment.net.plan
     is_fast = plan.supports_jvp or not differentiate
-    # in float32 torch may take an LSTM of a library that has no forward mode
+    # in float32 torch may use an LSTM of a library that has no forward mode
     has_fused_derivatives = not differentiate or t.dtype == torch.float64
     at_points = segment.num_lines == 1 and plan.calls_fused_functions and has_fused_derivatives
     passes_at_points = at_points and len(t.unique()) <= _FEW_POINTS
@@ -397,7 +397,7 @@ def _block(segment: WeightSegment, X: Tensor, t: Tensor, differentiate: bool) ->
 
 @contextmanager
 def _moving(t: Tensor, differentiate: bool) -> Iterator[Tensor]:
-    """Give t, in forward mode with a tangent of 1 where slopes are asked for."""
+    """Yield t, with a tangent of 1 in forward mode if slopes are requested."""
     with forward_mode() if differentiate else nullcontext():
         yield fwAD.make_dual(t, torch.ones_like(t)) if differentiate else t
 
@@ -408,7 +408,7 @@ def _with_slope(f: Tensor, differentiate: bool) -> tuple[Tensor, Tensor]:
 
 
 def _mapped(segment: WeightSegment, X: Tensor, t: Tensor, differentiate: bool) -> tuple[Tensor, Tensor]:
-    """Evaluate under `vmap` over rows, or of a graph, whose passes compute the rows of all nodes, over the points."""
+    """Evaluate under `vmap` over rows; for a graph, whose passes compute all nodes, over the points."""
     model, graph = segment.net.model, segment.net.model.signature.graph
     w, d = model.unflatten(segment.w), model.unflatten(segment.d)
 

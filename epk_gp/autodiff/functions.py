@@ -1,4 +1,4 @@
-"""What is known of torch's functions: where they have kinks, which are smooth, and which are linear."""
+"""Properties of torch's functions: their kinks, and whether they are smooth or linear."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -15,7 +15,7 @@ def _at(*thresholds: float) -> Callable[..., tuple[float, ...]]:
 
 
 def _given(**defaults: float | None) -> Callable[..., tuple[float, ...]]:
-    """Return what gives the thresholds among a call's arguments behind the first, which have names and defaults."""
+    """Return a function that reads the thresholds from a call's further arguments, with names and defaults."""
 
     def thresholds(x: Any, *args: Any, **kwargs: Any) -> tuple[float, ...]:
         named = {**defaults, **dict(zip(defaults, args, strict=False)), **kwargs}
@@ -57,7 +57,7 @@ EXTREMES: dict[Callable[..., Any], int] = {
 
 PRELU = {F.prelu, torch.prelu, torch.Tensor.prelu}
 
-# Smooth functions of single numbers, which may have options; and those whose slopes change with their number's size.
+# Smooth functions of single numbers, possibly with options; and functions whose slopes depend on the number's size.
 SMOOTH = {
     *functions_named(
         "tanh", "sigmoid", "exp", "exp2", "expm1", "log", "log2", "log10", "log1p", "sqrt", "rsqrt", "reciprocal",
@@ -69,7 +69,7 @@ SMOOTH = {
 KINKED = {*THRESHOLDS} - PRELU
 SCALED = {"pow", "log2", "log10", "log1p"}
 
-# Linear in all of their tensors that can move, dropout as in evaluation.
+# Linear in all of their tensors that can move; dropout as in evaluation mode.
 LINEAR = {
     *LINEAR_MAPS,
     *SUMS,
@@ -87,7 +87,7 @@ LINEAR = {
     F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout,
 }  # fmt: skip
 
-# Of a shape or a dtype alone.
+# Results that are a shape or a dtype only.
 CONSTANT = {
     *functions_named(
         "size", "dim", "numel", "stride", "__len__", "is_floating_point", "is_complex", "is_contiguous", "zeros_like",
@@ -96,7 +96,7 @@ CONSTANT = {
     ),
 }  # fmt: skip
 
-# Casts; those to fewer digits are left out.
+# Casts, except those to fewer digits.
 CASTS = {*functions_named("to", "type", "float", "half", "bfloat16", "type_as")}
 ADDED_PRODUCTS = {*functions_named("addmm", "addbmm", "baddbmm")}
 IN_PLACE: dict[str, Callable[..., Any]] = {
@@ -106,7 +106,7 @@ IN_PLACE: dict[str, Callable[..., Any]] = {
 
 
 def windows_of(x: Tensor, options: Mapping[str, Any], kernel: torch.Size) -> Tensor:
-    """Return what a convolution sees at each position: (E, channels, *kernel, *positions)."""
+    """Return the inputs of a convolution at each position: (E, channels, *kernel, *positions)."""
     stride, dilation = (_per_dimension(options.get(key, 1), len(kernel)) for key in ("stride", "dilation"))
     x = F.pad(x, _padding(options.get("padding", 0), kernel, dilation))
     for dim, (size, step, spread) in enumerate(zip(kernel, stride, dilation, strict=True), start=2):

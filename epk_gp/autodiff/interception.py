@@ -1,14 +1,14 @@
-"""Observe and redirect a network's use of its parameters, whatever modules it is written with.
+"""Observe and redirect a network's use of its parameters, for any modules.
 
-Where one argument of an operation has a tangent and another has none, torch's forward mode makes the missing one of
-symbolic zeros and asks its references in Python for the shape of every result: measured, 0.1 to 0.3 ms an operation, a
-third of the time of a small convolutional network. By hand there are no such operations. A convolution with w and one
-with d are one call besides, which unfolds its input once: 0.7 to 0.9 of the time of two.
+If one argument of an operation has a tangent and another has none, torch's forward mode creates the missing one from
+symbolic zeros and asks its references in Python for the shape of every result: measured, 0.1 to 0.3 ms per operation, a
+third of the time of a small convolutional network. The code here avoids such operations. A convolution with w and one
+with d also become one call, which unfolds its input once: 0.7 to 0.9 of the time of two calls.
 
 A bare parameter that is multiplied or added, the transpose of a tied weight, a slice or a multiple of a parameter:
-whatever is linear in w is, at w + t d, its value at w plus t times its value at d.
+every result that is linear in w equals, at w + t d, its value at w plus t times its value at d.
 
-A forward pass under one of these modes calls the same functions as ever. A mode sees every call that takes a parameter
+A forward pass under one of these modes calls the same functions as usual. A mode sees every call that takes a parameter
 (through `torch.overrides.TorchFunctionMode`), so a parameter that is used twice, outside its module or inside a
 function is never missed.
 """
@@ -48,7 +48,7 @@ def functions_named(*names: str) -> tuple[Callable[..., Any], ...]:
     )
 
 
-# Linear in all their tensors together: what is no parameter is zero along the direction.
+# Linear in all their tensors together: a tensor that is not a parameter is zero along the direction.
 LINEAR_MAPS = {
     *functions_named(
         "t", "transpose", "permute", "movedim", "moveaxis", "swapaxes", "swapdims", "adjoint", "view", "view_as",
@@ -62,7 +62,7 @@ LINEAR_MAPS = {
     *(getattr(torch.Tensor, name).__get__ for name in ("T", "mT", "H", "mH", "real", "imag")),
 }  # fmt: skip
 
-# Likewise, and their numbers are terms: zero along the direction too.
+# Also linear, and their numbers are terms: they are zero along the direction too.
 SUMS = {*functions_named("add", "sub", "subtract", "rsub", "__add__", "__radd__", "__sub__", "__rsub__", "__iadd__")}
 
 # Linear in each of their tensors.
@@ -83,7 +83,7 @@ def has_rows(value: Tensor) -> bool:
 
 
 def spread_mark(result: Any, arguments: Any) -> None:
-    """Mark the results of a call of which an argument is marked."""
+    """Mark the results of a call that has a marked argument."""
     results = list(filterfalse(has_rows, tensors_in((result,))))
     marked = next(filter(has_rows, tensors_in(arguments)), None) if results else None
     if marked is not None:
@@ -92,7 +92,7 @@ def spread_mark(result: Any, arguments: Any) -> None:
 
 
 def tensors_in(values: Any) -> Iterator[Tensor]:
-    """List the tensors among values, lists, tuples and dictionaries of values included."""
+    """List the tensors among values, including those in lists, tuples and dictionaries."""
     for value in values:
         if isinstance(value, Tensor):
             yield value
@@ -103,7 +103,7 @@ def tensors_in(values: Any) -> Iterator[Tensor]:
 
 
 def substituted(values: Any, by_id: Mapping[int, Tensor]) -> Any:
-    """Replace tensors, by their ids, in values, lists, tuples and dictionaries of values."""
+    """Replace tensors, by their ids, among values and in lists, tuples and dictionaries."""
     if isinstance(values, list | tuple):
         return type(values)(substituted(value, by_id) for value in values)
     if isinstance(values, dict):
@@ -111,7 +111,7 @@ def substituted(values: Any, by_id: Mapping[int, Tensor]) -> Any:
     return by_id.get(id(values), values) if isinstance(values, Tensor) else values
 
 
-# Functions that are linear in (weight, bias) taken together: positions of these arguments.
+# Functions that are linear in (weight, bias) together: positions of these arguments.
 JOINTLY_LINEAR: dict[Callable[..., Any], dict[str, int]] = {
     F.linear: {"weight": 1, "bias": 2},
     F.bilinear: {"weight": 2, "bias": 3},
@@ -136,9 +136,9 @@ LAYERS = (LINEAR, *CONVOLUTIONS, *NORMALISATIONS)
 CHANNELS_LAST = (LINEAR, F.layer_norm, F.rms_norm)
 
 
-# Functions of torch that take many parameters at once are written out in functions that are linear in them: a recurrent
-# layer or an attention module is one call that takes all of its weights. Written out, each weight is that of a linear
-# layer, with rows first.
+# Functions of torch that take many parameters at once are replaced by functions that are linear in them: a recurrent
+# layer or an attention module is one call with all of its weights. After the replacement, each weight belongs to a
+# linear layer, with rows first.
 State = tuple[Tensor, ...]
 _ATTENTION = inspect.signature(F.multi_head_attention_forward)
 Cell = Callable[[Tensor, State, Sequence[Tensor]], State]
@@ -148,7 +148,7 @@ def _lstm_gates(x: Tensor, state: State, weights: Sequence[Tensor]) -> State:
     i, f, g, o = (x + _affine(state[0], weights, 1)).chunk(4, dim=1)
     c = f.sigmoid() * state[1] + i.sigmoid() * g.tanh()
     h = o.sigmoid() * c.tanh()
-    return (F.linear(h, weights[-1]) if len(weights) % 2 else h), c  # an odd number: the last one is a projection
+    return (F.linear(h, weights[-1]) if len(weights) % 2 else h), c  # if odd, the last one is a projection
 
 
 def _gru_gates(x: Tensor, state: State, weights: Sequence[Tensor]) -> State:
@@ -240,21 +240,21 @@ def _attention(*args: Any, **kwargs: Any) -> Any:
     mixed = (share @ v).transpose(1, 2).flatten(2)
     output = F.linear(mixed, given["out_proj_weight"], given["out_proj_bias"]).transpose(0, 1)
     if given["training"]:
-        output = output.contiguous()  # in torch's memory order, in which dropout after it draws
+        output = output.contiguous()  # in torch's memory order, which later dropout uses
     if not given["need_weights"]:
         return output, None
     return output, (share.mean(dim=1) if given["average_attn_weights"] else share)
 
 
 def _addmm(bias: Tensor, x: Tensor, W: Tensor, *, beta: float = 1, alpha: float = 1) -> Any:
-    """Compute x W + bias for rows whose positions were joined with them, (E L, n), as (E, L, n)."""
+    """Compute x W + bias for rows that were joined with their positions, (E L, n), as (E, L, n)."""
     num_rows = getattr(x, BATCH_MARK, 0)
     if not num_rows or len(x) % num_rows or (beta, alpha) != (1, 1):
         return NotImplemented
     return (x.unflatten(0, (num_rows, -1)) @ W + bias).flatten(0, 1)
 
 
-# Each returns NotImplemented where it does not cover a call.
+# Each function returns NotImplemented for a call that it does not cover.
 WRITTEN_OUT: dict[Callable[..., Any], Callable[..., Any]] = {
     torch.lstm: _recurrent_layers(_lstm_gates),
     torch.gru: _recurrent_layers(_gru_gates),
@@ -270,23 +270,23 @@ WRITTEN_OUT: dict[Callable[..., Any], Callable[..., Any]] = {
 
 
 class UnsupportedParameterUseError(ValueError):
-    """The network uses its parameters otherwise than on the rows on which its plan was made."""
+    """The network uses its parameters in another way than on the rows from which its plan was made."""
 
 
 class FunctionCall:
     """A call that takes observed parameters.
 
     Attributes:
-        function: What is called.
+        function: The called function.
         args: Its positional arguments.
         kwargs: Its keyword arguments.
-        params: Names of the observed parameters among them, each as often as it occurs.
+        params: Names of the observed parameters among them, repeated as they occur.
         input: The first argument.
-        slots: Positions of weight and bias if the function is jointly linear in them, else empty.
-        held: The arguments in these places, by "weight" and "bias"; None where there is none.
-        names: The parameters that these are; None where they are none.
-        statistics: The mean and the variance of `normalise_by_statistics`; nothing of another function.
-        in_slots: Whether all observed parameters are in these places, or are these statistics.
+        slots: Positions of weight and bias if the function is jointly linear in them, otherwise empty.
+        held: The arguments at these positions, by "weight" and "bias"; None for missing ones.
+        names: The parameters among them, by the same keys; None for other tensors.
+        statistics: The mean and the variance of `normalise_by_statistics`; empty for another function.
+        in_slots: Whether all observed parameters are at these positions, or are these statistics.
     """
 
     __slots__ = ("args", "function", "held", "in_slots", "input", "kwargs", "names", "params", "slots", "statistics")
@@ -304,7 +304,7 @@ class FunctionCall:
         self.in_slots = len(params) == num_found + sum(id(value) in name_of for value in self.statistics)
 
     def run(self, values: Mapping[str, Any] | None = None) -> Any:
-        """Make the call, with other values of "input", "weight" and "bias" where these are given."""
+        """Make the call, with other values of "input", "weight" and "bias" if given."""
         args, kwargs = list(self.args), dict(self.kwargs)
         for name, value in (values or {}).items():
             position = 0 if name == "input" else self.slots[name]
@@ -321,7 +321,7 @@ def called_with_both(call: FunctionCall, along: Mapping[str, Tensor], *, joins: 
     Args:
         call: The call.
         along: The direction of weight and bias, by these names.
-        joins: Channels of the output belong to entries of the weights: both calls can be one.
+        joins: Whether channels of the output belong to entries of the weights, so that both calls can be one.
     """
 
     def both(x: Tensor, held: Mapping[str, Any], along: Mapping[str, Any]) -> list[Tensor]:
@@ -340,7 +340,7 @@ def called_with_both(call: FunctionCall, along: Mapping[str, Tensor], *, joins: 
 
 
 def along_direction(call: FunctionCall, direction: Mapping[int, Tensor]) -> Any:
-    """Return what a call that is linear in its parameters gives along a direction; NotImplemented if it is not.
+    """Return the value along a direction of a call that is linear in its parameters; NotImplemented for other calls.
 
     Args:
         call: The call.
@@ -368,11 +368,11 @@ Watch = Callable[[FunctionCall | None, Any], None]
 
 
 class ParameterInterception(TorchFunctionMode):
-    """See the calls that take given parameters, or what was made of them alone, which are recognised by identity.
+    """Observes the calls that take given parameters, or tensors made only of them; these are recognised by identity.
 
     Args:
-        params: The parameters by name, the very tensors that the network will be called with.
-        watch: Is told of every call's result, and of the call if it takes a parameter.
+        params: The parameters by name: the same tensor objects with which the network will be called.
+        watch: Receives every call's result, and the call itself if it takes a parameter.
     """
 
     def __init__(self, params: Mapping[str, Tensor], watch: Watch | None) -> None:
@@ -380,7 +380,7 @@ class ParameterInterception(TorchFunctionMode):
         self.name_of = {id(value): name for name, value in params.items()}
         self.watch = watch
         self.calls_fused_functions = False
-        self.followed: list[Tensor] = []  # what was made of parameters: its ids are in use as long as it is here
+        self.followed: list[Tensor] = []  # tensors made of parameters: their ids stay in use while they are here
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # torch's protocol
         """Make the call, through `intercept` if it takes a parameter."""
@@ -406,7 +406,7 @@ class ParameterInterception(TorchFunctionMode):
         return result
 
     def intercept(self, call: FunctionCall) -> Any:
-        """Make a call that takes parameters; what is made of these alone is seen as they are."""
+        """Make a call that takes parameters; tensors made only of these are observed like parameters."""
         result = call.run()
         is_layer = call.in_slots and call.function in LAYERS  # its input may be an initial state of every row
         if not is_layer and not any(map(has_rows, tensors_in((call.args, call.kwargs)))):
@@ -415,29 +415,29 @@ class ParameterInterception(TorchFunctionMode):
         return result
 
     def of_rows(self, value: Tensor, num_rows: int) -> Tensor:
-        """Return a parameter at every row, (E, ...); a tensor that does not move as it is."""
+        """Return a parameter at every row, (E, ...); a tensor that does not move is returned unchanged."""
         return value
 
     def normalise(self, call: FunctionCall) -> Any:
-        """Make a call of `normalise_by_statistics`, which is not linear in its statistics, with those of every row."""
+        """Call `normalise_by_statistics`, which is not linear in its statistics, with the statistics of every row."""
         x, *held = call.args[:5]
         of_rows = (None if value is None else self.of_rows(value, len(x)) for value in held)
         return call.function(x, *of_rows, *call.args[5:])
 
 
 def has_tensors(result: Any) -> bool:
-    """Return whether a call computed something that can depend on a parameter's value: not a shape, not a dtype."""
+    """Return whether a call's result can depend on a parameter's value, unlike a shape or a dtype."""
     return next(tensors_in((result,)), None) is not None
 
 
 def require_rows(x: Any, result: Tensor, num_rows: int, name: str) -> None:
-    """Raise if a call does not see, and return, all rows.
+    """Raise if a call does not take and return all rows.
 
     Args:
         x: Its input.
         result: Its result.
         num_rows: E.
-        name: A parameter that it takes.
+        name: A parameter of the call.
 
     Raises:
         UnsupportedParameterUseError: Rows are missing.

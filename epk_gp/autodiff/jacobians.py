@@ -2,21 +2,21 @@
 
 For a linear layer the gradient of output k at point e is delta_k (x) a: the gradient with respect to the layer's output
 times the layer's input. A convolution, or a layer used at several positions or several times, sums such products over
-its positions. Which representation a layer takes is decided by counted cost (`ContractionCost`), the same on both
-sides of an inner product. Other parameters have their gradients where they meet rows (`autodiff.uses`); what is left is
+its positions. The counted cost (`ContractionCost`) decides each layer's representation, the same on both sides of an
+inner product. Other parameters have gradients at the calls in which they meet rows (`autodiff.uses`); the rest is
 differentiated sample by sample (`dense_jacobian`).
 
 A layer uses its weight at L positions for every sample. Inputs are brought to the shape (E, L, G, n_in) and output
 gradients to (K, E, L, G, n_out), for E samples, K cotangents, and G groups that do not mix.
 
-* A linear layer has one group. Its positions are whatever lies between samples and features, such as the places of a
-  sequence. A convolution's positions are the places of its output; its inputs are the patches that it sees there.
-* A normalisation's scale and shift are G groups of one input and one output, one for every number that they scale.
+* A linear layer has one group. Its positions are the dimensions between samples and features, such as the positions of
+  a sequence. A convolution's positions are those of its output; its inputs are the patches at these positions.
+* A normalisation's scale and shift are G groups of one input and one output, one for every scaled number.
 
 A weight that is used by several calls has the positions of all of them.
 
-A max-pool hands each gradient to one position of its window, whatever the output. The layer's gradient is therefore a
-sum over the pool's windows, and no gradient goes back through the pool, nor through a ReLU before it.
+A max-pool passes each gradient to one position of its window, for every output. The layer's gradient is therefore a sum
+over the pool's windows, and no gradient goes back through the pool, nor through a ReLU before it.
 """
 
 from collections import defaultdict
@@ -80,16 +80,16 @@ from epk_gp.core.torch_overrides import disable_fused_attention
 class WeightLocation:
     """Weights at which Jacobians are taken: `w`, or `w + t_e d` for row e.
 
-    All of them hold the moving statistics behind the weights, where the network has any. Jacobians are those in the
-    weights alone.
+    They include the moving statistics after the weights, if the network has any. The Jacobians are those in the weights
+    only.
 
     Attributes:
         w: Flat weights, (P,), or flat weights and moving statistics, (P + Q,); or G rows of them, one for each of G
             equal groups of the rows.
-        d: Flat direction, as `w`, or None.
+        d: Flat direction, in the same form as `w`, or None.
         t: (E,) with `d`.
-        secant_head: As of `secant_jacobians`: each row stands for both w and w + d.
-        held: As of `secant_jacobians`.
+        secant_head: The head for secants (`secant_jacobians`): each row stands for both w and w + d.
+        held: The held products of `secant_jacobians`.
     """
 
     w: Float[Tensor, "*G PQ"]
@@ -100,7 +100,7 @@ class WeightLocation:
 
     @property
     def first(self) -> Float[Tensor, " PQ"]:
-        """The weights, or those of the first group."""
+        """The weights, or the first group's weights."""
         return self.w if self.w.ndim == 1 else self.w[0]
 
 
@@ -117,12 +117,13 @@ def layer_jacobians(
 
     Args:
         net: The network.
-        at: The weights. Rows at different points of a segment need a plan that supports interpolation, or all dense.
+        at: The weights. Rows at different points of a segment need a plan that supports interpolation, or dense layers.
         X: E inputs.
-        cotangents: Which gradients are wanted.
+        cotangents: The cotangents of the requested gradients.
         cost: Decides the representations.
-        create_graph: Keep the result differentiable with respect to X. No input counts as constant then, so that both
-            sides of an inner product take the same representation, with or without a graph to their own points.
+        create_graph: Whether to keep the result differentiable with respect to X. No input counts as constant then, so
+            that both sides of an inner product take the same representation, with or without a graph to their own
+            points.
 
     Returns:
         One Jacobian per layer, always in the same order.
@@ -155,12 +156,12 @@ def secant_jacobians(
 
     Args:
         net: The network; its plan supports interpolation.
-        segment: The first state, w, and the way to the second.
+        segment: The first state, w, and the direction to the second.
         X: n inputs.
-        cotangents: Which gradients are wanted. They are the head's outputs'.
+        cotangents: The cotangents of the requested gradients, for the head's outputs.
         cost: Decides the representations.
         head: The head.
-        held: Takes the products at the first state, and may have those at the second.
+        held: Receives the products at the first state, and may contain those at the second.
 
     Returns:
         The head's outputs at both states; the averaged layer Jacobians and gradients in the moving statistics.
@@ -183,15 +184,15 @@ def _evaluate(
     recorder: "_RecordedPass | None" = None,
     statistics: Mapping[str, Tensor] | None = None,
 ) -> tuple[Tensor, ParameterInterception]:
-    """Evaluate the logits, or with secants the outputs that the cotangents belong to, under the mode that is returned.
+    """Evaluate the logits, or for secants the outputs of the cotangents, under the returned mode.
 
     Args:
         net: The network.
         params: Its parameters at w.
         at: The weights of the rows.
         X: E inputs.
-        recorder: Is told of the calls that take its parameters.
-        statistics: Moving statistics of every row, in place of those at w + t_e d.
+        recorder: Receives the calls that take its parameters.
+        statistics: Moving statistics of every row, which replace those at w + t_e d.
     """
     model, watch = net.model, None if recorder is None else recorder.watch
     mode: ParameterInterception
@@ -211,7 +212,7 @@ def _evaluate(
 
 
 def _logits(net: PlannedModel, at: WeightLocation, X: Tensor) -> Float[Tensor, "E C"]:
-    """Evaluate the logits at each row's weights, also where the network does not support interpolation."""
+    """Evaluate the logits at each row's weights, even if the network does not support interpolation."""
     model = net.model
     if at.t is None or at.d is None or net.plan.supports_interpolation:
         return _evaluate(net, model.unflatten(at.w), at, X)[0]
@@ -251,20 +252,21 @@ def joined_jacobians(
     cost: ContractionCost,
     memory: MemoryPlan,
 ) -> Iterator[tuple[int, list[LayerJacobian]]]:
-    """Compute the layer Jacobians of all outputs of n inputs at several weights, some weights together.
+    """Compute the layer Jacobians of all outputs of n inputs at several weights, several weights at a time.
 
-    Measured, float64, 100-64-3 network: 7 times faster for 8 points, 3.4 for 128, 1.3 for 512; 784-128-10 loses there.
+    Measured, float64, 100-64-3 network: 7 times faster for 8 points, 3.4 for 128, 1.3 for 512; 784-128-10 is slower
+    there.
 
     Args:
         net: The network.
-        weights: Flat weights, one after the other.
+        weights: Flat weights, one state after the other.
         X: n inputs.
-        head: Which outputs.
+        head: The head whose outputs are differentiated.
         cost: Decides the representations.
-        memory: How many are computed together.
+        memory: The memory plan, which limits how many are computed together.
 
     Yields:
-        How many weights, and the layer Jacobians of n rows for each of them.
+        The number of weights, and the layer Jacobians of n rows for each of them.
     """
     can_stack = net.plan.supports_stacking and not cost.all_dense
     weights, at_once = iter(weights), memory.stacked_weights(len(X)) if can_stack else 1
@@ -281,8 +283,8 @@ def statistics_jacobian(
 ) -> Float[Tensor, "K E Q"]:
     """Differentiate the contracted logits of E inputs with respect to the moving statistics.
 
-    Where the network supports interpolation, every row is evaluated with statistics of its own, so that one backward
-    pass per cotangent gives the gradients of all rows. Arguments: as `layer_jacobians`.
+    If the network supports interpolation, every row is evaluated with its own statistics, so that one backward pass per
+    cotangent gives the gradients of all rows. Arguments: as in `layer_jacobians`.
     """
     model = net.model
     if not net.plan.supports_interpolation:
@@ -312,9 +314,9 @@ def _statistics_of_rows(model: FunctionalModel, at: WeightLocation) -> tuple[Flo
 
 
 class _RecordedPass:
-    """A forward pass in which the layers' calls are recorded, with the cotangents of its outputs.
+    """A forward pass with the recorded calls of the layers, and the cotangents of its outputs.
 
-    Arguments: as `layer_jacobians`.
+    Arguments: as in `layer_jacobians`.
     """
 
     def __init__(
@@ -325,14 +327,14 @@ class _RecordedPass:
         self.observed = {*self.bias_of, *(bias for bias in self.bias_of.values() if bias is not None)}
         self.calls = list[LayerCall | ParameterUse]()
         self.params, self.statistics, own = net.leaves(at.first), None, None
-        self.of_statistics = list[Tensor]()  # gradients, some cotangents at a time
+        self.of_statistics = list[Tensor]()  # gradients, for some cotangents at a time
         if at.secant_head is not None:
             self.statistics, own = _statistics_of_rows(net.model, replace(at, t=at.w.new_zeros(len(X))))
         self.z, self.mode = _evaluate(net, self.params, at, X, self, own)
         self.values = cotangents.of_logits(self.z if create_graph else self.z.detach())
 
     def watch(self, call: FunctionCall | None, result: Any) -> None:
-        """Record a call if it is a layer's, or one in which what was made of parameters meets rows."""
+        """Record a call of a layer, or one in which tensors made of parameters meet rows."""
         if call is None or not has_tensors(result):  # a shape or a dtype
             return
         weight, bias = (name if name in self.observed else None for name in map(call.names.get, ("weight", "bias")))
@@ -350,7 +352,7 @@ class _RecordedPass:
 
     @cached_property
     def uses(self) -> ParameterUses:
-        """What follows the parameters that are used otherwise than by layers."""
+        """The follower of parameters with other uses than in layers."""
         return ParameterUses({name: self.params[name] for name in self.observed}, self.num_rows)
 
     def jacobians(self, cost: ContractionCost) -> list[LayerJacobian]:
@@ -360,11 +362,11 @@ class _RecordedPass:
         for output_grads in self._backward():
             for builder in builders:
                 builder.add_cotangents(output_grads)
-        del self.mode  # which holds the weights, and this object: a circle, that memory would wait for
+        del self.mode  # it refers to the weights and this object: a reference cycle would delay freeing memory
         return [layer if isinstance(layer, LayerJacobian) else layer.build() for layer in layers]
 
     def _start_layer(self, name: str, cost: ContractionCost) -> "LayerJacobianBuilder | UseBuilder | LayerJacobian":
-        """Collect the calls of one parameter; a head's last layer has its Jacobian at once."""
+        """Collect the calls of one parameter; the last layer of a head returns its Jacobian at once."""
         every = [(number, call) for number, call in enumerate(self.calls) if name in call.names]
         if not every:
             raise UnsupportedParameterUseError(
@@ -393,12 +395,12 @@ class _RecordedPass:
         return builder
 
     def are_last(self, calls: Sequence[tuple[int, LayerCall]]) -> bool:
-        """Return whether the network returns what these calls return."""
+        """Return whether the network returns the results of these calls."""
         return all(call.edge.node is self.z.grad_fn for _, call in calls)
 
     @cached_property
     def _users(self) -> "_Users":
-        """Who takes the outputs of each node of the graph: the node and the number of the output, for each use."""
+        """The users of the outputs of each node of the graph: the node and the number of the output, for each use."""
         users: _Users = defaultdict(list)
         for node in graph_nodes([self.z]):
             for source, number in node.next_functions:
@@ -407,9 +409,9 @@ class _RecordedPass:
         return users
 
     def _see_through_pool(self, builder: "LayerJacobianBuilder", cost: ContractionCost) -> None:
-        """Let gradients end at a max-pool that alone sees a convolution's output, where that costs less.
+        """Let gradients end at a max-pool that is the only user of a convolution's output, if that costs less.
 
-        The convolution is the only call of its weight, without groups, and its gradients are written out.
+        The convolution must be the only call of its weight, without groups, and its gradients dense.
         """
         (number, layer), *others = builder.calls
         if others or builder.is_factored or builder.num_groups > 1 or layer.call.function not in CONVOLUTIONS:
@@ -417,9 +419,9 @@ class _RecordedPass:
         if (windows := _pool_windows(self._users, layer)) is None:
             return
         edge, positions, _ = windows
-        num_outputs = self.net.plan.num_outputs  # what was verified
+        num_outputs = self.net.plan.num_outputs  # the verified number
         num_cotangents = num_outputs if cost.tries_pool_windows else min(len(self.values), num_outputs)
-        collected = builder.inputs[0].shape[3] * positions.numel()  # against the numbers that go back through the pool
+        collected = builder.inputs[0].shape[3] * positions.numel()  # versus the numbers that go back through the pool
         if collected <= num_cotangents * layer.shape.numel() and fits_pass(collected, self.net.itemsize):
             builder.see_through(windows)
             self.calls[number] = replace(layer, edge=edge, shape=positions.shape)
@@ -427,7 +429,7 @@ class _RecordedPass:
     def _backward(self) -> Iterator[list[Tensor]]:
         """Propagate the cotangents to the outputs of all calls, as many at a time as fit: (K, E, ...) for each call.
 
-        A last, linear layer is passed without a matrix product: the cotangents at its input are rows of its weight.
+        A last, linear layer needs no matrix product: the cotangents at its input are rows of its weight.
         """
         calls, outputs, values, known = self.calls, self.z, self.values, list[Tensor]()
         head, has_secants = self.cotangents.head, self.at.secant_head is not None
@@ -463,20 +465,20 @@ _POOLS = ("MaxPool2DWithIndicesBackward0", "MaxPool3DWithIndicesBackward0")
 _Users = defaultdict[Node, list[tuple[Node, int]]]
 
 
-# The windows of a max-pool over a convolution's output: where the gradient in the pool's output can be taken; the place
-# of the largest entry of each in the convolution's output, (E, channels, *windows); and what a ReLU between both
-# returned, (E, channels, *positions), or None.
+# The windows of a max-pool over a convolution's output: the edge for the gradient in the pool's output; the index of
+# the largest entry of each window in the convolution's output, (E, channels, *windows); and the output of a ReLU
+# between both, (E, channels, *positions), or None.
 _PoolWindows = tuple[GradientEdge, Int64[Tensor, "E channels ..."], Float[Tensor, "E channels ..."] | None]
 
 
 def _pool_windows(users: _Users, layer: LayerCall) -> _PoolWindows | None:
-    """Find the max-pool that alone sees a convolution's output, or the output of a ReLU that alone sees it."""
+    """Find a max-pool that is the only user of a convolution's output, or of the output of a ReLU after it."""
     relu, pool = None, _only_user(users, layer.edge.node)
     if pool is not None and pool.name() == "ReluBackward0":
         relu, pool = pool, _only_user(users, pool)
     if pool is None or pool.name() not in _POOLS:
         return None
-    # torch's names for what nodes keep: under other names, verification finds that windows cannot be had
+    # torch's names for saved values of nodes: under other names, verification finds that windows are unavailable
     positions: Tensor = pool._saved_result1  # type: ignore[attr-defined]
     if positions.dim() != len(layer.shape):
         return None
@@ -485,7 +487,7 @@ def _pool_windows(users: _Users, layer: LayerCall) -> _PoolWindows | None:
 
 
 def _only_user(users: _Users, node: Node) -> Node | None:
-    """Return the node that takes a node's first output, if nothing else takes any."""
+    """Return the node that uses a node's first output, if it is the only user of any output."""
     return users[node][0][0] if [number for _, number in users[node]] == [0] else None
 
 
@@ -513,10 +515,10 @@ class LayerJacobianBuilder:
         self.n_in, self.n_out = (1, 1) if scales else (shape[1:].numel(), shape[0] // self.num_groups)
         num_positions = sum(call.shape[1:].numel() // (self.num_groups * self.n_out) for _, call in calls)
         # with constant cotangents of the test side, the last layer's inputs can be averaged over t; the training side,
-        # whose cotangents may vary, must choose alike
+        # whose cotangents may vary, must make the same choice
         is_averaged = (is_last and cost.cotangents_are_constant) or self.input_is_constant
         self.is_factored = self.num_groups == 1 and (
-            (cost.keeps_factors and not is_convolution)  # whose patches take more than their products
+            (cost.keeps_factors and not is_convolution)  # a convolution's patches take more than their products
             or cost.factored_is_cheaper(
                 num_positions, self.n_in, self.n_out, is_averaged=is_averaged, is_constant=self.input_is_constant
             )
@@ -526,7 +528,7 @@ class LayerJacobianBuilder:
         self.patches: Tensor | None = None
 
     def _inputs_at_positions(self, layer: LayerCall, kernel: torch.Size, mode: ParameterInterception) -> Tensor:
-        """Bring a call's inputs to (E, L, G, n_in), with the 1 of a bias where they are written out."""
+        """Bring a call's inputs to (E, L, G, n_in), with the 1 of a bias if they are dense."""
         function, appends = layer.call.function, self.has_bias and not self.is_factored
         x = layer.normalised(mode) if function in NORMALISATIONS and not self.has_secants else layer.input
         if function in CHANNELS_LAST:
@@ -546,7 +548,7 @@ class LayerJacobianBuilder:
         return positions.view(*positions.shape[:3], self.num_groups, self.n_out)
 
     def see_through(self, windows: _PoolWindows) -> None:
-        """Take the gradients of a max-pool's output from now on, in place of the convolution's.
+        """Use the gradients of a max-pool's output from now on, instead of the convolution's.
 
         Each channel's windows see some of the convolution's patches; zeros where the ReLU returned zero.
         """
@@ -560,7 +562,7 @@ class LayerJacobianBuilder:
             self.patches.masked_fill_(is_zero.unsqueeze(2), 0)
 
     def add_cotangents(self, output_grads: Sequence[Tensor]) -> None:
-        """Take the next cotangents' gradients with respect to the outputs of all calls."""
+        """Add the next cotangents' gradients with respect to the outputs of all calls."""
         if self.patches is not None:  # one product per point and channel, for all cotangents
             grads = output_grads[self.calls[0][0]].flatten(3)
             product = grads.permute(1, 2, 0, 3) @ self.patches.mT  # E channels K n_in

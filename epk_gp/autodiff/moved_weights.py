@@ -1,7 +1,7 @@
-"""A network's rows at weights on lines: some rows on each of several lines, wherever they stand on it.
+"""Rows of a network at weights on lines: some rows on each of several lines, at any positions.
 
-A step of a training is a line w + t d. Steps of a small network are evaluated together: what they cost is then what
-their arithmetic costs, and not as many calls as there are steps.
+A step of a training is a line w + t d. Steps of a small network are evaluated together: the cost is then that of their
+arithmetic, not of as many calls as there are steps.
 """
 
 from collections.abc import Iterator, Mapping
@@ -35,17 +35,17 @@ from epk_gp.core.torch_overrides import split_dual
 
 @final
 class MovedWeights(ParameterInterception):
-    """Evaluate rows at weights on one line or several: G equal groups of rows have a line each, w_g + t_e d_g.
+    """Evaluates rows at weights on one line or several: each of G equal groups of rows has a line, w_g + t_e d_g.
 
-    Each jointly linear function is called once with w and once with d; linear layers on all lines in one product.
+    Each jointly linear function is called once with w and once with d; linear layers on all lines use one product.
 
     Args:
-        params: Parameters by name. Those of one line are w itself; of several, their values are not used.
+        params: Parameters by name. For one line they are w itself; for several, their values are not used.
         num_rows: E.
-        start: w by name, (G, ...), of several lines; None of one.
-        direction: d by name, likewise; None where rows stay at the starts of their lines.
+        start: w by name, (G, ...), for several lines; None for one.
+        direction: d by name, in the same form; None if rows stay at the starts of their lines.
         t: (E,) positions on the lines, one per row, with a direction; may carry a tangent or require a gradient.
-        watch: As for `ParameterInterception`.
+        watch: The observer, as in `ParameterInterception`.
         statistics: Statistics of every row by name, (E, ...), which replace those at w + t_e d.
     """
 
@@ -115,7 +115,7 @@ class MovedWeights(ParameterInterception):
         return add_multiple(value, t.view(-1, *[1] * (value.ndim - 1)), along)
 
     def _products(self, call: FunctionCall) -> Tensor:
-        """Multiply the rows of all lines with the weights of a linear layer, and with its direction, in one product."""
+        """Multiply the rows of all lines by the weights of a linear layer, and by their direction, in one product."""
         (W, b), steps = (call.held["weight"], call.held["bias"]), self.direction if self.t is not None else {}
         weights, biases = ([held[id(v)] for held in (self.start, steps) if id(v) in held] for v in (W, b))
         W, b = torch.cat(weights, dim=1).mT, torch.cat(biases, dim=1)[:, None] if biases else None
@@ -133,7 +133,7 @@ class MovedWeights(ParameterInterception):
         return results[0] if self.t is None else self._moved(results[0], results[1], self.t)
 
     def _scaled(self, call: FunctionCall) -> Tensor:
-        """Normalise, and scale and shift each row by weights of its own."""
+        """Normalise, and scale and shift each row by its own weights."""
         result: Tensor = call.run(dict.fromkeys(call.held))
         for name, value in call.held.items():
             if value is not None:
@@ -151,7 +151,7 @@ class MovedWeights(ParameterInterception):
 
         Args:
             call: The call.
-            of_rows: An argument that has rows whether it was computed from the inputs or not.
+            of_rows: An argument that has rows even if it was not computed from the inputs.
         """
         G, tensors = self.num_lines, list(tensors_in((call.args, call.kwargs)))
         of_lines = {
@@ -169,9 +169,9 @@ class MovedWeights(ParameterInterception):
             yield FunctionCall(call.function, args, kwargs, names, call.params), along, None if t is None else t[g]
 
     def _followed(self, call: FunctionCall) -> Any:
-        """Make a call that is linear in its parameters wherever they are.
+        """Make a call that is linear in its parameters, whatever their positions in it.
 
-        If no argument has rows, neither has the result: it moves as a parameter does, along a direction of its own.
+        If no argument has rows, the result has none either: it moves like a parameter, along its own direction.
         """
         has_batch = any(map(has_rows, tensors_in((call.args, call.kwargs))))
         of_lines, of_steps = list[list[Tensor]](), list[list[Tensor]]()
@@ -210,11 +210,11 @@ class MovedWeights(ParameterInterception):
 def equal_groups(
     group: Int64[Tensor, " E"], groups: Int64[Tensor, " G"]
 ) -> tuple[Int64[Tensor, "G m"], Bool[Tensor, "G m"]]:
-    """Return the rows of some groups, as many for each, and whether they come for the first time.
+    """Return the rows of some groups, equally many for each, and whether they are first occurrences.
 
     Args:
         group: The group of each of E rows.
-        groups: G of them, none of which is empty. The last row of one that has fewer rows than another comes again.
+        groups: G non-empty groups. The last row of a group with fewer rows than another is repeated.
     """
     counts, order = group.bincount(), group.argsort(stable=True)
     ends = counts.cumsum(0)[groups][:, None]

@@ -1,8 +1,8 @@
 """Layer Jacobians by parameter: written into columns of flat weights, and multiplied with adjoints.
 
-A layer's Jacobian holds the gradients in a weight and in its bias together. Adjoints are gone through some columns of
-the flat weights at a time: what is multiplied with them are the gradients in some rows of one parameter, so that no
-array holds all gradients.
+A layer's Jacobian contains the gradients in a weight and in its bias together. Adjoints are processed for some columns
+of the flat weights at a time: they are multiplied by the gradients in some rows of one parameter, so that no array
+holds all gradients.
 """
 
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ from epk_gp.autodiff.representations import DenseJacobian, LayerJacobian, NodeWe
 from epk_gp.autodiff.uses import EmbeddingJacobian
 
 _ALL = slice(None)
-_AVERAGED = 1 << 19  # numbers that are averaged at a time: 4 MiB in float64, which stay in the cache
+_AVERAGED = 1 << 19  # numbers averaged at a time: 4 MiB in float64, which stay in the cache
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,7 +42,7 @@ class ParameterGradients:
         return 1 if self.is_bias else self.width
 
     def written(self, rows: slice = _ALL) -> Float[Tensor, "K E size"]:
-        """Write out the gradients in some rows of the parameter; those of a bias are its entries."""
+        """Return the dense gradients in some rows of the parameter; the rows of a bias are its entries."""
         if isinstance(self.jacobian, EmbeddingJacobian):
             return self.jacobian.written(rows)
         if type(self.jacobian) is OuterProductJacobian:
@@ -55,12 +55,12 @@ class ParameterGradients:
         return by_row[..., -1] if self.is_bias else by_row[..., : self.width].flatten(2)
 
     def write_average(self, nodes: NodeWeights, out: Float[Tensor, "N K size"], *, adds: bool) -> None:
-        """Write the average over nodes of each of N points, in one product for points that have about as many nodes.
+        """Write the average over nodes of each of N points, in one product for points with similar numbers of nodes.
 
         Args:
-            nodes: Whose evaluations the E points are.
-            out: Is overwritten.
-            adds: Add to it what nodes have that are not the first.
+            nodes: The points and weights of the E evaluations.
+            out: The result, which is overwritten.
+            adds: Whether to add to it, for nodes after the first.
         """
         if type(self.jacobian) is not OuterProductJacobian:
             values = nodes.add(None, self.written(), 1).transpose(0, 1)
@@ -86,15 +86,15 @@ class ParameterGradients:
                     out[points[part]] = values
 
     def products(self, H: Float[Tensor, "R size"], rows: slice = _ALL) -> Float[Tensor, "R E"]:
-        """Multiply adjoints of some rows of the parameter with the gradients of one output at each point."""
+        """Multiply adjoints of some rows of the parameter by the gradients of one output at each point."""
         if isinstance(self.jacobian, EmbeddingJacobian):
             return self.jacobian.products(H, rows)
         return self.products_of_steps(H[None], rows)[0].T
 
     def products_of_steps(self, H: Float[Tensor, "T R size"], rows: slice = _ALL) -> Float[Tensor, "T B R"]:
-        """Multiply adjoints of T steps with the gradients of one output at B points of each step.
+        """Multiply adjoints of T steps by the gradients of one output at B points of each step.
 
-        Few adjoints are multiplied with the inputs first: nothing is written out.
+        A few adjoints are multiplied by the inputs first, so that no gradient becomes dense.
         """
         own, (T, R, _) = self.jacobian, H.shape
         if type(own) is OuterProductJacobian and own.inputs.shape[1] == 1 and not self.is_bias:
@@ -116,8 +116,8 @@ def by_parameter(
 
     Args:
         net: The network.
-        jacobians: What `layer_jacobians` returned.
-        all_dense: There is one dense Jacobian of all weights (`ContractionCost.all_dense`).
+        jacobians: The result of `layer_jacobians`.
+        all_dense: Whether there is one dense Jacobian of all weights (`ContractionCost.all_dense`).
     """
     model, plan = net.model, net.plan
     shapes, found = dict(zip(model.names, model.shapes, strict=True)), dict[str, ParameterGradients]()

@@ -1,7 +1,7 @@
-"""Representations of a layer's Jacobian, dense or sums of outer products: what each can do, and what it costs.
+"""Representations of a layer's Jacobian, dense or as sums of outer products: their operations and costs.
 
 A layer Jacobian holds the gradients of K outputs at E points with respect to one layer's parameters. Every
-representation can be multiplied with another of its kind, averaged over nodes, written out, and split into rows.
+representation can be multiplied by another of its kind, averaged over nodes, made dense, and split into rows.
 """
 
 from abc import ABC, abstractmethod
@@ -19,36 +19,37 @@ from epk_gp.autodiff.sketches import FeatureSum
 from epk_gp.core.losses import Head
 from epk_gp.core.plans import empty_huge_pages
 
-# What an entry of the block costs beside the multiply-adds of its matrix products, in multiply-adds. Rates measured on
-# two cores with AVX-512, float32: matrix products 265 to 295 GFLOP/s, elementwise passes over 36 MB 42 to 57 GB/s. A
-# product that adds to the block (`addmm_`, beta = 1) reads and writes its entry: 8 bytes, the time of 20 to 28
-# multiply-adds. A product into a scratch block, which is then scaled and added (`addcmul_`), moves 20 bytes: 46 to 70.
-# Both are rounded to powers of two.
+# Cost of an entry of the block in addition to the multiply-adds of its matrix products, in multiply-adds. Rates
+# measured on two cores with AVX-512, float32: matrix products 265 to 295 GFLOP/s, elementwise passes over 36 MB 42 to
+# 57 GB/s. A product that adds to the block (`addmm_`, beta = 1) reads and writes its entry: 8 bytes, the time of 20 to
+# 28 multiply-adds. A product into a scratch block, which is then scaled and added (`addcmul_`), moves 20 bytes: 46 to
+# 70. Both are rounded to powers of two.
 _SCALE_AND_ADD = 64
 _ADD = 32
 
-# Gradients with more numbers than so many times k are sketched by their factors. Measured, k = 1024 and 4096: written
-# out, 4 k numbers take 5 and 33 microseconds a point; by their factors, 1.7 and 7.2.
+# Gradients with more than this many times k numbers are sketched by their factors. Measured, k = 1024 and 4096: dense,
+# 4 k numbers take 5 and 33 microseconds per point; by their factors, 1.7 and 7.2.
 _SKETCHED_FACTORS = 2
 
 
 @dataclass(frozen=True)
 class ContractionCost:
-    """What the cost of a layer's representation depends on, beside the layer's shape.
+    """The cost model that picks a layer's representation, given the layer's shape.
 
     Attributes:
         num_output_pairs: K K', pairs of outputs in the block.
-        num_contractions: Inner products that a step costs if the layer is factored and its factors cannot be averaged
-            over t: Q for a fixed rule, the order of an adaptive one, or 1.
-        cotangents_are_constant: The test side's cotangents do not depend on the weights (the logits head).
-        all_dense: Every parameter takes the dense representation: where the plan does not support interpolation, in
-            Gram blocks under an adaptive rule, and in attributions under any rule.
-        num_features: k, where gradients are not multiplied but sketched (`autodiff.sketches`).
-        tries_pool_windows: Gradients of convolutions end at a max-pool where that costs less for all outputs, however
-            few are asked for: to be verified.
-        joins_states: Products of several states are taken at once: those of constant inputs wait until the end.
-        keeps_factors: Layers are not multiplied but written out later, some rows of a weight at a time
-            (`autodiff.products`): every layer that can be is factored.
+        num_contractions: Inner products per step if the layer is factored and its factors cannot be averaged over t: Q
+            for a fixed rule, the order of an adaptive one, or 1.
+        cotangents_are_constant: Whether the test side's cotangents do not depend on the weights (the logits head).
+        all_dense: Whether every parameter is dense: if the plan does not support interpolation, in Gram blocks with an
+            adaptive rule, and in attributions with any rule.
+        num_features: k, if gradients are not multiplied but sketched (`autodiff.sketches`).
+        tries_pool_windows: Whether gradients of convolutions end at a max-pool if that costs less for all outputs, even
+            if few are requested; used for verification.
+        joins_states: Whether products of several states are taken together: those of constant inputs wait until the
+            end.
+        keeps_factors: Whether layers are not multiplied but made dense later, some rows of a weight at a time
+            (`autodiff.products`): every layer is then factored if possible.
     """
 
     num_output_pairs: int
@@ -63,14 +64,14 @@ class ContractionCost:
     def factored_is_cheaper(
         self, num_positions: int, n_in: int, n_out: int, *, is_averaged: bool, is_constant: bool = False
     ) -> bool:
-        """Compare factored with dense inner products, per pair of points and outputs.
+        """Compare factored and dense inner products, per pair of points and outputs.
 
         Args:
             num_positions: L, positions at which the layer's weight is used for one sample.
             n_in: Inputs of the layer at a position.
             n_out: Outputs of the layer at a position.
-            is_averaged: One factor does not depend on t, so that averages over t cost no product per node.
-            is_constant: The inputs depend neither on t nor on the step.
+            is_averaged: Whether one factor does not depend on t, so that averages over t cost no product per node.
+            is_constant: Whether the inputs depend neither on t nor on the step.
         """
         if self.num_features is not None:
             return num_positions == 1 and n_in * n_out > _SKETCHED_FACTORS * self.num_features
@@ -81,12 +82,12 @@ class ContractionCost:
         return factored < n_in * n_out + _ADD
 
     def factored_last_layer_is_cheaper(self, shape: torch.Size, head: Head) -> bool:
-        """Compare the last layer's factors with its dense Jacobian, as `factored_is_cheaper` does.
+        """Compare the last layer's factors with its dense Jacobian, as in `factored_is_cheaper`.
 
         Args:
-            shape: Of the last layer's weight, (C, n_in).
-            head: Under the logits, one product of the inputs serves all pairs of outputs. Under the softmax, C + 1
-                products of averages do, and two passes over the block.
+            shape: Shape of the last layer's weight, (C, n_in).
+            head: For logits, one product of the inputs serves all pairs of outputs. For the softmax, C + 1 products of
+                averages do, with two passes over the block.
         """
         n_out, n_in = shape[0], shape[1:].numel()
         dense = n_in * n_out + _ADD
@@ -95,12 +96,12 @@ class ContractionCost:
         return (n_out + 1) * n_in / self.num_output_pairs + 2 * _SCALE_AND_ADD < dense
 
 
-# Inner dimension from which products of several steps are not joined into one with a longer inner dimension. Measured:
-# joined, layers of 32 and 64 outputs take 0.94 to 1.03 of the time; layers of 200 to 300 outputs 0.99 to 1.07.
+# Inner dimension from which products of several steps are not joined. Measured: joined, layers of 32 and 64 outputs
+# take 0.94 to 1.03 of the time; layers of 200 to 300 outputs 0.99 to 1.07.
 LONG_INNER_DIM = 256
 
-# Positions up to which gradients are written out output by output, into the memory of the result. Measured, float64: a
-# layer of 64 x 65 with 1 to 8 positions 13 to 19 ms in place of 34 to 55; 16 x 72 with 196 positions 28 in place of 19.
+# Positions up to which dense gradients are written output by output, into the memory of the result. Measured, float64:
+# a layer of 64 x 65 with 1 to 8 positions 13 to 19 ms instead of 34 to 55; 16 x 72 with 196 positions 28 instead of 19.
 _FEW_POSITIONS = 64
 
 J = TypeVar("J", bound="LeftFactor")
@@ -110,7 +111,7 @@ InputProducts = Callable[[], Tensor]  # the inner products of a layer's inputs, 
 
 @runtime_checkable
 class ProductSum(Protocol):
-    """A sum of inner products of N points with M points; `gram.accumulator.GramAccumulator` is one."""
+    """A sum of inner products of N points with M points, such as `gram.accumulator.GramAccumulator`."""
 
     def add_products(self, x: Tensor, y: Tensor, weight: float) -> None:
         """Add weight * <x[k, n], y[j, m]>, from (K, N, P) and (J, M, P)."""
@@ -119,7 +120,7 @@ class ProductSum(Protocol):
         """Add <x[k, n], y[j, m]> * scale[n, m]."""
 
     def add_deferred_products(self, layer: int, x: Tensor, y: Tensor, weight: float, scale: InputProducts) -> None:
-        """Add weight * <x[k, n], y[j, m]> to a sum of the layer's own, which is multiplied by its scale at the end."""
+        """Add weight * <x[k, n], y[j, m]> to the layer's own sum, which is multiplied by its scale at the end."""
 
     def add_same_class(self, products: Tensor) -> None:
         """Add products[n, m] to every pair of equal outputs."""
@@ -139,8 +140,8 @@ class NodeWeights:
     """The quadrature weights of E evaluations of N points.
 
     Attributes:
-        weights: One weight for all rows, and then row n is point n; or (E,).
-        points: Which point each row is an evaluation of, (E,); None with one weight for all rows.
+        weights: One weight for all rows, so that row n is point n; or (E,).
+        points: The point that each row evaluates, (E,); None with one weight for all rows.
         num_points: N.
     """
 
@@ -156,7 +157,7 @@ class NodeWeights:
         return self._zeros_unless(total, values, dim).index_add_(dim, self.row_points(), scaled)
 
     def place(self, total: Tensor | None, values: Tensor, dim: int) -> Tensor:
-        """Write rows that do not depend on the node into their points' rows."""
+        """Copy rows that do not depend on the node into their points' rows."""
         if isinstance(self.weights, float):
             return values
         return self._zeros_unless(total, values, dim).index_copy_(dim, self.row_points(), values)
@@ -168,17 +169,17 @@ class NodeWeights:
 
     @cached_property
     def by_point(self) -> list[tuple[Int64[Tensor, " n"], Int64[Tensor, "n Q"], Float[Tensor, "n Q"]]]:
-        """Points that have about as many rows, these rows, and their weights: 0 of a point that has fewer."""
+        """Points with similar numbers of rows, these rows, and their weights, padded with 0."""
         points, weights, found = self.row_points(), torch.as_tensor(self.weights), []
         counts = points.bincount(minlength=self.num_points)
-        size = counts.double().log2().ceil().long()  # at most twice as many rows as the point with fewest
+        size = counts.double().log2().ceil().long()  # at most twice as many rows as the point with the fewest
         for own in ((size == k).nonzero().squeeze(1) for k in size[counts > 0].unique().tolist()):
             rows, is_first = equal_groups(points, own)
             found.append((own, rows, weights[rows] * is_first))
         return found
 
     def row_points(self) -> Int64[Tensor, " E"]:
-        """Return whose each row is, where rows have weights of their own."""
+        """Return the point of each row, if rows have separate weights."""
         if self.points is None:
             raise TypeError("rows with weights of their own must name their points: this is a bug in epk_gp.")
         return self.points
@@ -186,11 +187,11 @@ class NodeWeights:
 
 @dataclass(frozen=True, eq=False)
 class LeftFactor(ABC):
-    """What can stand on the left of an inner product: a layer Jacobian, or an average of some.
+    """A possible left side of an inner product: a layer Jacobian, or an average of several.
 
     Attributes:
         point_dims: The dimension of the points in each of its tensors.
-        inner_dim: The tensor that changes from step to step, and its inner dimension; "" where several change.
+        inner_dim: The tensor that changes from step to step, and its inner dimension; "" if several change.
     """
 
     point_dims: ClassVar[dict[str, int]]
@@ -203,11 +204,12 @@ class LeftFactor(ABC):
         """Add weight times the inner products with the other side's points to a sum.
 
         Args:
-            other: The same layer's Jacobian at M points, or an average of some.
+            other: The same layer's Jacobian at M points, or an average of several.
             total: The sum.
             weight: Factor eta_s omega_q.
             layer: Number of the layer, which names its deferred sum.
-            same_points: The same points come at every step, so that constant inputs may be multiplied at the end.
+            same_points: Whether the same points occur at every step, so that constant inputs may be multiplied at the
+                end.
         """
 
     @property
@@ -217,13 +219,13 @@ class LeftFactor(ABC):
 
     @property
     def fits_concatenation(self) -> bool:
-        """Whether several steps of these points can be summed in one matrix product, and gain by it."""
+        """Whether several steps of these points can be summed in one matrix product, and this is faster."""
         name, dim = self.inner_dim
         return bool(name) and is_short(getattr(self, name).shape[dim])
 
     @property
     def joins_states(self) -> bool:
-        """Whether one tensor alone changes from state to state of the same points."""
+        """Whether only one tensor changes from state to state of the same points."""
         return bool(self.inner_dim[0])
 
     def join_states(self: J, count: int, weights: Float[Tensor, " T"] | None = None) -> J:
@@ -242,7 +244,7 @@ class LeftFactor(ABC):
         return replace(self, **some)
 
     def concat_steps(self: J, others: Sequence["LeftFactor"], weights: Sequence[float]) -> J:
-        """Concatenate what changes from step to step along the inner dimension, each step times its weight."""
+        """Concatenate the changing tensors along the inner dimension, each times its step's weight."""
         name, dim = self.inner_dim
         steps = [getattr(self, name), *(getattr(expect_representation(type(self), step), name) for step in others)]
         return replace(self, **{name: concat_scaled(steps, weights, dim)})
@@ -264,10 +266,10 @@ class LayerJacobian(LeftFactor):
 
     @abstractmethod
     def to_dense(self) -> Float[Tensor, "K E P_layer"]:
-        """Write the gradients out: row by row of the weight, each followed by its bias if the layer has one."""
+        """Return dense gradients: row by row of the weight, each followed by its bias if the layer has one."""
 
     def of_output(self: L, k: int) -> L:
-        """Return the gradients of one output, where the representation holds those of each."""
+        """Return the gradients of one output, for a representation that holds those of each."""
         return replace(self, **{n: getattr(self, n)[k : k + 1] for n, dim in self.point_dims.items() if dim})
 
     def concat_rows(self: L, others: Sequence["LayerJacobian"]) -> L:
@@ -277,19 +279,19 @@ class LayerJacobian(LeftFactor):
         return replace(self, **joined)
 
     def average(self, before: LeftFactor | None, nodes: NodeWeights) -> LeftFactor:
-        """Add these evaluations to the average of the nodes before; only if `commutes_with_average`."""
+        """Add these evaluations to the average of earlier nodes; only if `commutes_with_average`."""
         [(name, dim)] = self.point_dims.items()
         total = None if before is None else getattr(expect_representation(type(self), before), name)
         return replace(self, **{name: nodes.add(total, getattr(self, name), dim)})
 
     def multiplies_nodes(self, cost: ContractionCost) -> bool:
-        """Whether products for every node and step cost less than writing sums over them out."""
+        """Whether products for every node and step cost less than dense sums over them."""
         return False
 
     def add_states(
         self, total: LeftFactor | None, others: Sequence["LayerJacobian"], weights: Sequence[float]
     ) -> LeftFactor:
-        """Add the weighted sum of this Jacobian and those of the same points at other states to an average."""
+        """Add the weighted sum of this Jacobian and of the same points at other states to an average."""
         total = self.average(total, NodeWeights(weights[0], None, 0))
         for jacobian, weight in zip(others, weights[1:], strict=True):
             total = jacobian.average(total, NodeWeights(weight, None, 0))
@@ -300,7 +302,7 @@ class LayerJacobian(LeftFactor):
         """Compute the inner products of each point with the same row of another Jacobian."""
 
     def sketch(self, total: FeatureSum, weight: float, generator: torch.Generator) -> None:
-        """Add weight times a random sketch of the gradients to a sum; written out, unless the factors will do."""
+        """Add weight times a random sketch of the gradients to a sum; dense, unless the factors suffice."""
         total.add_dense(self.to_dense(), weight, generator)
 
 
@@ -317,7 +319,7 @@ def expect_representation(kind: type[J], other: LeftFactor) -> J:
 @final
 @dataclass(frozen=True, eq=False)
 class DenseJacobian(LayerJacobian):
-    """A layer's gradients, or those of several parameters, written out: (K, E, P_layer)."""
+    """Dense gradients of a layer, or of several parameters: (K, E, P_layer)."""
 
     values: Float[Tensor, "K E P_layer"]
 
@@ -327,7 +329,7 @@ class DenseJacobian(LayerJacobian):
 
     @property
     def multiplications_per_pair(self) -> int:
-        """One for each parameter."""
+        """One multiplication per parameter."""
         return self.values.shape[2]
 
     def to_dense(self) -> Float[Tensor, "K E P_layer"]:
@@ -350,9 +352,9 @@ class OuterProductJacobian(LayerJacobian):
     Attributes:
         inputs: Layer inputs, (E, L, n_in).
         output_grads: Gradients with respect to the layer's outputs, (K, E, L, n_out).
-        has_bias: A trained bias belongs to the layer: the inputs have one more entry, 1, which is not stored.
-        input_is_constant: The inputs depend neither on weights nor on the step.
-        cotangent_is_constant: The output gradients do not depend on the weights.
+        has_bias: Whether the layer has a trained bias: the inputs have one more entry, 1, which is not stored.
+        input_is_constant: Whether the inputs depend neither on weights nor on the step.
+        cotangent_is_constant: Whether the output gradients do not depend on the weights.
     """
 
     inputs: Float[Tensor, "E L n_in"]
@@ -371,17 +373,17 @@ class OuterProductJacobian(LayerJacobian):
 
     @property
     def multiplications_per_pair(self) -> int:
-        """Of inputs and output gradients at every pair of positions."""
+        """Multiplications of inputs and output gradients at every pair of positions."""
         return self.inputs.shape[1] ** 2 * (self.inputs.shape[2] + self.output_grads.shape[3])
 
     @property
     def joins_states(self) -> bool:
-        """Whether the output gradients alone change from state to state."""
+        """Whether only the output gradients change from state to state."""
         return self.inputs.shape[1] == 1 and self.input_is_constant
 
     @property
     def fits_concatenation(self) -> bool:
-        """Whether the output gradients alone change from step to step, and are short."""
+        """Whether only the output gradients change from step to step, and are short."""
         return self.inputs.shape[1] == 1 and self.input_is_constant and super().fits_concatenation
 
     def to_dense(self) -> Float[Tensor, "K E P_layer"]:
@@ -396,13 +398,13 @@ class OuterProductJacobian(LayerJacobian):
         """Average the factor that depends on t."""
         last = None if before is None else expect_representation(type(self), before)
         inputs, output_grads = (None, None) if last is None else (last.inputs, last.output_grads)
-        # output gradients may be constant along the step, but each point has its own where it has an output of its own
+        # output gradients may be constant along the step, but differ between points if each point has its own output
         of_inputs, of_grads = (nodes.place, nodes.add) if self.input_is_constant else (nodes.add, nodes.place)
         output_grads = of_grads(output_grads, self.output_grads, 1)
         return replace(self, inputs=of_inputs(inputs, self.inputs, 0), output_grads=output_grads)
 
     def add_inner(self, other: LeftFactor, total: ProductSum, weight: float, *, layer: int, same_points: bool) -> None:
-        """Multiply the products of both factors: at the end of the run where the inputs are constant."""
+        """Multiply the products of both factors; at the end of the run if the inputs are constant."""
         b = expect_representation(type(self), other)
         if self.inputs.shape[1] > 1:
             total.add_positionwise((self._biased(), b._biased()), (self.output_grads, b.output_grads), weight)
@@ -423,7 +425,7 @@ class OuterProductJacobian(LayerJacobian):
     def add_states(
         self, total: LeftFactor | None, others: Sequence[LayerJacobian], weights: Sequence[float]
     ) -> LeftFactor:
-        """Add states: written out in one product, with states as positions, where both factors change."""
+        """Add states; in one dense product, with states as positions, if both factors change."""
         if self.commutes_with_average:
             return super().add_states(total, others, weights)
         parts = [self, *(expect_representation(OuterProductJacobian, other) for other in others)]
@@ -435,7 +437,7 @@ class OuterProductJacobian(LayerJacobian):
         )
 
     def input_products(self, other: "OuterProductJacobian") -> Float[Tensor, "N M"]:
-        """Compute the inner products of the inputs of layers with one position, the bias's 1 included."""
+        """Compute the inner products of the inputs of layers with one position, including the bias's 1."""
         products = self.inputs[:, 0] @ other.inputs[:, 0].T
         return products.add_(1) if self.has_bias else products
 
@@ -474,14 +476,14 @@ class LogitsLastLayer(LayerJacobian):
 
     @property
     def multiplications_per_pair(self) -> int:
-        """Of the inputs."""
+        """Multiplications of the inputs."""
         return self.inputs.shape[1]
 
     def _unit_vectors(self) -> Tensor:
         return torch.eye(self.num_outputs, dtype=self.inputs.dtype, device=self.inputs.device)
 
     def to_dense(self) -> Float[Tensor, "C E P_layer"]:
-        """Put each output's inputs into the place of its row of the weight."""
+        """Put each output's inputs into the columns of its row of the weight."""
         return (self._unit_vectors()[:, None, :, None] * self.inputs[None, :, None, :]).flatten(2)
 
     def add_inner(self, other: LeftFactor, total: ProductSum, weight: float, *, layer: int, same_points: bool) -> None:
@@ -541,12 +543,12 @@ class SoftmaxLastLayerAverage(LeftFactor):
 
 
 def append_bias_column(a: Float[Tensor, "*rows n"]) -> Float[Tensor, "*rows n_and_1"]:
-    """Append the 1 that a bias is multiplied by."""
+    """Append the 1 that multiplies a bias."""
     return torch.cat([a, a.new_ones(*a.shape[:-1], 1)], dim=-1)
 
 
 def sum_outer_products(a: Float[Tensor, "E L G n_in"], delta: Float[Tensor, "K E L G n_out"]) -> Float[Tensor, "K E P"]:
-    """Write a layer call's gradients out, summed over its L positions, for G groups that do not mix."""
+    """Return dense gradients of a layer call, summed over its L positions, for G groups that do not mix."""
     K, E, L, G, n_out = delta.shape
     if a.requires_grad or delta.requires_grad or L > _FEW_POSITIONS:
         if L == 1:
@@ -574,7 +576,7 @@ def concat_rows(parts: Sequence[Sequence[LayerJacobian]]) -> list[LayerJacobian]
 
 
 def to_flat_order(jacobians: Sequence[LayerJacobian], columns: Int64[Tensor, " P"]) -> Float[Tensor, "K E P"]:
-    """Write layer Jacobians out in the order of the flat weights, in which `dense.flat_columns` are their entries."""
+    """Return dense layer Jacobians in the order of the flat weights; `dense.flat_columns` gives their indices."""
     rows = [jacobian.to_dense() for jacobian in jacobians]
     out = rows[0].new_empty(*rows[0].shape[:2], len(columns))
     for row, places in zip(rows, columns.split([row.shape[2] for row in rows]), strict=True):
@@ -583,7 +585,7 @@ def to_flat_order(jacobians: Sequence[LayerJacobian], columns: Int64[Tensor, " P
 
 
 def is_short(inner_dim: int) -> bool:
-    """Return whether a product with this inner dimension gains by a longer one."""
+    """Return whether a longer inner dimension would speed up a product with this one."""
     return inner_dim < LONG_INNER_DIM
 
 

@@ -1,7 +1,7 @@
-"""Numbers that are asked of a network: what it returns for rows of inputs, mapped to numbers by a function.
+"""Requested numbers: a function that maps the network's result for rows of inputs to numbers.
 
-A run is asked by the same run with another network: its inputs are rows with their numbers, by which each row finds
-the data that belong to it, however the engine divides, repeats or reorders rows. Its outputs are the numbers.
+A question to a run becomes the same run with another network: its inputs are rows with their numbers, by which each row
+finds its data, however the engine divides, repeats or reorders rows. Its outputs are the requested numbers.
 """
 
 import hashlib
@@ -25,19 +25,19 @@ from epk_gp.core.plans import PASS_BYTES, TensorSpec
 from epk_gp.core.torch_overrides import disable_fused_attention
 from epk_gp.core.trajectory import Trajectory, flat_state, outputs_at
 
-_NUM_COMPARED = 64  # rows of which a function's numbers are compared with those of the row alone
-# Digits of the numbers by which a checkpoint knows the function again: rounding on another machine moves the others.
+_NUM_COMPARED = 64  # rows whose numbers are compared with those of each row alone
+# Digits of the numbers by which a checkpoint recognises the function: rounding on another machine changes later digits.
 _DIGITS = {torch.float64: 10, torch.float32: 6}
 
 
 @dataclass(frozen=True, eq=False, init=False)
 class RowFunction:
-    """A function of what a network returns, with data that belong to the rows of the inputs.
+    """A function of a network's result, with data that belong to the rows of the inputs.
 
     Attributes:
-        function: Called as function(returned, *data) with what the network returned for m rows of inputs, such as the
-            logits (m, T, V), and the data of these rows. It gives numbers (m,) or (m, K), row by row.
-        data: A tensor (n, ...) with a row for each of the n inputs, or (), one number for all of them; on any device.
+        function: Called as function(returned, *data) with the network's result for m rows of inputs, such as the logits
+            (m, T, V), and the data of these rows. It returns numbers (m,) or (m, K), row by row.
+        data: Tensors (n, ...) with a row for each of the n inputs, or (), one number for all of them; on any device.
     """
 
     function: Callable[..., Tensor]
@@ -45,10 +45,10 @@ class RowFunction:
 
     @door
     def __init__(self, function: Callable[..., Tensor], *data: Shaped[Tensor, "..."]) -> None:
-        """Keep function and data.
+        """Store function and data.
 
         Raises:
-            TypeError: The function cannot be called, or something else of the data is no tensor.
+            TypeError: The function cannot be called, or an item of the data is not a tensor.
         """
         if not callable(function):
             raise TypeError(f"function must map what the network returns to numbers (n,) or (n, K): got {function!r}.")
@@ -58,7 +58,7 @@ class RowFunction:
 
     @classmethod
     def of(cls, function: "Function") -> "RowFunction":
-        """Return a function with its data, of which a plain one has none."""
+        """Return a function with its data; a plain function has no data."""
         return function if isinstance(function, RowFunction) else RowFunction(function)
 
     @classmethod
@@ -69,15 +69,15 @@ class RowFunction:
 
         Args:
             answers: (n,): the class of each input, or the word after its last position. (n, T): a target for each
-                position, as the loss takes them: the target of position t is the word after it. (n, A), A < T: targets
+                position, as the loss takes them: the target of position t is the next word. (n, A), A < T: targets
                 of the last A positions.
             ignore_index: Marks positions that are left out, such as the prompt or padding; -100 always does. None takes
-                the one of the run's loss.
+                the index of the run's loss.
             dim: The dimension of the network's scores that holds classes or words: 1 for (n, V, T), -1 for (n, T, V).
-                None follows the run's loss, or observes the network: positions follow the length of its inputs.
+                None follows the run's loss, or the network, whose positions follow the length of its inputs.
 
         Raises:
-            TypeError: The answers are no integers.
+            TypeError: The answers are not integers.
         """
         loss = losses.as_loss(losses.CrossEntropy(ignore_index=ignore_index, dim=dim))
         return cls(partial(_log_probability, loss=loss), _words(answers, "answers"))
@@ -86,30 +86,30 @@ class RowFunction:
     def logit_difference(
         cls, a: int | Integer[Tensor, " n"], b: int | Integer[Tensor, " n"], dim: int | None = None
     ) -> "RowFunction":
-        """Ask by how much the logit of one class or word is above that of another, after the last position of a text.
+        """Ask for the difference of two logits, of classes or of words after the last position of a text.
 
         Args:
-            a: The one: a number, or one for each input.
-            b: The other.
-            dim: As of `log_probability`.
+            a: The first class or word: a number, or one per input.
+            b: The second class or word.
+            dim: The dimension of classes or words, as in `log_probability`.
 
         Raises:
-            TypeError: They are no integers.
+            TypeError: `a` or `b` is not an integer.
         """
         loss, name = losses.as_loss(losses.CrossEntropy(dim=dim)), "classes or words"
         return cls(partial(_difference, loss=loss), *(_words(torch.as_tensor(each), name) for each in (a, b)))
 
     @classmethod
     def loss_value(cls, targets: Shaped[Tensor, "n ..."], loss: losses.Loss | nn.Module | None = None) -> "RowFunction":
-        """Ask for the loss of each input, of a text the sum over its positions.
+        """Ask for the loss of each input, for a text the sum over its positions.
 
         Args:
-            targets: As the loss takes them; of a language model also the one word after the last position, (n,).
+            targets: Targets in the loss's form; for a language model also the word after the last position, (n,).
             loss: A loss of this package, or a loss module of torch. None is cross entropy, which leaves out -100 and
-                what the run's loss leaves out.
+                the targets that the run's loss leaves out.
 
         Raises:
-            TypeError: It is no loss, or the targets are no tensor.
+            TypeError: `loss` is not a loss, or the targets are not a tensor.
             ValueError: The loss is not stated.
         """
         if loss is None:
@@ -123,18 +123,18 @@ class RowFunction:
         return cls(partial(_loss_value, loss=loss), _words(targets, "targets") if is_words else targets)
 
 
-Function = Callable[..., Tensor] | RowFunction  # maps what a network returns for n rows to numbers
+Function = Callable[..., Tensor] | RowFunction  # maps a network's result for n rows to numbers
 
 
 @dataclass(frozen=True, kw_only=True)
 class AskedSignature(Signature):
-    """How a network is called with rows that end in their numbers, and what is made of that which it returns.
+    """The call of a network with rows that end in their numbers, and the map from its result to requested numbers.
 
     Attributes:
         recorded: The signature that the network was recorded with.
         shape: Shape of one of its packed inputs.
-        dtype: Their dtype, where they are integers.
-        function: Maps what the network returns to numbers.
+        dtype: Dtype of the packed inputs, if they are integers.
+        function: Maps the network's result to numbers.
     """
 
     recorded: Signature
@@ -144,11 +144,11 @@ class AskedSignature(Signature):
 
     @property
     def takes_them_as_returned(self) -> bool:
-        """False: they are the function's."""
+        """False: the outputs are the function's numbers."""
         return False
 
     def pack(self, X: Any, name: str = "X") -> Tensor:
-        """Return packed rows as they are."""
+        """Return packed rows unchanged."""
         packed: Tensor = X
         return packed
 
@@ -159,7 +159,7 @@ class AskedSignature(Signature):
         spec: TensorSpec | None = None,
         mark: Callable[[Tensor], Tensor] = lambda x: x,
     ) -> Any:
-        """Call a network with rows, and return the numbers of what it returns for them."""
+        """Call a network with rows, and return the numbers of its result."""
         X = rows[:, :-1].reshape(len(rows), *self.shape).contiguous()
         X = X if X.is_floating_point() else X.to(self.dtype)
         returned = self.recorded.call(function, X, spec, mark)
@@ -172,7 +172,7 @@ class AskedSignature(Signature):
         spec: TensorSpec | None = None,
         mark: Callable[[Tensor], Tensor] = lambda x: x,
     ) -> Any:
-        """Return what the function makes of that which the network returned for some rows."""
+        """Return the function's numbers of the network's result for some rows."""
         data = [value.to(rows.device) if spec is None else spec.cast(value) for value in self.function.data]
         values = self.function.function(returned, *(mark(value[rows]) if value.ndim else value for value in data))
         return values if spec is None or not isinstance(values, Tensor) else spec.cast(values)
@@ -181,18 +181,18 @@ class AskedSignature(Signature):
 def ask(
     trajectory: Trajectory, X: Shaped[Tensor, "n ..."], function: Function
 ) -> tuple[Trajectory, Shaped[Tensor, "n E"]]:
-    """Return a run as it is asked for numbers: with the network that gives them, and with its inputs.
+    """Return the run of a question: with a network that gives the requested numbers, and with the question's inputs.
 
     Args:
         trajectory: The recorded run.
         X: n packed inputs.
-        function: Maps what the network returns for them to numbers, (n,) or (n, K).
+        function: Maps the network's result for them to numbers, (n,) or (n, K).
 
     Raises:
         TypeError: The function cannot be called, or returns no floating-point numbers.
-        ValueError: It fails; it returns another shape, NaN or infinity; it mixes rows; nothing of what it returns
-            depends on what the network returned; its data have another number of rows than the inputs; or words are
-            none of the network's, or where the network's scores have them cannot be told.
+        ValueError: It fails; it returns another shape, NaN or infinity; it mixes rows; its result does not depend on
+            the network's result; its data have another number of rows than the inputs; or words are not those of the
+            network, or the position of words in the network's scores is unclear.
     """
     asked, base, n = RowFunction.of(function), trajectory.model.signature, len(X)
     for value in asked.data:
@@ -217,7 +217,7 @@ def ask(
 def _asking(
     trajectory: Trajectory, X: Shaped[Tensor, "n ..."], signature: AskedSignature, K: int
 ) -> tuple[Trajectory, Shaped[Tensor, "n E"]]:
-    """Return a run whose network gives K numbers of each input, with these inputs and their numbers as its own."""
+    """Return a run whose network gives K numbers per input, with these inputs and their numbers as its own."""
     dtype = X.dtype if X.is_floating_point() else torch.int64
     rows = side_by_side([X, torch.arange(len(X), device=X.device)], dtype)
     model = FunctionalModel(**trajectory.model.__getstate__() | {"signature": signature})
@@ -227,7 +227,7 @@ def _asking(
 def scores_of_loss(
     trajectory: Trajectory, X: Shaped[Tensor, "n ..."], targets: Shaped[Tensor, "n ..."]
 ) -> tuple[Trajectory, Shaped[Tensor, "n E"], torch.Size] | None:
-    """Return the run as it is asked for the scores that its loss takes, its inputs, and the shape of a row's scores.
+    """Return the run of the question for the loss's scores, its inputs, and the shape of a row's scores.
 
     Args:
         trajectory: The recorded run.
@@ -235,7 +235,7 @@ def scores_of_loss(
         targets: Their targets.
 
     Returns:
-        None where the loss takes something else than one tensor.
+        None if the loss takes something other than one tensor.
     """
     z, base = losses.own_input(trajectory.loss, _returned(trajectory, X)[2], targets[:1]), trajectory.model.signature
     if not isinstance(z, Tensor):
@@ -253,7 +253,7 @@ def _own_scores(returned: Any, targets: Tensor, *, loss: losses.Loss) -> Float[T
 
 
 def _returned(trajectory: Trajectory, X: Shaped[Tensor, "n ..."]) -> tuple[FunctionalModel, dict[str, Tensor], Any]:
-    """Return the network, its weights at the end, and what it returns for the first input."""
+    """Return the network, its weights at the end, and its result for the first input."""
     model = trajectory.model_for(X)
     params = model.unflatten(flat_state(trajectory, trajectory.num_steps, X))
     with torch.no_grad():
@@ -261,7 +261,7 @@ def _returned(trajectory: Trajectory, X: Shaped[Tensor, "n ..."]) -> tuple[Funct
 
 
 def _validated(trajectory: Trajectory, X: Shaped[Tensor, "n ..."], signature: AskedSignature) -> tuple[int, int]:
-    """Return the number K of numbers of a row, and how many rows are evaluated at a time, after all checks of `ask`."""
+    """Return the number K of numbers per row, and the number of rows evaluated together, after all checks of `ask`."""
     (model, params, first), n = _returned(trajectory, X), len(X)
     with torch.no_grad():
         size = max(1, min(_NUM_COMPARED, PASS_BYTES // max(1, rows_of(first, 1).nbytes)))
@@ -322,7 +322,7 @@ def _require_finite(values: Float[Tensor, "m K"], network: str) -> None:
 
 
 def with_leaves(returned: Any, num_rows: int) -> tuple[Any, list[Tensor]]:
-    """Return what a network returned with leaves in the place of its rows, which require gradients; and these."""
+    """Return a network's result with its rows replaced by leaves that require gradients, and these leaves."""
     leaves = list[Tensor]()
 
     def leaf(z: Tensor) -> Tensor:
@@ -335,15 +335,15 @@ def with_leaves(returned: Any, num_rows: int) -> tuple[Any, list[Tensor]]:
 
 
 def _with_another(z: Shaped[Tensor, "..."]) -> Shaped[Tensor, "..."]:
-    """Return what belongs to two equal rows with other numbers in the first of them."""
+    """Return the data of two equal rows, with other numbers in the first."""
     return torch.stack([0.9 * z[0] - 0.1, z[1]]) if has_rows(z, 2) else z
 
 
 def logits_of(returned: Any) -> Float[Tensor, "m ..."]:
-    """Return the scores in what a network returned: the tensor itself, its `logits`, or the first of a tuple.
+    """Return the scores in a network's result: the tensor itself, its `logits`, or the first of a tuple.
 
     Raises:
-        TypeError: There are none.
+        TypeError: There are no scores.
     """
     z = returned.get("logits") if isinstance(returned, Mapping) else getattr(returned, "logits", returned)
     z = z[0] if isinstance(z, tuple | list) and z else z
@@ -358,7 +358,7 @@ def logits_of(returned: Any) -> Float[Tensor, "m ..."]:
 def log_probabilities(trajectory: Trajectory, X: Shaped[Tensor, "n ..."], asked: RowFunction) -> RowFunction | None:
     """Return the function of the single terms, by position, of a `log_probability`; None for another function.
 
-    Its answers are -100 where they are left out.
+    Its answers are -100 at positions that are left out.
     """
     own = _completed(trajectory, X, asked)
     if not isinstance(own.function, partial) or own.function.func is not _log_probability:
@@ -367,7 +367,7 @@ def log_probabilities(trajectory: Trajectory, X: Shaped[Tensor, "n ..."], asked:
 
 
 def _words(words: Integer[Tensor, "..."], name: str) -> Integer[Tensor, "..."]:
-    """Return numbers of classes or words as int64, after checking that they are such numbers."""
+    """Return numbers of classes or words as int64, after checking them."""
     validate_tensor(words, name)
     if words.is_floating_point() or words.dtype == torch.bool:
         raise TypeError(f"{name} must be numbers of classes or words: got {words.dtype}. Use torch.int64.")
@@ -375,22 +375,22 @@ def _words(words: Integer[Tensor, "..."], name: str) -> Integer[Tensor, "..."]:
 
 
 def _completed(trajectory: Trajectory, X: Shaped[Tensor, "n ..."], asked: RowFunction) -> RowFunction:
-    """Return a function of this file with what it leaves to the run: where classes are, and what is left out.
+    """Return a function of this file with the run's settings: the dimension of the classes, and ignored targets.
 
-    The loss of a run says where, whose steps are checked; else the network (`_observed_dims`).
+    The run's loss determines the dimension if its steps were checked; otherwise the network does (`_observed_dims`).
 
     Raises:
-        ValueError: Words are not those of positions; a row has none, or one that the network does not know.
+        ValueError: Words do not fit the positions; or a row has no word, or one that the network does not have.
     """
     own, data = asked.function, asked.data
     loss = own.keywords["loss"] if isinstance(own, partial) and own.func.__module__ == __name__ else None
     if not isinstance(own, partial) or not isinstance(loss, losses.ClassLoss) or data[0].is_floating_point():
         return asked
     returned, ignored = _returned(trajectory, X)[2], loss.ignore_index
-    rows_of(returned, 1)  # must be there
+    rows_of(returned, 1)  # raises if there are none
     z = logits_of(returned)
     if (dim := loss.dim or (1 if z.ndim == 2 else dim_of_loss(trajectory))) is None:
-        dims = _fitting_dims(z, data[0][:1]) if data[0].ndim > 2 else []  # of pixels all are asked for
+        dims = _fitting_dims(z, data[0][:1]) if data[0].ndim > 2 else []  # all pixels are requested
         dim = _only(dims if len(dims) == 1 else _observed_dims(trajectory, X, z), z)
     loss = replace(loss, ignore_index=None, dim=dim)
     ignored = getattr(trajectory.loss, "ignore_index", None) if ignored is None else ignored
@@ -411,7 +411,7 @@ def _completed(trajectory: Trajectory, X: Shaped[Tensor, "n ..."], asked: RowFun
 
 
 def dim_of_loss(trajectory: Trajectory) -> int | None:
-    """Return where a run's loss reads classes in scores of several positions, 1 or -1; None where it reads none.
+    """Return the dimension of classes in a run's loss with several positions, 1 or -1; None if it has none.
 
     Raises:
         ValueError: Both are possible, and no step of a training was checked.
@@ -426,7 +426,7 @@ def dim_of_loss(trajectory: Trajectory) -> int | None:
 
 
 def _fitting_dims(z: Float[Tensor, "n ..."], words: Shaped[Tensor, "n ..."]) -> list[int]:
-    """Return which dimensions of scores may hold the classes of targets: the others have the targets' shape."""
+    """Return the dimensions of scores that may hold the classes of targets: the others have the targets' shape."""
     return [dim for dim in (1, -1) if z.movedim(dim, 1)[:, 0].shape == words.shape]
 
 
@@ -446,16 +446,16 @@ def _only(dims: list[int], z: Float[Tensor, "1 ..."]) -> int:
 
 
 def _observed_dims(trajectory: Trajectory, X: Shaped[Tensor, "n ..."], z: Float[Tensor, "1 ..."]) -> list[int]:
-    """Return which dimensions of scores may hold classes or words: positions follow the length of the inputs.
+    """Return the dimensions of scores that may hold classes or words: positions follow the length of the inputs.
 
-    A network that takes inputs of one length shows nothing, whatever its own lengths are.
+    A network that takes inputs of one length only gives no information.
     """
     model, params, _ = _returned(trajectory, X)
     inputs, moving = model.signature.structure(X[:1]), set[int]()
     tensors = list(tensors_of(inputs))
     places = [(size, dim) for x in tensors for dim, size in enumerate(x.shape) if dim]
     for length, dim in {*places, *((size, 0) for size, _ in places)}:
-        with suppress(Exception), torch.no_grad():  # whatever a network says that takes inputs of one length
+        with suppress(Exception), torch.no_grad():  # any error of a network that takes inputs of one length
             packed, signature = parse_signature(map_tensors(inputs, partial(_shortened, length=length, dim=dim)), None)
             shorter = FunctionalModel(**model.__getstate__() | {"signature": signature})
             pairs = zip(logits_of(shorter.returned(params, packed)).shape, z.shape, strict=True)
@@ -464,13 +464,13 @@ def _observed_dims(trajectory: Trajectory, X: Shaped[Tensor, "n ..."], z: Float[
 
 
 def _shortened(x: Shaped[Tensor, "..."], length: int, dim: int) -> Shaped[Tensor, "..."]:
-    """Return a tensor with one entry less in a dimension that has some length, or, for 0, in each that has it."""
+    """Return a tensor shortened by one in `dim`, or for 0 in every dimension, if its size there is `length`."""
     ends = (size - (size == length and k > 0 and dim in (0, k)) for k, size in enumerate(x.shape))
     return x[tuple(map(slice, ends))]
 
 
 def _scores(returned: Any, loss: losses.ClassLoss) -> Float[Tensor, "m V P"]:
-    """Return the scores of all classes or words at each of P positions, one where there are none."""
+    """Return the scores of all classes or words at each of P positions; one position if there are none."""
     z = logits_of(returned)
     return z[..., None] if z.ndim == 2 else z.movedim(loss.dim, 1).flatten(2)  # type: ignore[arg-type]  # `_completed`
 

@@ -1,10 +1,10 @@
-"""Derivatives averaged operation by operation: every operation's inputs move along a straight segment of their own.
+"""Derivatives averaged operation by operation: every operation's inputs move along a separate straight segment.
 
-The network is called once, with the weights of the start of a stretch. Every tensor that moves carries what it is with
-the weights of the end. Each function's multipliers m, `y_end - y_start = <m, x_end - x_start>`, replace its derivative
+The network is called once, with the weights at the start of a stretch. Every tensor that moves carries its value for
+the weights at the end. Each function's multipliers m, `y_end - y_start = <m, x_end - x_start>`, replace its derivative
 (docs/theory.md, section 11).
 
-Between two states of the weights a network's output changes by `<m, change of the weights>` exactly if every operation
+Between two states of the weights a network's output changes by exactly `<m, change of the weights>` if every operation
 in it propagates multipliers m with that property: no integral along a path of the weights is needed.
 """
 
@@ -66,10 +66,10 @@ from epk_gp.autodiff.interception import (
 from epk_gp.core.model import BATCH_MARK
 from epk_gp.core.torch_overrides import normalise_by_statistics
 
-# What takes most of a pass: results are held for the stretch before.
+# The functions that take most of a pass: their results are held for the stretch before.
 _MATRIX_PRODUCTS = {F.linear, *CONVOLUTIONS, *ADDED_PRODUCTS, *functions_named("matmul", "__matmul__", "mm", "bmm")}
 
-# What a tensor carries: its value at the end, and the mean of both, with the version that it is the mean of.
+# Attributes of a tensor: its value at the end, and the mean of both, with the tensor version of that mean.
 _END, _MIDDLE = "_epk_gp_end", "_epk_gp_middle"
 
 
@@ -80,14 +80,14 @@ def end_of(x: Tensor) -> Tensor:
 
 
 def moves_to(x: Tensor, end: Tensor) -> Tensor:
-    """Let a tensor carry its value at the end of the stretch."""
+    """Attach to a tensor its value at the end of the stretch."""
     setattr(x, _END, end)
     setattr(x, _MIDDLE, None)
     return x
 
 
 def middle_of(x: Tensor) -> Tensor:
-    """Return the mean of a tensor's values at both ends; of whole numbers those at the start."""
+    """Return the mean of a tensor's values at both ends; for whole numbers, the values at the start."""
     if not x.is_floating_point() and not x.is_complex():
         return x.detach()
     known: tuple[int, Tensor] | None = getattr(x, _MIDDLE, None)
@@ -125,7 +125,7 @@ def _attention(
 
 
 def _cross_entropy(x: Tensor, target: Tensor, weight: Tensor | None = None, **options: Any) -> Any:
-    """Compute `F.cross_entropy` of classes by what is linear in logarithms of probabilities."""
+    """Compute `F.cross_entropy` of classes by functions that are linear in logarithms of probabilities."""
     smoothing = options.pop("label_smoothing", 0.0)
     if target.is_floating_point() or smoothing or not options.keys() <= {"ignore_index", "reduction"}:
         return NotImplemented
@@ -136,7 +136,7 @@ _WRITTEN_OUT: dict[Callable[..., Any], Callable[..., Any]] = {
     **WRITTEN_OUT,
     F.scaled_dot_product_attention: _attention,
     F.cross_entropy: _cross_entropy,
-    Tensor.register_hook: lambda *_: RemovableHandle(OrderedDict()),  # of gradients, which averages are not made of
+    Tensor.register_hook: lambda *_: RemovableHandle(OrderedDict()),  # hooks of gradients, which averages do not use
     Tensor.retain_grad: lambda *_: None,
 }
 _SOFTMAX = {*functions_named("softmax", "log_softmax", "logsumexp"), F.softmax, F.log_softmax}
@@ -152,16 +152,16 @@ _SCALES = {
 
 @final
 class SecantDerivatives(ParameterInterception):
-    """Call a network with the weights at the start of a stretch, and follow what everything is at its end.
+    """Calls a network with the weights at the start of a stretch, and follows the value of everything at its end.
 
     Args:
-        params: The weights at the start by name, the very tensors that the network will be called with.
-        direction: The way to those at the end.
+        params: The weights at the start by name: the same tensor objects with which the network will be called.
+        direction: The change to the weights at the end.
         num_rows: n, the number of inputs.
-        watch: Is told of the calls that take a parameter, or what was made of parameters alone. What moves and has rows
-            stands in these calls by the mean of both ends; of a normalisation, what it scales does.
+        watch: Receives the calls that take a parameter, or a tensor made only of parameters. Moving tensors with rows
+            are replaced in these calls by the mean of both ends; for a normalisation, its scaled input is replaced.
         statistics: Moving statistics of every row at the start, (n, ...), which replace those in `params`.
-        held: Takes the products at the start, and may have those at the end.
+        held: Receives the products at the start, and may contain those at the end.
     """
 
     def __init__(
@@ -184,7 +184,7 @@ class SecantDerivatives(ParameterInterception):
             setattr(rows, BATCH_MARK, num_rows)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # torch's protocol
-        """Make the call; where weights move any of its arguments, with secants in place of derivatives."""
+        """Make the call; if weights move any of its arguments, with secants instead of derivatives."""
         kwargs = kwargs or {}
         moving = [value for value in tensors_in((args, kwargs)) if hasattr(value, _END)]
         if not moving or func in CONSTANT:
@@ -234,7 +234,7 @@ class SecantDerivatives(ParameterInterception):
         return result
 
     def _tell(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
-        """Tell of a call that takes parameters, or what was made of them; what is made of these alone is followed."""
+        """Report a call that takes parameters, or tensors made of them; results made only of these are followed."""
         tensors = list(tensors_in((args, kwargs)))
         names = [self.name_of[id(value)] for value in tensors if id(value) in self.name_of]
         if not names:
@@ -250,7 +250,7 @@ class SecantDerivatives(ParameterInterception):
             self.watch(call, result)
 
     def _linear(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Make a call that is linear in all that moves: autograd's derivative is the average."""
+        """Make a call that is linear in all moving arguments: autograd's derivative is the average."""
         if is_in_place(func) and not hasattr(args[0], _END):
             moves_to(args[0], args[0].clone())
         result = func(*args, **kwargs)
@@ -261,14 +261,14 @@ class SecantDerivatives(ParameterInterception):
         return self._carry(result, _at_end(func, args, kwargs))
 
     def _carry(self, result: Any, end: Any) -> Any:
-        """Let the results of a call carry those at the end."""
+        """Attach the results at the end to the results of a call."""
         for value, other in zip(tensors_in((result,)), tensors_in((end,)), strict=True):
             if value.requires_grad or not torch.equal(value, other):
                 moves_to(value, other)
         return result
 
     def _product(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], moving: list[Tensor]) -> Any:
-        """Make a call that is linear in each of two factors: each gradient takes the other one's middle."""
+        """Make a call that is linear in each of two factors: each gradient uses the other factor's middle."""
         slots = FunctionCall(func, args, kwargs, {}, []).held
         terms = [slots.get("bias"), args[0] if func in ADDED_PRODUCTS else None]
         factors = [value for value in moving if not any(value is term for term in terms)]
@@ -293,7 +293,7 @@ class SecantDerivatives(ParameterInterception):
         return moves_to(result, self._end_of_product(func, args, kwargs, result))
 
     def _end_of_product(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Tensor) -> Tensor:
-        """Return what a product is at the end, where the stretch after began."""
+        """Return a product at the end of the stretch, where the next stretch began."""
         end = None
         if self.held is not None:
             end = self.held.end(func, result.shape)
@@ -301,7 +301,7 @@ class SecantDerivatives(ParameterInterception):
         return _at_end(func, args, kwargs) if end is None else end
 
     def _normalise(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Make a call that normalises its input, then scales and shifts it: by weights in the middle of their way."""
+        """Make a call that normalises its input, then scales and shifts it by the middles of its weights."""
         given = {"use_input_stats": func is F.instance_norm, **dict(zip(_SCALES[func], args, strict=False)), **kwargs}
         given = {{"running_mean": "mean", "running_var": "variance"}.get(name, name): given[name] for name in given}
         x, W, b = given["input"], given.get("weight"), given.get("bias")
@@ -361,7 +361,7 @@ class SecantDerivatives(ParameterInterception):
             return result
 
     def _softmax(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
-        """Make a call of a softmax, its logarithm, or that of its sum."""
+        """Make a call of a softmax, of its logarithm, or of the logarithm of its sum."""
         x, dim = _input(args, kwargs), args[1] if len(args) > 1 else kwargs.get("dim")
         dtype = next((value for value in (*args, *kwargs.values()) if isinstance(value, torch.dtype)), x.dtype)
         if not isinstance(dim, int) or dtype.itemsize > x.itemsize:
@@ -377,7 +377,7 @@ class SecantDerivatives(ParameterInterception):
         return moves_to(pulled(start, (x, pull)), end)
 
     def _secant(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], moving: list[Tensor]) -> Any:
-        """Make a call that is not linear in what moves."""
+        """Make a call that is not linear in its moving arguments."""
         inputs = list({id(value): value for value in moving if value.is_floating_point()}.values())
         places = [value for value in moving if not value.is_floating_point()]
         may_write = is_in_place(func) or kwargs.get("inplace", False) or any(value is True for value in args)
@@ -400,7 +400,7 @@ class SecantDerivatives(ParameterInterception):
         if places and func in _ROUTING:
             raise _unsupported(func, "takes places that both states choose otherwise, as a mixture of experts does")
         found = self._averaged(func, args, kwargs, (inputs, places), list(zip(results, ends, strict=True)))
-        if copies is not inputs and any(value is copies[0] for value in results):  # in place
+        if copies is not inputs and any(value is copies[0] for value in results):  # an in-place call
             end_of(inputs[0]).copy_(ends[0])
             return moves_to(inputs[0].copy_(found[0]), end_of(inputs[0]))
         return found[0] if isinstance(result, Tensor) else type(result)(found)
@@ -408,7 +408,7 @@ class SecantDerivatives(ParameterInterception):
     def _averaged(
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], moving: Any, results: list[Ends]
     ) -> list[Tensor]:
-        """Return the results of a call, with graphs and the ends that they carry."""
+        """Return the results of a call, with graphs and attached ends."""
         inputs, places = moving
         x = inputs[0]
         call = partial(_call_with, func, args, kwargs, inputs)
@@ -439,7 +439,7 @@ class SecantDerivatives(ParameterInterception):
         return values
 
     def _pool(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], x: Tensor) -> Tensor:
-        """Pool: the largest at the start has a share of the gradient for as long as it leads that at the end."""
+        """Pool: the largest input at the start has a share of the gradient, in proportion to its lead."""
         options = {name: value for name, value in kwargs.items() if name != "return_indices"}
         ends = x.detach(), end_of(x)
         (y0, first), (y1, second) = (_call_with(POOLS[func], args, options, [x], value) for value in ends)
@@ -477,7 +477,7 @@ def is_in_place(func: Any) -> bool:
 
 
 def _at_end(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Make a call with what its arguments are at the end."""
+    """Make a call with its arguments' values at the end."""
     by_id = {id(value): end_of(value) for value in tensors_in((args, kwargs)) if hasattr(value, _END)}
     with torch.no_grad():
         return func(*substituted(args, by_id), **substituted(kwargs, by_id))
@@ -490,7 +490,7 @@ def _scaled(z: Tensor, scale: Tensor | None, shift: Tensor | None) -> Tensor:
 
 
 def _product_pulls(func: Any, kwargs: Mapping[str, Any], a: Tensor, b: Tensor) -> Any:
-    """Return what pulls back to two factors, from their middles; None where torch is asked."""
+    """Return the functions that pull back to two factors, from their middles; None to ask torch."""
     name = func.__name__
     if name in {"mul", "multiply", "__mul__", "__rmul__"}:
         return product_pulls(a, b)
@@ -524,7 +524,7 @@ def _call_with(
     moving: Sequence[Tensor],
     *values: Tensor,
 ) -> Any:
-    """Call a function with other values in the place of what moves."""
+    """Call a function with other values for the moving arguments."""
     by_id = {id(old): value for old, value in zip(moving, values, strict=True)}
     return func(*substituted(args, by_id), **substituted(dict(kwargs), by_id))
 

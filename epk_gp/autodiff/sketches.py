@@ -1,6 +1,6 @@
-"""Random sketches and signs: few numbers whose inner products are those of the gradients in expectation.
+"""Random sketches and signs: few numbers whose inner products equal those of the gradients in expectation.
 
-docs/theory.md, section 9, derives what each sketch is and its variance.
+docs/theory.md, section 9, derives each sketch and its variance.
 """
 
 import hashlib
@@ -13,8 +13,8 @@ from torch import Tensor
 
 from epk_gp.core.checks import validate_count, validate_finite, validate_integer, validate_positive, validate_tensor
 
-# Rows that are transformed at a time, for k = 4096; so many numbers stay in the CPU's cache. Measured on one thread,
-# float32: 2.8 to 3.2 microseconds a transform of 4096 numbers, 16 to 256 rows at a time.
+# Rows that are transformed at a time, for k = 4096; these numbers stay in the CPU's cache. Measured on one thread,
+# float32: 2.8 to 3.2 microseconds per transform of 4096 numbers, 16 to 256 rows at a time.
 _TRANSFORM_ELEMENTS = 1 << 18
 
 
@@ -22,33 +22,33 @@ _TRANSFORM_ELEMENTS = 1 << 18
 class FeatureSum:
     """A sum of sketches of the gradients of K outputs at E points, over layers and nodes: (K, E, k).
 
-    * A gradient that is written out is cut into pieces of k numbers. Each number gets a random sign, each piece is
-      rotated by a random number of places, and all pieces are added: a count-sketch in which the numbers of one piece
-      never collide.
+    * A dense gradient is cut into pieces of k numbers. Each number gets a random sign, each piece is rotated by a
+    random number of positions, and all pieces are added: a count-sketch in which the numbers of one piece never
+    collide.
     * An outer product delta (x) a is sketched by its factors (TensorSketch): the numbers of a in pieces, as above; each
-      number of delta with a random sign in a place of its own. The sketch of the product is their circular convolution,
+      number of delta with a random sign at its own position. The sketch of the product is their circular convolution,
       so their Fourier transforms are multiplied, and the sum is transformed back once.
 
     Args:
         num_outputs: K.
         num_points: E.
         num_features: k.
-        reference: Gives dtype and device.
+        reference: Tensor that sets dtype and device.
     """
 
     def __init__(self, num_outputs: int, num_points: int, num_features: int, reference: Float[Tensor, "..."]) -> None:
         self.shape = (num_outputs, num_points, num_features)
         self.reference = reference
-        self._sum: Tensor | None = None  # (K, E, 2 k): what lies behind k numbers is added to the first k at the end
+        self._sum: Tensor | None = None  # (K, E, 2 k): the second half is added to the first at the end
         self._spectrum: Tensor | None = None  # (K, E, k // 2 + 1)
 
     def add_dense(self, values: Float[Tensor, "K E P_layer"], weight: float, generator: torch.Generator) -> None:
-        """Add a layer's gradients, written out.
+        """Add a layer's dense gradients.
 
         Args:
             values: The gradients.
             weight: Factor.
-            generator: Draws the sketch.
+            generator: Source of the random numbers of the sketch.
         """
         k = self.shape[2]
         if self._sum is None:
@@ -70,7 +70,7 @@ class FeatureSum:
             inputs: The layer's inputs a, with the 1 of a bias.
             output_grads: The gradients delta in its outputs.
             weight: Factor.
-            generator: Draws the sketch.
+            generator: Source of the random numbers of the sketch.
         """
         K, E, k = self.shape
         if self._spectrum is None:
@@ -96,7 +96,7 @@ class FeatureSum:
 
 
 def seeded_generator(*parts: object) -> torch.Generator:
-    """Return a generator whose numbers depend on the given values alone, whatever was drawn before."""
+    """Return a generator whose numbers depend only on the given values, not on earlier draws."""
     digest = hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()
     return torch.Generator().manual_seed(int.from_bytes(digest, "big") >> 1)
 
@@ -108,20 +108,20 @@ def draw_signs(count: int, generator: torch.Generator, reference: Float[Tensor, 
 
 
 def _draw_shifts(count: int, k: int, generator: torch.Generator) -> list[int]:
-    """Draw by how many places each piece of k numbers is rotated."""
+    """Draw the number of positions by which each piece of k numbers is rotated."""
     return list(torch.randint(0, k, (math.ceil(count / k),), generator=generator).tolist())
 
 
 def _draw_places(count: int, k: int, generator: torch.Generator) -> Int64[Tensor, " count"]:
-    """Draw a place in 0 .. k - 1 for each number; the numbers of one piece of k have different ones."""
+    """Draw a position in 0 .. k - 1 for each number; the numbers of one piece of k have different positions."""
     pieces = [torch.randperm(k, generator=generator) for _ in range(math.ceil(count / k))]
     return torch.cat(pieces)[:count]
 
 
 def _rotated_pieces(signed: Float[Tensor, "E n"], shifts: list[int], k: int) -> Float[Tensor, "E m"]:
-    """Add pieces of k numbers, each rotated by its shift; one piece alone is left where it is, with m <= k numbers.
+    """Add pieces of k numbers, each rotated by its shift; a single piece is not rotated, with m <= k numbers.
 
-    A rotation of one piece alone changes nothing: the places of the other factor are uniform.
+    A rotation of a single piece changes nothing: the positions of the other factor are uniform.
     """
     if len(shifts) == 1:
         return signed
@@ -132,7 +132,7 @@ def _rotated_pieces(signed: Float[Tensor, "E n"], shifts: list[int], k: int) -> 
 
 
 def _placed(signed: Float[Tensor, "K E n"], places: Int64[Tensor, " n"], k: int) -> Float[Tensor, "K E k"]:
-    """Add each number to its place."""
+    """Add each number at its position."""
     total = signed.new_zeros(*signed.shape[:2], k).index_copy_(2, places[:k], signed[:, :, :k])
     for part in (slice(first, first + k) for first in range(k, signed.shape[2], k)):
         total = total + torch.zeros_like(total).index_copy_(2, places[part], signed[:, :, part])
@@ -140,7 +140,7 @@ def _placed(signed: Float[Tensor, "K E n"], places: Int64[Tensor, " n"], k: int)
 
 
 def hadamard_order(num_outputs: int, num_nodes: int) -> int:
-    """Return the order of the Hadamard matrix whose rows are taken in turn at the nodes of a path.
+    """Return the order of the Hadamard matrix whose rows are used in turn at the nodes of a path.
 
     Args:
         num_outputs: C.
@@ -154,12 +154,12 @@ def hadamard_order(num_outputs: int, num_nodes: int) -> int:
 
 
 def covering_order(num_outputs: int, at_least: int, at_most: int) -> int:
-    """Return a number of nodes of which the rows of a Hadamard matrix stand for all outputs exactly.
+    """Return a number of nodes at which the rows of a Hadamard matrix represent all outputs exactly.
 
     Args:
         num_outputs: C.
-        at_least: Returned if an order from C on divides it.
-        at_most: Returned if no order from C to it does.
+        at_least: The result if an order of at least C divides it.
+        at_most: The result if no order of at least C does up to it.
     """
     if at_least % hadamard_order(num_outputs, at_least) == 0:
         return at_least
@@ -169,10 +169,10 @@ def covering_order(num_outputs: int, at_least: int, at_most: int) -> int:
 def hadamard_matrix(order: int) -> Int8[Tensor, "order order"]:
     """Return a Hadamard matrix: entries 1 and -1, orthogonal rows and columns.
 
-    Matrices of order 1, 2 and q + 1 for primes q = 3 mod 4 (Paley) are doubled as often as it takes (Sylvester).
+    Matrices of order 1, 2 and q + 1 for primes q = 3 mod 4 (Paley) are doubled repeatedly (Sylvester).
 
     Args:
-        order: Number of rows and columns, as `hadamard_order` gives it.
+        order: Number of rows and columns, from `hadamard_order`.
     """
     base = _base_order(order)
     H = torch.ones(1, 1, dtype=torch.int8) if base == 1 else _paley(base - 1)
@@ -182,7 +182,7 @@ def hadamard_matrix(order: int) -> Int8[Tensor, "order order"]:
 
 
 def _base_order(order: int) -> int:
-    """Return the order whose matrix is doubled up to another, with the fewest doublings there are; 0 without any."""
+    """Return the order of the matrix to double up to another, with the fewest doublings; 0 if none exists."""
     while order > 1 and (order % 4 or any((order - 1) % divisor == 0 for divisor in range(2, math.isqrt(order) + 1))):
         order = 0 if order % 2 else order // 2
     return order
@@ -203,9 +203,9 @@ def _paley(q: int) -> Tensor:
 # Rows whose features are computed at a time; the same for all calls, so that bytes do not depend on their number.
 _ROWS = 256
 
-# Of an RBF that is joined with a cosine path kernel in 4096 numbers. Measured on 400 MNIST images, 4 seeds: the root
-# mean square error of the product is 1.59, 1.43, 1.17, 1.14, 1.24 and 1.15 times 1 / 64 with 256, 512, 1024, 2048, 4096
-# and 8192 features of the RBF.
+# Features of an RBF that is joined with a cosine path kernel in 4096 numbers. Measured on 400 MNIST images, 4 seeds:
+# the root mean square error of the product is 1.59, 1.43, 1.17, 1.14, 1.24 and 1.15 times 1 / 64 with 256, 512, 1024,
+# 2048, 4096 and 8192 features of the RBF.
 RBF_FEATURES = 2048
 
 
@@ -220,15 +220,14 @@ def rbf_features(
     sine.
 
     Args:
-        X: n inputs of any shape, which are flattened.
+        X: n inputs of any shape; they are flattened.
         lengthscale: l.
         num_features: k, even.
-        seed: Draws the frequencies.
+        seed: Seed of the frequencies.
 
     Raises:
-        TypeError: An argument is of the wrong kind.
-        ValueError: A number is too small or odd, an input is not finite, or X has no dimension of points and one of
-            values.
+        TypeError: An argument has a wrong type.
+        ValueError: A number is too small or odd, an input is not finite, or X is not of shape (n, ...) with values.
     """
     validate_tensor(X, "X", floating=True)
     if X.ndim < 2 or not X[0:1].numel():
@@ -256,14 +255,14 @@ def tensor_sketch(
         <s(x), s(x')> = <z(x), z(x')> <phi(x), phi(x')> on average
 
     Args:
-        z: Features of one kernel, as `path_features` returns them; of length 1 for its cosine.
-        phi: Features of the other kernel, as `rbf_features` returns them.
+        z: Features of one kernel, from `path_features`; with length 1 for its cosine.
+        phi: Features of the other kernel, from `rbf_features`.
         num_features: k.
-        seed: Draws the sketch; another one than that of `rbf_features` is not needed.
+        seed: Seed of the sketch; it may be the same as in `rbf_features`.
 
     Raises:
-        TypeError: An argument is of the wrong kind.
-        ValueError: The features have other numbers of rows, or `num_features` is too small.
+        TypeError: An argument has a wrong type.
+        ValueError: The features have different numbers of rows, or `num_features` is too small.
     """
     for name, value in (("z", z), ("phi", phi)):
         validate_tensor(value, name, ndim=2, floating=True)

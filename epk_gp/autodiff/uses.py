@@ -1,8 +1,8 @@
-"""Gradients, row by row, of parameters that are used otherwise than as the weight of one kind of layer.
+"""Gradients, row by row, of parameters with other uses than as the weight of one kind of layer.
 
-Tables of embeddings, tied weights, scales that are multiplied by hand, learned positions: what is made of parameters
-alone has no rows. Where it meets rows, in a sum, a product or a layer, each row has a gradient in it, which is then
-pulled back to the parameters.
+Tables of embeddings, tied weights, scales that are multiplied by hand, learned positions: tensors made only of
+parameters have no rows. When such a tensor meets rows, in a sum, a product or a layer, each row has a gradient in it,
+which is then pulled back to the parameters.
 """
 
 from collections.abc import Mapping, Sequence
@@ -33,14 +33,14 @@ from epk_gp.core.model import BATCH_MARK
 
 @dataclass(frozen=True, eq=False)
 class ParameterUse:
-    """A call in which a parameter, or what was made of parameters alone, meets rows.
+    """A call in which a parameter, or a tensor made only of parameters, meets rows.
 
     Attributes:
-        value: The parameter, or what was made of it.
-        names: The parameters that it is made of.
+        value: The parameter, or the tensor made of it.
+        names: The parameters from which it is made.
         call: The call.
         shape: Shape of its result, (E, ...).
-        edge: Where the gradient with respect to the result can be taken.
+        edge: Graph edge at which the gradient with respect to the result can be taken.
     """
 
     value: Tensor
@@ -54,7 +54,7 @@ class ParameterUse:
 
         Args:
             grads: The gradients in the call's result.
-            create_graph: Keep the result differentiable.
+            create_graph: Whether to keep the result differentiable.
         """
         value, call, (K, n) = self.value, self.call, grads.shape[:2]
         if call.function is F.embedding and call.held["weight"] is value:
@@ -77,7 +77,7 @@ class ParameterUse:
         return EmbeddingJacobian(ids, flat, len(self.value))
 
     def _by_calling_again(self, grads: Tensor, create_graph: bool) -> Tensor:
-        """Make the call once more with a copy of the value for every row."""
+        """Repeat the call with a copy of the value for every row."""
         call, value, (K, n) = self.call, self.value.detach(), grads.shape[:2]
         before, is_of_rows = len(self.shape) - value.ndim, False
         if before:
@@ -108,10 +108,10 @@ class LayerCall:
     Attributes:
         call: The call.
         names: Its weight's name.
-        input: What the layer saw, (E, ...), detached unless a graph is kept.
-        input_is_constant: The input does not depend on the weights.
+        input: The layer's input, (E, ...), detached unless a graph is kept.
+        input_is_constant: Whether the input does not depend on the weights.
         shape: Shape of its output, (E, ...).
-        edge: Where the gradient with respect to the call's output can be taken.
+        edge: Graph edge at which the gradient with respect to the call's output can be taken.
     """
 
     call: FunctionCall
@@ -129,7 +129,7 @@ class LayerCall:
         return {**dict(zip(keys, self.call.args[3:], strict=False)), **named}
 
     def normalised(self, mode: ParameterInterception) -> Tensor:
-        """Return what a normalisation scales and shifts."""
+        """Return the normalised input, which a normalisation then scales and shifts."""
         call, x = self.call, self.input
         rest = [None if k in call.slots.values() else value for k, value in enumerate(call.args)][1:]
         named = {name: value for name, value in call.kwargs.items() if name not in {"input", *call.slots}}
@@ -140,7 +140,7 @@ class LayerCall:
 
 
 class ParameterUses:
-    """Follows what is made of parameters alone, until it meets rows.
+    """Follows tensors made only of parameters, until they meet rows.
 
     Args:
         params: The parameters.
@@ -149,19 +149,19 @@ class ParameterUses:
 
     def __init__(self, params: Mapping[str, Tensor], num_rows: int) -> None:
         self.num_rows = num_rows
-        # by id: what was made, and the parameters that it was made of
+        # by id: each such tensor, and the parameters from which it was made
         self.made: dict[int, tuple[Tensor, tuple[str, ...]]] = {id(v): (v, (name,)) for name, v in params.items()}
 
     def seen(self, call: FunctionCall, result: Any) -> list[ParameterUse]:
-        """Return the uses in a call, and keep what it makes of parameters alone.
+        """Return the uses in a call, and remember results made only of parameters.
 
         Raises:
-            UnsupportedParameterUseError: It does not return one entry per row.
+            UnsupportedParameterUseError: The call does not return one entry per row.
         """
         tensors, results = list(tensors_in((call.args, call.kwargs))), list(tensors_in((result,)))
         values = [self.made[id(value)] for value in tensors if id(value) in self.made]
         names = tuple(dict.fromkeys(name for _, own in values for name in own))
-        # numbers of embeddings that no input carries, such as token types, and initial states may be those of rows
+        # indices into embeddings that are not inputs, such as token types, and initial states may belong to rows
         x = call.input if call.function is F.embedding or call.function in LAYERS else None
         are_of_rows = isinstance(x, Tensor) and x.ndim > 1 and len(x) == self.num_rows
         if not (are_of_rows or any(map(has_rows, tensors))):
@@ -177,12 +177,12 @@ class ParameterUses:
 @final
 @dataclass(frozen=True, eq=False)
 class EmbeddingJacobian(LayerJacobian):
-    """The gradients of a table of embeddings, whose rows are zero but for the numbers that a point has.
+    """The gradients of a table of embeddings, whose rows are zero except for the indices of a point.
 
     Attributes:
-        ids: Numbers of each point, (E, L).
-        output_grads: Gradients in what the table gave for them, (K, E, L, d).
-        num_embeddings: Rows of the table.
+        ids: Indices of each point, (E, L).
+        output_grads: Gradients in the embeddings of these indices, (K, E, L, d).
+        num_embeddings: Number of rows of the table.
     """
 
     ids: Int64[Tensor, "E L"]
@@ -194,11 +194,11 @@ class EmbeddingJacobian(LayerJacobian):
 
     @property
     def multiplications_per_pair(self) -> int:
-        """Of gradients of equal numbers."""
+        """Multiplications of gradients with equal indices."""
         return self.ids.shape[1] ** 2 + self.output_grads.shape[2:].numel()
 
     def written(self, rows: slice = slice(None)) -> Float[Tensor, "K E size"]:
-        """Write out the gradients in some rows of the table."""
+        """Return dense gradients in some rows of the table."""
         first, end, _ = rows.indices(self.num_embeddings)
         (K, n, _, width), count = self.output_grads.shape, end - first
         places = self.ids - first + count * torch.arange(n, device=self.ids.device)[:, None]
@@ -207,7 +207,7 @@ class EmbeddingJacobian(LayerJacobian):
         return out.index_add(1, places[point, position], self.output_grads[:, point, position]).view(K, n, -1)
 
     def products(self, H: Float[Tensor, "R size"], rows: slice = slice(None)) -> Float[Tensor, "R E"]:
-        """Multiply adjoints of some rows of the table with the gradients of one output at each point."""
+        """Multiply adjoints of some rows of the table by the gradients of one output at each point."""
         first, end, _ = rows.indices(self.num_embeddings)
         H, values = H.unflatten(1, (end - first, -1)), H.new_zeros(len(H), len(self.ids))
         for point, (ids, grads) in enumerate(zip(self.ids, self.output_grads[0].to(H), strict=True)):
@@ -217,11 +217,11 @@ class EmbeddingJacobian(LayerJacobian):
         return values
 
     def to_dense(self) -> Float[Tensor, "K E P_layer"]:
-        """Write all of them out."""
+        """Return all gradients in dense form."""
         return self.written()
 
     def add_inner(self, other: LeftFactor, total: ProductSum, weight: float, *, layer: int, same_points: bool) -> None:
-        """Add one matrix product of what is written out."""
+        """Add one matrix product of the dense gradients."""
         total.add_products(self.written(), expect_representation(EmbeddingJacobian, other).written(), weight)
 
     def pointwise_products(self, other: LayerJacobian) -> Float[Tensor, "E K K"]:
@@ -235,8 +235,8 @@ class UseBuilder:
     Args:
         parameter: The parameter.
         uses: Its uses, each with its number among all calls.
-        create_graph: As of `ParameterUse.gradients`.
-        keeps_factors: As of `ContractionCost`.
+        create_graph: Whether to keep the result differentiable.
+        keeps_factors: Whether to keep factors (`ContractionCost`).
     """
 
     def __init__(
@@ -254,7 +254,7 @@ class UseBuilder:
         self.keeps_factors, self.parts = keeps_factors and is_table, list[Tensor]()
 
     def add_cotangents(self, grads: Sequence[Tensor]) -> None:
-        """Take the next cotangents' gradients with respect to the results of all calls."""
+        """Add the next cotangents' gradients with respect to the results of all calls."""
         if self.keeps_factors:
             self.parts.append(grads[self.uses[0][0]])
             return
@@ -266,7 +266,7 @@ class UseBuilder:
         if use.value is self.parameter:
             return gradients.reshape(*gradients.shape[:2], -1)
         (K, n), shape = gradients.shape[:2], use.value.shape
-        if gradients.shape[2:] != shape:  # the value has an entry for every row: that of the row alone counts
+        if gradients.shape[2:] != shape:  # the value has an entry for every row, and only the row's own counts
             rows = torch.arange(n, device=gradients.device)
             whole = gradients.new_zeros(K, n, *shape)
             whole[:, rows, rows] = gradients

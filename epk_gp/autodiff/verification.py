@@ -1,8 +1,8 @@
 """Find out how a network uses its parameters, verify each way to differentiate it against plain autograd, and plan.
 
-Nothing is believed of a module because of its name. A parameter is treated as a layer's only if every use of it is a
-linear, convolution or normalisation call, and only if the Jacobian so obtained equals autograd's on a few inputs;
-everything else is differentiated densely. Every other capability (`DifferentiationPlan`) is tried in the same way.
+A module's name proves nothing. A parameter is treated as a layer's only if every use of it is a linear, convolution or
+normalisation call, and only if the resulting Jacobian equals autograd's on a few inputs; everything else is
+differentiated densely. Every other capability (`DifferentiationPlan`) is tested in the same way.
 """
 
 from collections import defaultdict
@@ -35,17 +35,17 @@ from epk_gp.core.trajectory import Trajectory, flat_state
 
 _NUM_PROBE_ROWS = 6
 
-# Bytes that the true Jacobian of the rows may take on which ways of differentiating are compared with it, which need as
-# much each: together less than a small memory budget. A network of a million weights in float64 has four rows.
+# Largest size in bytes of the true Jacobian of the rows with which ways of differentiating are compared; each of them
+# needs as much: together less than a small memory budget. A network of a million weights in float64 has four rows.
 _TRUTH_BYTES, _FEWEST_ROWS = 1 << 26, 2
-Pair = tuple[Tensor, Tensor]  # what was computed, and what is expected
+Pair = tuple[Tensor, Tensor]  # the computed and the expected value
 T = TypeVar("T")
 
 
 def probe_rows(X: Shaped[Tensor, "M ..."]) -> Shaped[Tensor, "E ..."]:
-    """Take a few rows, spread over all, forwards then backwards.
+    """Return a few rows, spread over all, forwards then backwards.
 
-    The order is its own mirror image, so that a network that sorts its batch cannot go unnoticed.
+    The order is its own mirror image, so that a network that sorts its batch is noticed.
     """
     forwards = torch.linspace(0, len(X) - 1, _NUM_PROBE_ROWS, device=X.device).long()
     return X[torch.cat([forwards, forwards[:-1].flip(0)])]
@@ -54,13 +54,13 @@ def probe_rows(X: Shaped[Tensor, "M ..."]) -> Shaped[Tensor, "E ..."]:
 def observed_plan(
     model: FunctionalModel, w: Float[Tensor, " PQ"], X: Shaped[Tensor, "E ..."], *, all_dense: bool = False
 ) -> DifferentiationPlan:
-    """Observe the network at weights w, and return every way to differentiate it that may work. Nothing is tried.
+    """Observe the network at weights w, and return every way to differentiate it that may work, without tests.
 
     Args:
         model: The network, in the computation's dtype.
-        w: Flat weights of some state, and its moving statistics.
+        w: Flat weights of any state, and its moving statistics.
         X: A few inputs.
-        all_dense: Treat no parameter as a layer's, and do not interpolate weights.
+        all_dense: Whether to treat no parameter as a layer's, and not to interpolate weights.
 
     Raises:
         ValueError: A sample's output depends on the other samples of the batch.
@@ -89,7 +89,7 @@ def observed_plan(
     graph = model.signature.graph
     all_dense = all_dense or graph is not None
     activations = max(1, num_activations // (len(X) if graph is None else graph.num_nodes))
-    per_row = activations if graph is None else max(1, num_activations)  # a row goes backward through all
+    per_row = activations if graph is None else max(1, num_activations)  # one row goes backward through all of them
     bias_of = {} if all_dense else _layers(calls, model.names)
     covered = {*bias_of, *bias_of.values()}
     return DifferentiationPlan(
@@ -99,7 +99,7 @@ def observed_plan(
         supports_stacking=True,
         supports_jvp=True,
         supports_batched_vjp=True,
-        supports_pool_windows=False,  # tried when the layers are known
+        supports_pool_windows=False,  # tested when the layers are known
         supports_vmap=True,
         calls_convolutions=any(call.function in interception.CONVOLUTIONS for call in calls),
         vmap_chunk_size=max(1, VMAP_ELEMENTS // (model.num_weights + per_row)),
@@ -114,9 +114,9 @@ def observed_plan(
 def build_plan(
     model: FunctionalModel, w: Float[Tensor, " PQ"], X: Shaped[Tensor, "E ..."], *, all_dense: bool = False
 ) -> DifferentiationPlan:
-    """Keep of each way to differentiate the network what reproduces plain autograd on X.
+    """Keep the ways to differentiate the network that reproduce plain autograd on X.
 
-    Arguments and errors: as `observed_plan`.
+    Arguments and errors: as in `observed_plan`.
     """
     plan = replace(observed_plan(model, w, X, all_dense=all_dense), dense_params=())
     trial = _make_trial(model, w, X, plan)
@@ -129,7 +129,7 @@ def build_plan(
     plan = replace(plan, bias_of=bias_of, dense_params=tuple(name for name in model.names if name not in covered))
     plan = _verified(plan, "supports_batched_vjp", lambda plan: _layer_jacobians(trial, plan))
     if plan.calls_convolutions and plan.bias_of:
-        # what does not fit into a pass for one row fits for none
+        # a way that does not fit into a pass for one row fits for none
         expected = {name: rows[:, :1] for name, rows in trial.expected.items()}
         first_row = replace(trial, X=trial.X[:1], cotangents=trial.cotangents[:, :1], expected=expected)
         windows = partial(_layer_jacobians, first_row, tries_pool_windows=True)
@@ -138,14 +138,14 @@ def build_plan(
     if not plan.supports_interpolation or plan.dense_params:
         plan = replace(plan, supports_stacking=False)
     with forward_mode(), filter_own_warnings("ignore", DeprecationWarning):
-        fwAD.make_dual(torch.zeros(1), torch.zeros(1))  # torch 2.13 calls a deprecated function of its own first
+        fwAD.make_dual(torch.zeros(1), torch.zeros(1))  # torch 2.13 first calls its own deprecated function
     plan = _verified(plan, "supports_jvp", lambda plan: _slopes(trial, replace(plan, supports_interpolation=False)))
     if plan.supports_interpolation:
         plan = _verified(plan, "supports_jvp", lambda plan: _slopes(trial, plan))
     plan = _verified(plan, "supports_stacking", lambda plan: _on_lines(trial, plan))
     if plan.shares_pass and plan.supports_jvp:
         plan = _verified(plan, "supports_vmap", lambda plan: _mapped_passes(trial, plan))
-    # all parameters are mapped over where derivatives along a segment can be had in no other way
+    # all parameters are mapped over if derivatives along a segment are not available in another way
     names = plan.dense_params if plan.supports_interpolation else model.names + model.statistics
     return _verified(plan, "supports_vmap", lambda plan: _mapped_jacobian(trial, plan, names)) if names else plan
 
@@ -153,14 +153,14 @@ def build_plan(
 def _verified(
     plan: DifferentiationPlan, flag: str, attempt: Callable[[DifferentiationPlan], Pair | Iterator[Pair]]
 ) -> DifferentiationPlan:
-    """Return the plan without a flag unless what it stands for reproduces what is expected."""
+    """Return the plan without a flag unless its capability reproduces the expected values."""
     if not getattr(plan, flag) or passes_check(lambda: attempt(plan)):
         return plan
     return replace(plan, **cast(Any, {flag: False}))
 
 
 def _layers(calls: Sequence[interception.FunctionCall], trained: Sequence[str]) -> dict[str, str | None]:
-    """Map the weights that only layers' calls use to the bias that always goes with each, and others to None."""
+    """Map the weights that only layers' calls use to the bias that always accompanies each, and others to None."""
     by_name = defaultdict[str, list[interception.FunctionCall]](list)
     for call in calls:
         for name in call.params:
@@ -181,8 +181,8 @@ class _Trial:
 
     Attributes:
         model: The network.
-        w: Flat weights off the trained ones, where a zero could hide a mistake; statistics likewise.
-        d: A direction to move in. A statistic may be a variance: it only grows.
+        w: Flat weights away from the trained ones, where a zero could hide a mistake; statistics likewise.
+        d: A direction of motion. A statistic may be a variance, so it only grows.
         X: Inputs.
         cotangents: Two random cotangents of each sample's logits.
         expected: The Jacobian of every parameter and statistic, by backward passes sample by sample.
@@ -219,7 +219,7 @@ def _make_trial(model: FunctionalModel, w: Tensor, X: Tensor, plan: Differentiat
 
 
 def _layer_jacobians(trial: _Trial, plan: DifferentiationPlan, *, tries_pool_windows: bool = False) -> Iterator[Pair]:
-    """Compare layer by layer: the Jacobians of all layers together may be large."""
+    """Compare layer by layer, because the Jacobians of all layers together may be large."""
     net = PlannedModel(trial.model, replace(plan, dense_params=()))
     fixed = Cotangents(lambda _: trial.cotangents)
     at, cost = WeightLocation(trial.w), ContractionCost(1, 1, tries_pool_windows=tries_pool_windows)
@@ -233,7 +233,7 @@ def _layer_jacobians(trial: _Trial, plan: DifferentiationPlan, *, tries_pool_win
 
 
 def _interpolated_outputs(trial: _Trial, plan: DifferentiationPlan) -> Pair:
-    """Compare outputs for two numbers of rows, so that no other size can be taken for that of the rows."""
+    """Compare outputs for two numbers of rows, so that no other size can be confused with the number of rows."""
     model, X, segment = trial.model, trial.X, trial.segment(replace(plan, calls_fused_functions=False))
     t = (0.9 + 0.31 * torch.arange(len(X), dtype=trial.w.dtype, device=X.device)) % 1
     together = [values(segment, X[:n], t[:n]) for n in (len(X), len(X) - 1)]
@@ -242,8 +242,8 @@ def _interpolated_outputs(trial: _Trial, plan: DifferentiationPlan) -> Pair:
 
 
 def _on_lines(trial: _Trial, plan: DifferentiationPlan) -> Iterator[Pair]:
-    """Compare outputs, slopes and Jacobians of a few rows on two lines with those on each of them."""
-    X, w, d, of_rows = trial.X[:3], trial.w, trial.d, trial.cotangents[:, :3]  # which are all held at once
+    """Compare outputs, slopes and Jacobians of a few rows on two lines with those on each line."""
+    X, w, d, of_rows = trial.X[:3], trial.w, trial.d, trial.cotangents[:, :3]  # all are held at once
     line = replace(trial.segment(plan), w=torch.stack([w, 0.9 * w + d]), d=torch.stack([d, 2 * d]))
     pair = torch.arange(2 * len(X), device=X.device)
     t = (0.9 + 0.31 * pair.to(w)) % 1
@@ -265,9 +265,9 @@ def _on_lines(trial: _Trial, plan: DifferentiationPlan) -> Iterator[Pair]:
 
 
 def _slopes(trial: _Trial, plan: DifferentiationPlan) -> Pair:
-    """Multiply the outputs' derivatives along the direction with the cotangents, and compute that another way.
+    """Multiply the outputs' derivatives along the direction by the cotangents, and compute this in another way.
 
-    Two numbers of each row stand for all outputs: to differentiate each of a thousand would take a minute.
+    Two numbers per row represent all outputs: differentiating a thousand outputs would take a minute.
     """
     segment = trial.segment(replace(plan, calls_fused_functions=False))
     slopes = directional_derivatives(segment, trial.X, trial.w.new_zeros(len(trial.X)))[1]
@@ -283,7 +283,7 @@ def _mapped_jacobian(trial: _Trial, plan: DifferentiationPlan, names: tuple[str,
 
 
 def _mapped_passes(trial: _Trial, plan: DifferentiationPlan) -> Pair:
-    """Compare passes that are mapped over points of the direction with passes at each point."""
+    """Compare passes that are mapped over points of the direction with separate passes at each point."""
     t = (0.9 + 0.31 * torch.arange(3, dtype=trial.w.dtype, device=trial.X.device)) % 1
     X = trial.X[: len(t)]
     mapped = directional_derivatives(trial.segment(plan), X, t)
@@ -292,26 +292,26 @@ def _mapped_passes(trial: _Trial, plan: DifferentiationPlan) -> Pair:
 
 
 def passes_check(attempt: Callable[[], Pair | Iterator[Pair]], *, one_by_one: bool = False) -> bool:
-    """Return whether a way of computing runs without a warning and reproduces what is expected.
+    """Return whether a way of computing runs without a warning and reproduces the expected values.
 
     Args:
-        attempt: Returns what was computed and what is expected, in one piece or piece by piece.
-        one_by_one: A piece may miss what is expected by a share of its own size, not of that of the largest piece.
+        attempt: Returns computed and expected values, together or piece by piece.
+        one_by_one: Whether the tolerance of a piece is relative to its own size, not to the largest piece.
     """
     with without_errors_of_a_trial(), filter_own_warnings("error", Warning):  # torch warns of its slow loops
         found = attempt()
         pieces = [found] if isinstance(found, tuple) else found
         return all(_agree([piece]) for piece in pieces) if one_by_one else _agree(pieces)
-    return False  # type: ignore[unreachable]  # an error was left out
+    return False  # type: ignore[unreachable]  # an error was suppressed
 
 
 @contextmanager
 def without_errors_of_a_trial() -> Iterator[None]:
-    """Leave out errors that mean: this way of computing does not fit the network."""
+    """Suppress errors that mean that this way of computing does not fit the network."""
     try:
         yield
     except (RuntimeError, ValueError, TypeError, IndexError, AttributeError, Warning) as error:
-        # that memory ran out says nothing about the network, and a plan is kept; on the CPU only the text tells
+        # a lack of memory does not depend on the network, and a plan is kept; on the CPU only the text shows it
         if isinstance(error, torch.OutOfMemoryError) or "DefaultCPUAllocator" in str(error):
             raise
 
@@ -335,7 +335,7 @@ def _agree(pairs: Iterable[Pair]) -> bool:
 
 
 def _num_dropped(plan: DifferentiationPlan) -> tuple[int, int]:
-    """Count the parameters that are no layer's, and the ways of differentiating that did not reproduce autograd."""
+    """Count the parameters that are not a layer's, and the ways of differentiating that did not reproduce autograd."""
     ways = (plan.supports_interpolation, plan.supports_jvp, plan.supports_batched_vjp)
     return len(plan.dense_params), ways.count(False)
 
@@ -344,7 +344,7 @@ def plan_for(trajectory: Trajectory, model: FunctionalModel) -> PlannedModel:
     """Return a run's network with its plan, which is made once for each dtype and device.
 
     Args:
-        trajectory: The run. Its training inputs and trained weights are what the plan is tried on.
+        trajectory: The run. The plan is tested on its training inputs and trained weights.
         model: The network in the computation's dtype and on its device.
     """
     cache = model.cache
@@ -356,9 +356,9 @@ def plan_for(trajectory: Trajectory, model: FunctionalModel) -> PlannedModel:
             plan = build_plan(model, w, X, all_dense=cache.needs_dense_plan)
             may_have_layers = not (cache.needs_dense_plan or plan.shares_pass)
             if may_have_layers and model.spec.dtype != torch.float64 and any(_num_dropped(plan)):
-                # rounding in float32 switches one of 1e6 ReLUs, so that two ways differ which are the same in float64
+                # rounding in float32 switches one of 1e6 ReLUs, so that two ways differ that agree in float64
                 double = model.converted(TensorSpec(torch.float64, model.spec.device))
-                with suppress(RuntimeError, ValueError, TypeError):  # what casts to float32 within may not take it
+                with suppress(RuntimeError, ValueError, TypeError):  # casts to float32 inside may fail
                     other = build_plan(double, w.double(), double.spec.cast(probe_rows(trajectory.inputs)))
                     plan = min(plan, other, key=_num_dropped)
             cache.plans[key] = plan
@@ -366,20 +366,20 @@ def plan_for(trajectory: Trajectory, model: FunctionalModel) -> PlannedModel:
 
 
 def with_plan(compute: Callable[..., T], X: Shaped[Tensor, "n ..."], *runs: Trajectory) -> T:
-    """Return compute(net, ...), which gets the network of each run with its plan.
+    """Return compute(net, ...), called with the planned network of each run.
 
-    If the inputs use a parameter as a plan did not foresee, the first network whose plan is not dense gets the dense
-    one, and `compute` is called again: it must leave nothing behind when it raises. A network may send each row to
-    another expert: a layer then sees some of the rows, which the rows that the plan was made on need not show. The
-    model's cache keeps that finding for every later computation.
+    If the inputs use a parameter in a way that a plan did not foresee, the first network whose plan is not dense gets
+    the dense plan, and `compute` is called again: it must leave no trace when it raises. A network may send each row to
+    another expert: a layer then sees only some rows, which the rows of the plan need not show. The model's cache keeps
+    this finding for every later computation.
 
     Args:
-        compute: What is computed with the networks.
-        X: Inputs, of the computation's dtype and on its device.
+        compute: The computation with the networks.
+        X: Inputs, in the dtype and on the device of the computation.
         runs: The runs, which may share a network.
 
     Raises:
-        UnsupportedParameterUseError: The dense plans do not foresee it either.
+        UnsupportedParameterUseError: The dense plans do not cover it either.
         ValueError: The network makes Python numbers of its tensors.
     """
     with outside_autocast():

@@ -1,7 +1,7 @@
 """The command line, `epk-gp`: the table of its commands, and how errors end one.
 
 `options` holds the options that commands share; `data` and `networks` read and write what lies in files; the other
-modules hold a command each, or a few that belong together. Commands may import everything else of the package.
+modules hold a command each. Commands may import everything else of the package.
 """
 
 import os
@@ -24,21 +24,15 @@ _INTERRUPTED = 130  # 128 + SIGINT
 _HELP = "Exact path kernels: which training points made a prediction, exactly, and how sure is it?"
 _PLAIN: dict[str, Any] = {"add_completion": False, "pretty_exceptions_enable": False, "rich_markup_mode": None}
 
-# Each command is the function of its name in a module of epk_gp.cli: its options and its help are the function's
-# signature and docstring. Beside the module stands the command's line in `epk-gp --help`, which lists the commands in
-# the order in which a run goes through them.
+# Each command is the function of its name in the module of its name: its options and its help are the function's
+# signature and docstring. Beside it stands its line in `epk-gp --help`, in the order in which a run goes through them.
 COMMANDS = {
-    "demo": ("demo", "Run the paper's problem, from training to figures."),
-    "record": ("record", "Train a network and record every step."),
-    "info": ("runs", "Show the contents of a run."),
-    "verify": ("runs", "Check that the kernel machine equals the network."),
-    "attribute": ("attribute", "Write the contribution of each training point."),
-    "influence": ("attribute", "Write how predictions depend on each point's weight."),
-    "datamodel": ("attribute", "Write what predictions would be without many points."),
-    "report": ("report", "Write predictions, contributions and certificate as a page."),
-    "gram": ("gram", "Write a block of the exact path kernel."),
-    "uncertainty": ("uncertainty", "Map a GP's uncertainty, or score points."),
-    "audit": ("uncertainty", "Rank the training labels by how suspicious they are."),
+    "demo": "Run the paper's problem, from training to figures.",
+    "record": "Train a network and record every step.",
+    "verify": "Check a run's files, and that the kernel machine equals the network.",
+    "attribute": "Write the contribution of each training point.",
+    "uncertainty": "Score how likely predictions are wrong, and how unlike the training data points are.",
+    "report": "Write predictions, contributions and certificate as a page.",
 }
 
 
@@ -49,7 +43,7 @@ class _LazyGroup(TyperGroup):
         """Put the command that is called in the place of its line in the list."""
         name = args[0]
         if name in COMMANDS:
-            module = import_module(f"epk_gp.cli.{COMMANDS[name][0]}")
+            module = import_module(f"epk_gp.cli.{name}")
             alone = typer.Typer(**_PLAIN)
             alone.command(name)(getattr(module, name))
             self.commands[name] = typer.main.get_command(alone)
@@ -61,7 +55,7 @@ def _listed() -> None:
 
 
 app = typer.Typer(name="epk-gp", cls=_LazyGroup, help=_HELP, **_PLAIN)
-for _name, (_, _line) in COMMANDS.items():
+for _name, _line in COMMANDS.items():
     app.command(_name, short_help=_line)(_listed)
 
 
@@ -86,7 +80,7 @@ def _warnings_in_one_line() -> Iterator[None]:
     """Show warnings as errors are shown."""
 
     def show(message: Warning | str, category: type[Warning], *where: Any, **options: Any) -> None:
-        # Neither what is for calls from Python (a command has a bar, or is to be quiet) nor torch's to linear_operator
+        # Neither what is for calls from Python (a command has a bar) nor torch's to linear_operator
         if category.__name__ != "SlowCallWarning" and not str(message).startswith("`torch.jit.script` is"):
             typer.echo(f"epk-gp: warning: {message}", err=True)
 

@@ -117,7 +117,7 @@ class ChosenPoints:
         labels: Their classes, or None where they are not known.
         rows: Their rows in the source, ascending.
         available: Number of points that they were chosen from.
-        origin: What they are: "held-out points", "points of FILE" or training inputs.
+        origin: Description of the points: "held-out points", "points of FILE" or training inputs.
         answers: Classes or words whose log-probability is explained, (n, ...), or None where there are none.
     """
 
@@ -129,32 +129,34 @@ class ChosenPoints:
     answers: Shaped[Tensor, "n ..."] | None = None
 
     def __str__(self) -> str:
-        """Say how many points there are, and which."""
+        """Describe the number and the origin of the points."""
         chosen = len(self.X)
         return f"{chosen} {self.origin}" if chosen == self.available else f"{chosen} of {self.available} {self.origin}"
 
     def explained(self, trajectory: Trajectory, outputs: str, head: Head | None) -> tuple[dict[str, Any], Tensor]:
-        """Return the options of `attribute` and `influence` for what --outputs names, and the output of each point.
+        """Return the options of `attribute` for what --outputs names, and the output of each point.
 
         Raises:
             ValueError: The log-probability of answers is wanted, and the points have none; or a head is named too.
         """
         if outputs == "answers":
-            return self.answered(head), torch.zeros(len(self.X), dtype=torch.int64)
+            if head is not None:
+                raise ValueError(f"--outputs answers must stand without --head: got --head {head}. Leave one out.")
+            return self.answered(), torch.zeros(len(self.X), dtype=torch.int64)
         predicted = network_outputs(trajectory, self.X).argmax(dim=1)
         resolved = resolve_head(head, trajectory.loss, trajectory.num_outputs)
         return {"head": resolved, "classes": predicted if outputs == "predicted" else None}, predicted
 
-    def answered(self, head: Head | None) -> dict[str, Any]:
-        """Return the options of `attribute`, `influence`, `datamodel` and `write_report` for answers.
+    def answered(self) -> dict[str, Any]:
+        """Return the options of `attribute` and `write_report` for answers.
 
         Raises:
-            ValueError: The points have no answers; or a head is named too.
+            ValueError: The points have no answers.
         """
-        if self.answers is None or head is not None:
+        if self.answers is None:
             raise ValueError(
                 "--outputs answers explains the log-probability of `answers`, a tensor beside `inputs` in the file "
-                f"of --points, without --head: got {self.origin}{'' if head is None else f' and --head {head}'}."
+                f"of --points: got {self.origin}."
             )
         return {"function": RowFunction.log_probability(self.answers)}
 
@@ -175,19 +177,14 @@ def read_points(
     run: Path,
     file: Path | None,
     num_points: int | None = None,
-    *,
-    dtype: torch.dtype | None = None,
-    seed: int | None = None,
 ) -> ChosenPoints:
-    """Choose points of a file, or of the run's held-out points, or of its training inputs if it has none.
+    """Take the first points of a file, or of the run's held-out points, or of its training inputs if it has none.
 
     Args:
         trajectory: The run.
         run: Its folder, whose held-out points are taken by default.
         file: File with `inputs`, or None.
         num_points: Largest number of points; all by default.
-        dtype: Floating-point type of the points; the run's by default.
-        seed: Seed with which the points are drawn; the first ones are taken by default.
 
     Raises:
         FileNotFoundError: The file is missing.
@@ -200,16 +197,14 @@ def read_points(
     else:
         arrays = read_arrays(path)
     X = _inputs_like_the_run(arrays, path, trajectory)
-    rows = draw_rows(len(X), num_points, seed)
-    chosen = cast_points(X[rows], trajectory, dtype)
-    validate_finite(chosen, f"`inputs` in {path} as {chosen.dtype}")
+    rows = torch.arange(len(X))[:num_points]
     labels = arrays.get("labels")  # for pictures alone: none are drawn that are no classes
     if labels is not None:
         labels = labels[rows] if labels.dtype == torch.int64 and labels.shape == (len(X),) else None
     answers = arrays.get("answers")
     if answers is not None and (not answers.ndim or len(answers) != len(X)):
         raise ValueError(f"`answers` in {path} must have a row for each of {len(X)} points: got {_describe(answers)}.")
-    return ChosenPoints(chosen, labels, rows, len(X), origin, None if answers is None else answers[rows])
+    return ChosenPoints(X[rows], labels, rows, len(X), origin, None if answers is None else answers[rows])
 
 
 def read_labelled(source: str, run: Path, trajectory: Trajectory) -> ChosenPoints:
@@ -229,14 +224,13 @@ def read_labelled(source: str, run: Path, trajectory: Trajectory) -> ChosenPoint
     if source == _HELD_OUT_SOURCE:
         path, origin = run / HELD_OUT, "held-out points"
         if not _has_held_out(run):
-            raise ValueError(f"held-out points must lie beside the run: {run} has none. Name a file.")
+            raise ValueError(f"--validation must name labelled points: {run} has no held-out ones. Name a file.")
     if path.is_dir():
         images = mnist_folder(path, split="test", dtype=trajectory.dtype)
         arrays = {"inputs": images.inputs, "labels": images.labels}
     else:
         arrays = read_arrays(path)
-    X = cast_points(_inputs_like_the_run(arrays, path, trajectory), trajectory, None)
-    validate_finite(X, f"`inputs` in {path} as {X.dtype}")
+    X = _inputs_like_the_run(arrays, path, trajectory)
     labels = _class_indices(arrays, "labels", len(X), path) if "labels" in arrays else None
     if labels is not None:
         validate_labels(labels, len(X), trajectory.num_outputs, name=f"`labels` in {path}")
@@ -255,27 +249,13 @@ def _has_held_out(run: Path) -> bool:
 
 
 def _inputs_like_the_run(arrays: dict[str, Tensor], file: Path, trajectory: Trajectory) -> Shaped[Tensor, "n ..."]:
-    """Return the inputs of a file. Raise if there are none, or if they are not of the shape of the run's."""
+    """Return a file's inputs in the run's type. Raise if there are none, or not of its shape, or not finite."""
     X, expected = _inputs(arrays, "inputs", file), tuple(trajectory.inputs.shape[1:])
     if not len(X) or tuple(X.shape[1:]) != expected:
         raise ValueError(f"`inputs` in {file} must be points of the run's shape, {expected} each: got {_describe(X)}.")
+    X = X.to(trajectory.dtype) if trajectory.inputs.is_floating_point() else X  # token numbers stay as they are
+    validate_finite(X, f"`inputs` in {file} as {X.dtype}")
     return X
-
-
-def cast_points(
-    X: Shaped[Tensor, "n ..."], trajectory: Trajectory, dtype: torch.dtype | None
-) -> Shaped[Tensor, "n ..."]:
-    """Cast floating-point inputs to a type, or to the run's by default; integer inputs are left as they are."""
-    if not trajectory.inputs.is_floating_point():
-        return X
-    return X.to(trajectory.dtype if dtype is None else dtype)
-
-
-def draw_rows(count: int, size: int | None, seed: int | None) -> Int64[Tensor, " n"]:
-    """Return the sorted indices of at most `size` of `count` rows: the first rows, or with a seed random ones."""
-    if seed is None:
-        return torch.arange(count)[:size]
-    return torch.randperm(count, generator=torch.Generator().manual_seed(seed))[:size].sort().values
 
 
 def read_arrays(file: Path) -> dict[str, Tensor]:

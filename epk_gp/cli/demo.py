@@ -11,16 +11,13 @@ from epk_gp.cli import options as opt
 
 # Sizes as in section 4.1 of Bell et al. (2023), and tiny ones.
 _SIZES = ("--num-train", 3000, "--num-test", 102, "--width", 64, "--steps", 300)
-_SMOKE = ("--num-train", 60, "--num-test", 9, "--width", 8, "--steps", 8)
-_SMOKE_MAP = ("--num-condition", 20, "--grid", 8, "--num-samples", 64)
+_SMOKE = ("--num-train", 60, "--num-test", 42, "--width", 8, "--steps", 8)
 
 
 def demo(
     out: opt.Out = Path("demo_output"),
     seed: opt.Seed = 0,
-    dtype: opt.DataDtype = "float64",
     smoke: Annotated[bool, typer.Option("--smoke", help="Use tiny sizes, for a few seconds.")] = False,
-    quiet: opt.Quiet = False,
 ) -> None:
     """Train on three Gaussians, show that the kernel machine is the network, explain and map it (about a minute).
 
@@ -29,18 +26,15 @@ def demo(
     folder = opt.make_folder(out)
     run, sizes = folder / "run", _SMOKE if smoke else _SIZES
     commands = (
-        ("record", "--out", run, "--resume", "--zero-final-layer", *sizes, "--seed", seed, "--dtype", dtype),
+        ("record", "--out", run, "--resume", "--zero-final-layer", *sizes, "--seed", seed),
         ("verify", run, "--rule", "left-riemann:1", "--tol", 1),
         ("verify", run, "--out", folder),
         ("attribute", run, "--num-points", 3, "--out", folder / "attribution"),
-        # Two nodes are exact between kinks: the gradients of the logits are linear in t there, and the kernel is a
-        # product of two of them.
-        ("uncertainty", run, "--columns", "0,1", "--rule", "gauss-legendre:2", *(_SMOKE_MAP if smoke else ()),
-         "--seed", seed, "--out", folder / "uncertainty"),
+        ("uncertainty", run, "--columns", "0,1", *(("--grid", 8) if smoke else ()), "--out", folder / "uncertainty"),
         ("report", run, "--num-points", 3, "--title", "Three Gaussians", "--out", folder / "report.html"),
     )  # fmt: skip
     for command in commands:
-        words = [*map(str, command), *(["--quiet"] if quiet else [])]
+        words = [*map(str, command)]
         typer.echo(f"\n{shlex.join(('epk-gp', *words))}")
         if app(args=words, prog_name="epk-gp", standalone_mode=False):
             raise typer.Abort  # newer versions of typer return a status where the command was interrupted

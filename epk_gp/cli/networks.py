@@ -3,7 +3,7 @@
 import importlib
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import torch
 from jaxtyping import Shaped
@@ -18,32 +18,28 @@ from epk_gp.storage.schema import Record, read_data, read_header, read_record
 
 MANIFEST = "network.json"
 _BUILT_IN = ("mlp", "cnn")
-Activation = Literal["relu", "tanh", "gelu"]
-_ACTIVATIONS: dict[Activation, Callable[[], nn.Module]] = {"relu": nn.ReLU, "tanh": nn.Tanh, "gelu": nn.GELU}
 
 _Size = Annotated[int, Field(ge=0, lt=1 << 31)]
 
 
 class NetworkSpec(Record):
-    """How a network is made.
+    """The construction of a network.
 
     Attributes:
         name: "mlp" (one hidden layer), "cnn" (two convolutions with pooling), or "package.module:factory".
         input_shape: Shape of one input. This and the following fields matter for built-in networks only.
         num_outputs: Number of outputs C.
         width: Hidden units of "mlp".
-        activation: "relu", "tanh" or "gelu".
     """
 
     name: str
     input_shape: list[_Size]
     num_outputs: _Size
     width: _Size = 64
-    activation: Activation = "relu"
 
 
 class Manifest(Record):
-    """What the command line writes beside a run: its network, the options of the recording, and its held-out points."""
+    """Files of the command line next to a run: its network, the options of the recording, and its held-out points."""
 
     network: NetworkSpec
     recorded_with: dict[str, Any]
@@ -72,22 +68,20 @@ def network_and_output(spec: NetworkSpec) -> tuple[nn.Module, Callable[[Any], Te
     """
     if spec.name not in _BUILT_IN:
         return _from_factory(spec.name)
-    activation, shape = _ACTIVATIONS[spec.activation], spec.input_shape
+    shape = spec.input_shape
     if spec.name == "mlp":
         size = torch.Size(shape).numel()
-        layers = [nn.Linear(size, spec.width), activation(), nn.Linear(spec.width, spec.num_outputs)]
+        layers = [nn.Linear(size, spec.width), nn.ReLU(), nn.Linear(spec.width, spec.num_outputs)]
         return nn.Sequential(*([nn.Flatten()] if len(shape) > 1 else []), *layers), None
     if len(shape) != 3 or min(shape[1:]) < 4:
         raise ValueError(f"the cnn needs images (channels, height >= 4, width >= 4): got {tuple(shape)}.")
     first, second = nn.Conv2d(shape[0], 8, 3, padding=1), nn.Conv2d(8, 16, 3, padding=1)
     last = nn.Linear(16 * (shape[1] // 4) * (shape[2] // 4), spec.num_outputs)
-    layers = [first, activation(), nn.MaxPool2d(2), second, activation(), nn.MaxPool2d(2), nn.Flatten(), last]
+    layers = [first, nn.ReLU(), nn.MaxPool2d(2), second, nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(), last]
     return nn.Sequential(*layers), None
 
 
-def network_spec(
-    name: str, X: Shaped[Tensor, "n ..."], num_outputs: int, width: int | None, activation: Activation | None
-) -> NetworkSpec:
+def network_spec(name: str, X: Shaped[Tensor, "n ..."], num_outputs: int, width: int | None) -> NetworkSpec:
     """Describe the network that a user names, for given inputs.
 
     Raises:
@@ -95,19 +89,16 @@ def network_spec(
     """
     if width is not None and name != "mlp":
         raise ValueError(f"--width belongs to --network mlp: got --network {name}.")
-    if activation is not None and name not in _BUILT_IN:
-        raise ValueError(f"--activation belongs to --network mlp and cnn: got --network {name}.")
     if name in _BUILT_IN and (X.ndim < 2 or not X.is_floating_point()):
         raise ValueError(f"--network {name} must have floating-point inputs of shape (n, D) or more: got {X.dtype}.")
-    given = {"width": width, "activation": activation}
-    chosen: dict[str, Any] = {key: value for key, value in given.items() if value is not None}
-    return NetworkSpec(name=name, input_shape=list(X.shape[1:]), num_outputs=num_outputs, **chosen)
+    own: dict[str, Any] = {} if width is None else {"width": width}
+    return NetworkSpec(name=name, input_shape=list(X.shape[1:]), num_outputs=num_outputs, **own)
 
 
 def validate_network(
     net: nn.Module, output: Callable[[Any], Tensor] | None, X: Shaped[Tensor, "n ..."], num_classes: int
-) -> int:
-    """Evaluate a network on two inputs before training, and return its number of outputs.
+) -> None:
+    """Evaluate a network on two inputs before training.
 
     Raises:
         ValueError: The network cannot take these inputs, or has fewer outputs than there are classes.
@@ -121,7 +112,6 @@ def validate_network(
         raise ValueError(f"the network must take inputs of shape {tuple(X.shape[1:])}: {error}") from error
     if outputs.shape[1] < num_classes:
         raise ValueError(f"the network must have an output per class: {outputs.shape[1]} for {num_classes} classes.")
-    return outputs.shape[1]
 
 
 def _from_factory(name: str) -> tuple[nn.Module, Callable[[Any], Tensor] | None]:

@@ -4,12 +4,11 @@ import os
 from collections.abc import Callable, Mapping
 from math import isfinite
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 import torch
 import typer
 
-from epk_gp.core.losses import Head
 from epk_gp.quadrature import rules
 from epk_gp.storage.run import is_run
 from epk_gp.storage.schema import HEADER
@@ -18,16 +17,10 @@ PARTIAL = "partial"  # folder of a long job's partial sums, which is removed whe
 _MAX_COUNT = 10**9  # no command can do anything this many times; larger numbers overflow in places
 _MAX_SEED = 2**63 - 1
 
-if TYPE_CHECKING:
-    Context = typer.Context
-else:
-    Context = typer.Context.__base__  # click's: what a command is given; typer's own is for annotations alone
-
 _Made = TypeVar("_Made")
 Dtype = Literal["float32", "float64"]
-ExplainedOutputs = Literal["all", "predicted", "answers"]
 
-DTYPES: dict[str | None, torch.dtype] = {"float32": torch.float32, "float64": torch.float64}
+DTYPES: dict[Dtype, torch.dtype] = {"float32": torch.float32, "float64": torch.float64}
 
 
 def count(text: str, minimum: int = 1, maximum: int = _MAX_COUNT) -> Any:
@@ -60,16 +53,7 @@ def number(text: str, minimum: float = 0.0, *, below: float = float("inf"), or_e
 
 RunFolder = Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a recorded run.", show_default=False)]
 Out = Annotated[Path, typer.Option(help="Folder for the results; it is created if it does not exist.")]
-OptionalOut = Annotated[Path | None, typer.Option(help="Folder for the numbers as JSON; none is written by default.")]
-_SOURCE = (
-    "Score points, by an UncertainClassifier fitted with labelled points that the network has not seen: a "
-    "file (.safetensors or .npz) with `inputs` and `labels`, a folder of MNIST-format files (its test part), or "
-    "held-out, the run's own. Without --points half of them, drawn with --seed, are kept to be scored."
-)
-Source = Annotated[str | None, typer.Option(metavar="SOURCE", help=_SOURCE)]
 Seed = Annotated[int, count("Seed of everything random.", 0, _MAX_SEED)]
-_DRAWN = "Draw the points at random with this seed; by default the first ones are taken."
-SeedOfPoints = Annotated[int | None, count(_DRAWN, 0, _MAX_SEED)]
 _NETWORK = (
     "mlp, cnn, or package.module:factory, a function without arguments that returns the torch.nn.Module, or "
     "a pair of it and the recorder's output= (the current folder is searched too). By default the network that the "
@@ -81,32 +65,23 @@ _POINTS = (
     "or its training inputs if it has none."
 )
 PointsFile = Annotated[Path | None, typer.Option(help=_POINTS)]
-_HEAD = "Explain the logits, or their log-softmax; by default log_softmax for cross entropy, else logits."
-HeadOption = Annotated[Head | None, typer.Option(help=_HEAD)]
 _RULES = "adaptive[:TOL], gauss-legendre:N (N <= 1000), left-riemann:N, midpoint:N (N <= 10000) or left-endpoint"
 RuleOption = Annotated[str, typer.Option(help=f"{_RULES}; N nodes in each step.")]
 _PATH = (
     "How test points get from one recorded state to the next: by straight steps; by straight lines over K "
     "steps at a time, which takes fewer evaluations; or with derivatives averaged operation by operation over "
-    "K steps, which takes two (attributions and reports only, and by default for large networks there)."
+    "K steps, which takes two. By default straight, and layerwise for large networks."
 )
-PathOption = Annotated[str, typer.Option(metavar="straight|chords:K|layerwise[:K]", help=_PATH)]
-DataDtype = Annotated[Dtype, typer.Option(help="Type of data and weights.")]
-RunDtype = Annotated[Dtype | None, typer.Option(help="Compute in this type; by default in the run's own.")]
+PathOption = Annotated[str | None, typer.Option(metavar="straight|chords:K|layerwise[:K]", help=_PATH)]
 Memory = Annotated[float, number("Memory for the computation, GiB, at least 0.001.", 0.001, below=1e6)]
-Workers = Annotated[int | None, count("Processes of one thread each; by default this process computes.", 1, 4096)]
-_SCHEDULER = "Workers of a Dask scheduler: tcp://host:8786, or scheduler file."
-Scheduler = Annotated[str | None, typer.Option(metavar="ADDRESS", help=_SCHEDULER)]
-NumExplained = Annotated[int, count("Largest number of points that are explained; the first 6 are drawn.")]
-_EXPLAINED = (
-    "Every output; only the one that the network predicts, at a fraction of the cost; or the log-probability "
-    "of the classes or words that the file of --points holds as `answers`."
+_COLUMNS = (
+    "Map over two columns of a table, X,Y, each by its name (--feature-names) or its number from 0. An extent stands "
+    "behind it, as in age=0..100, or the name of each value of a column of categories, as in sex=0:female/1:male."
 )
-Explained = Annotated[ExplainedOutputs, typer.Option(help=_EXPLAINED)]
-_ESTIMATE = "Only estimate pieces, bytes and seconds, measuring for so many seconds; nothing is written."
-Estimate = Annotated[float | None, number(_ESTIMATE, 0.1, below=1e5)]
-TopListed = Annotated[int, count("Training points listed and drawn of either sign, at most 50.", 1, 50)]
-Quiet = Annotated[bool, typer.Option("--quiet", help="No progress bars.")]
+Columns = Annotated[str | None, typer.Option(metavar="X,Y", help=_COLUMNS)]
+_OTHERS = "With --columns: values of other columns, as in age=40,children=2; by default their medians."
+Others = Annotated[str | None, typer.Option(metavar="NAME=VALUE,...", help=_OTHERS)]
+FeatureNames = Annotated[str | None, typer.Option(metavar="A,B,...", help="Names of the features.")]
 
 
 def parse_rule(text: str) -> rules.Rule:
@@ -127,19 +102,19 @@ def parse_rule(text: str) -> rules.Rule:
     return _parse_named(text, kinds, f"--rule must be {_RULES}")
 
 
-def parse_path(text: str) -> rules.WeightPath:
-    """Return the path between the recorded states that an option names.
+def parse_path(text: str | None) -> rules.WeightPath | None:
+    """Return the path between the recorded states that an option names; None is the default of the library.
 
     Raises:
         ValueError: There is no path of this name, or its number is missing or wrong.
     """
     kinds: dict[str, Callable[..., rules.WeightPath]] = {"straight": rules.straight, "chords": rules.chords}
     kinds |= {"layerwise": rules.layerwise}
-    return _parse_named(text, kinds, "--path must be straight, chords:K or layerwise[:K]")
+    return None if text is None else _parse_named(text, kinds, "--path must be straight, chords:K or layerwise[:K]")
 
 
 def _parse_named(text: str, kinds: Mapping[str, Callable[..., _Made]], message: str) -> _Made:
-    """Return what a name stands for, made with the number after its colon if there is one."""
+    """Return the value for a name, made with the number after its colon if there is one."""
     name, colon, value = text.partition(":")
     try:
         number = float if name == "adaptive" else int
@@ -160,33 +135,14 @@ def make_folder(out: Path) -> Path:
     return out
 
 
-def validate_run(run: Path, out: Path | None, workers: int | None = None, scheduler: str | None = None) -> None:
-    """Raise if a folder holds no run, or if results would be written into it, or if a command would compute twice.
+def validate_run(run: Path, out: Path | None) -> None:
+    """Raise if a folder holds no run, or if results would be written into it.
 
     Raises:
         FileNotFoundError: The folder holds no run.
-        ValueError: The results would be written into the run's folder, or below it; or both workers are given.
+        ValueError: The results would be written into the run's folder, or below it.
     """
     if not is_run(run):
         raise FileNotFoundError(f"RUN must hold a recorded run: {run / HEADER} does not exist. See epk-gp record.")
-    if out is not None:
-        require_outside(run, out, "--out")
-    if workers is not None and scheduler is not None:
-        raise ValueError("--workers and --scheduler must not stand together. Pass one of them.")
-
-
-def given_options(ctx: Context) -> dict[str, str]:
-    """Return the parameters that are on the command line, and the option of each."""
-    options = {parameter.name: parameter.opts[0] for parameter in ctx.command.params if parameter.name is not None}
-    sources = {name: getattr(ctx.get_parameter_source(name), "name", None) for name in options}
-    return {name: option for name, option in options.items() if sources[name] == "COMMANDLINE"}
-
-
-def require_outside(run: Path, out: Path, option: str) -> None:
-    """Raise if results would be written into the folder of a run.
-
-    Raises:
-        ValueError: They would.
-    """
-    if Path(os.path.realpath(out)).is_relative_to(os.path.realpath(run)):
-        raise ValueError(f"{option} must lie outside the folder of the run: got {out}, and the run is {run}.")
+    if out is not None and Path(os.path.realpath(out)).is_relative_to(os.path.realpath(run)):
+        raise ValueError(f"--out must lie outside the folder of the run: got {out}, and the run is {run}.")

@@ -3,42 +3,41 @@
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_type_hints
 
 import torch
 import typer
 from pydantic import TypeAdapter, ValidationError
 from torch import optim
-from torch.nn import functional as F
 
 from epk_gp.cli import networks
 from epk_gp.cli import options as opt
 from epk_gp.cli.data import HELD_OUT, held_out_content, is_data_file, load_split
-from epk_gp.cli.networks import MANIFEST, Activation
-from epk_gp.core.losses import CrossEntropy, MeanSquaredError
+from epk_gp.cli.networks import MANIFEST
+from epk_gp.core.losses import CrossEntropy
 from epk_gp.core.model import zero_final_layer
 from epk_gp.core.trajectory import network_outputs
 from epk_gp.datasets import Dataset
-from epk_gp.optimizers.update_rules import ClipNorm
 from epk_gp.provenance import Stopwatch
 from epk_gp.recording.train import train
 from epk_gp.storage.files import atomic_write, checksum, checksummed_json
 from epk_gp.storage.run import is_run
 from epk_gp.storage.writer import MANIFEST_FILES, Storage
 
+if TYPE_CHECKING:
+    Context = typer.Context
+else:
+    Context = typer.Context.__base__  # click's: what a command is given; typer's own is for annotations alone
 OptimizerName = Literal["sgd", "adam", "adamw", "rmsprop", "adagrad"]
-LossName = Literal["cross-entropy", "mse"]
 
 _OPTIMIZERS: dict[str, Any] = {
     kind.__name__.lower(): kind for kind in (optim.SGD, optim.Adam, optim.AdamW, optim.RMSprop, optim.Adagrad)
 }
 _SAME = 1e-3  # outputs of a network that do not differ by more say nothing of a point
-# The options that say what a run is made of. --out, --steps, --commit-seconds and --quiet may change from one part of a
-# recording to the next.
+# The options that say what a run is made of. --out, --steps and --commit-seconds may change when it is resumed.
 _RECORDED = (
-    *("data", "data_dir", "num_train", "num_test", "num_classes", "network", "width", "activation", "zero_final"),
-    *("optimizer", "lr", "momentum", "nesterov", "weight_decay", "clip_norm", "batch_size", "loss", "dtype"),
-    *("keep_every", "check_every", "seed"),
+    *("data", "data_dir", "num_train", "num_test", "num_classes", "network", "width", "zero_final"),
+    *("optimizer", "lr", "momentum", "weight_decay", "batch_size", "dtype", "check_every", "seed"),
 )
 _DATA = (
     "three-gaussians, digits, mnist, or a .safetensors or .npz file with `inputs` and `labels` 0 .. C-1, and perhaps "
@@ -54,7 +53,7 @@ _COMMIT_SECONDS = "Seconds between commits: a crash loses at most the steps of t
 
 
 def record(
-    ctx: opt.Context,
+    ctx: Context,
     out: Annotated[Path, typer.Option(help="New folder for the run.")] = Path("run"),
     data: Annotated[str, typer.Option(help=_DATA)] = "three-gaussians",
     data_dir: Annotated[Path | None, typer.Option(help="Of --data mnist; default $EPK_GP_DATA/mnist.")] = None,
@@ -63,37 +62,29 @@ def record(
     num_classes: Annotated[int | None, opt.count(_NUM_CLASSES, 2, 10**6)] = None,
     network: Annotated[str, typer.Option(help="mlp, cnn, or package.module:factory, which returns it.")] = "mlp",
     width: Annotated[int | None, opt.count("Hidden units of the mlp; 64 by default.", 1, 10**6)] = None,
-    activation: Annotated[Activation | None, typer.Option(help="Of the mlp and the cnn; relu by default.")] = None,
     zero_final: Annotated[bool, typer.Option("--zero-final-layer", help="Start from a zero last layer.")] = False,
     steps: Annotated[int, opt.count("Steps of gradient descent.")] = 300,
     optimizer: Annotated[OptimizerName, typer.Option(help="Optimizer of torch.optim.")] = "sgd",
     lr: Annotated[float, opt.number("Learning rate.", or_equal=False)] = 0.1,
     momentum: Annotated[float, opt.number("Momentum, of sgd and rmsprop: from 0, below 1.", below=1.0)] = 0.0,
-    nesterov: Annotated[bool, typer.Option("--nesterov", help="Nesterov's, of sgd with --momentum.")] = False,
     weight_decay: Annotated[float, opt.number("Weight decay; decoupled in adamw.")] = 0.0,
-    clip_norm: Annotated[float | None, opt.number("Clip the gradient to this norm.", or_equal=False)] = None,
     batch_size: Annotated[int | None, opt.count("Points per step; all by default.")] = None,
-    loss: Annotated[LossName, typer.Option(help="cross-entropy, or mse against one-hot labels.")] = "cross-entropy",
-    dtype: opt.DataDtype = "float64",
+    dtype: Annotated[opt.Dtype, typer.Option(help="Type of data and weights.")] = "float64",
     resume: Annotated[bool, typer.Option("--resume", help="Resume the run in --out with its options.")] = False,
-    keep_every: Annotated[int, opt.count("Keep one weight state in N; the others are computed when read.")] = 1,
     commit_seconds: Annotated[float, opt.number(_COMMIT_SECONDS, or_equal=False)] = 60.0,
     check_every: Annotated[int, opt.count("Recompute and check the gradient of one step in N.")] = 1,
     seed: opt.Seed = 0,
-    quiet: opt.Quiet = False,
 ) -> None:
-    """Train a network by gradient descent and record every step."""
+    """Train a classifier by gradient descent on cross entropy, and record every step."""
     options = {name: value for name, value in locals().items() if name != "ctx"}
-    completed = _complete_options(options, opt.given_options(ctx))
+    completed = _complete_options(options, _given_options(ctx))
     if completed != options:  # once more, with the recorded options in place of the defaults
         record(ctx, **completed)
         return
     timer, kind = Stopwatch(), opt.DTYPES[dtype]
     has_momentum = optimizer in ("sgd", "rmsprop")
-    if (momentum and not has_momentum) or (nesterov and optimizer != "sgd"):
-        raise ValueError(f"--momentum belongs to sgd and rmsprop, --nesterov to sgd: got {optimizer}.")
-    if nesterov and not momentum:
-        raise ValueError("--nesterov must come with a positive --momentum: got none. Pass, say, --momentum 0.9.")
+    if momentum and not has_momentum:
+        raise ValueError(f"--momentum belongs to sgd and rmsprop: got {optimizer}.")
     if out.exists() and not (out.is_dir() and (resume or not any(out.iterdir()))):
         raise FileExistsError(f"--out must be a new or empty folder: {out} already holds something. Or pass --resume.")
     training, held_out, available = load_split(
@@ -102,28 +93,24 @@ def record(
     X, y = training.inputs, training.labels
     if batch_size is not None and batch_size > len(X):
         raise ValueError(f"--batch-size must be at most the {len(X)} training points: got {batch_size}.")
-    spec = networks.network_spec(network, X, training.num_classes, width, activation)
+    spec = networks.network_spec(network, X, training.num_classes, width)
     torch.manual_seed(seed)
     net, output = networks.network_and_output(spec)
     net = net.to(kind)
     if zero_final:
         zero_final_layer(net)
-    num_outputs = networks.validate_network(net, output, X, training.num_classes)
-    y = y if loss == "cross-entropy" else F.one_hot(y, num_outputs).to(kind)
+    networks.validate_network(net, output, X, training.num_classes)
     rates: dict[str, Any] = {"lr": lr, "weight_decay": weight_decay}
     rates |= {"momentum": momentum} if has_momentum else {}
-    rates |= {"nesterov": nesterov} if optimizer == "sgd" else {}
     made = _OPTIMIZERS[optimizer]([p for p in net.parameters() if p.requires_grad], **rates)
     recorded = {name: options[name] for name in (*_RECORDED, "steps")} | {"num_train": len(training)}
     recorded["data_dir"] = None if data_dir is None else str(data_dir)
 
     with _described(out, networks.Manifest(network=spec, recorded_with=recorded), held_out):
         trajectory = train(
-            net, X, y, optimizer=made, steps=steps, batch_size=batch_size,
-            loss=CrossEntropy() if loss == "cross-entropy" else MeanSquaredError(),
-            generator=torch.Generator().manual_seed(seed), clip=None if clip_norm is None else ClipNorm(clip_norm),
-            folder=out, resume=resume, storage=Storage(seconds=commit_seconds, keep_every=keep_every),
-            check_every=check_every, progress=not quiet, output=output,
+            net, X, y, optimizer=made, steps=steps, batch_size=batch_size, loss=CrossEntropy(),
+            generator=torch.Generator().manual_seed(seed), folder=out, resume=resume,
+            storage=Storage(seconds=commit_seconds), check_every=check_every, progress=True, output=output,
         )  # fmt: skip
     typer.echo(f"{trajectory!r}")
     shares, varies = [], False
@@ -173,6 +160,13 @@ def _described(out: Path, manifest: networks.Manifest, held_out: Dataset) -> Ite
                 with suppress(OSError):  # it holds something after all
                     out.rmdir()
         raise
+
+
+def _given_options(ctx: Context) -> dict[str, str]:
+    """Return the parameters that are on the command line, and the option of each."""
+    options = {parameter.name: parameter.opts[0] for parameter in ctx.command.params if parameter.name is not None}
+    sources = {name: getattr(ctx.get_parameter_source(name), "name", None) for name in options}
+    return {name: option for name, option in options.items() if sources[name] == "COMMANDLINE"}
 
 
 def _complete_options(options: Mapping[str, Any], given: Mapping[str, str]) -> dict[str, Any]:

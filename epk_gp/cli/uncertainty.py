@@ -1,199 +1,91 @@
-"""`epk-gp uncertainty` and `audit`: maps of a process, scores of points, and the labels that a process doubts."""
+"""`epk-gp uncertainty`: scores of points by an `UncertainClassifier`, and a map of these scores."""
 
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import torch
 import typer
 from torch import Tensor
 
-from epk_gp.analysis.labels import label_errors
 from epk_gp.analysis.maps import Plane, UncertaintyMap, column_plane, principal_plane, uncertainty_on_plane
 from epk_gp.analysis.measures import error_detection
 from epk_gp.cli import options as opt
-from epk_gp.cli.data import ChosenPoints, draw_rows, read_labelled, read_points
+from epk_gp.cli.data import ChosenPoints, read_labelled
 from epk_gp.cli.networks import open_run
-from epk_gp.cli.workers import computing
-from epk_gp.core.losses import CrossEntropy, NegativeLogLikelihood
 from epk_gp.core.trajectory import Trajectory, network_outputs
 from epk_gp.gp.data import MIN_VALIDATION_POINTS, count_seen, training_labels
 from epk_gp.gp.label_process import InputFeatures
-from epk_gp.gp.models import LogitGP
 from epk_gp.gp.stacking import Stacking, classes_in_every_set
 from epk_gp.gp.uncertain_classifier import UncertainClassifier
 from epk_gp.plots.maps import map_figure
-from epk_gp.plots.scores import scores_figure, suspicious_labels_figure
+from epk_gp.plots.scores import scores_figure
 from epk_gp.plots.style import save_figure
-from epk_gp.provenance import Stopwatch, write_arrays, write_json, write_npz, write_table
-from epk_gp.quadrature.rules import QuadratureRule
+from epk_gp.provenance import Stopwatch, write_arrays, write_json, write_npz
 
-_OF_SCORES = ("alpha", "by_class", "features", "save_model", "memory")  # options of scores only
-_OF_PROCESS = ("num_condition", "outputs", "targets", "rule", "fit_steps")  # of the map without --validation only
-_OF_COLUMNS = ("others", "feature_names")
-_OF_MAPS = ("grid", "margin", *_OF_COLUMNS)
-_MAP_ARRAYS = ("x", "y", "training", "network_class", "probability", "std", "entropy", "mutual_information", "kernel",
-               "out_of_distribution")  # fmt: skip
-_POINT_ARRAYS = ("mean", "std", "entropy", "standard_error", "expected_entropy", "mutual_information")
-_AUDIT_COLUMNS = ("rank", "index", "label", "expected", "score", "margin", "own_label", "log_probability", "aum")
-
+_SCORES = ("error", "out_of_distribution", "entropy", "mutual_information", "std")
+_MAPPED = ("x", "y", "training", "network_class", "probability", "std", "entropy", "mutual_information",
+           "out_of_distribution")  # fmt: skip
+_GRID = 40  # nodes per side
 _PRINCIPAL = ("first principal direction", "second principal direction")
-
-Outputs = Literal["full", "independent"]
-Targets = Literal["network", "dirichlet"]
-_ALPHA = "Scores: share of sets of classes without the true one."
-_BY_CLASS = "Scores: this share within each class, by a threshold for each."
-_FEATURES = "Sketched features, or exact for none; by default exact up to 5000 points if that is cheap, else 4096."
-Features = Annotated[str | None, typer.Option(help=_FEATURES)]
-_NODES = (
-    "Nodes in place of all steps: 20 by default, or one an output up to 256; a map takes all steps by default, 20 are "
-    "faster."
+_VALIDATION = (
+    "Labelled points that the network has not seen: held-out, the run's own; a file (.safetensors or .npz) with "
+    "`inputs` and `labels`; or a folder of MNIST-format files (its test part). Without --points half of them, drawn "
+    "with --seed, are kept to be scored."
 )
-Nodes = Annotated[int | None, opt.count(_NODES, 1, 10**6)]
-_COLUMNS = (
-    "Map over two columns of a table, X,Y, each by its name (--feature-names) or its number from 0. An extent stands "
-    "behind it, as in age=0..100, or the name of each value of a column of categories, as in sex=0:female/1:male."
-)
-Columns = Annotated[str | None, typer.Option(metavar="X,Y", help=_COLUMNS)]
-_OTHERS = "With --columns: values of other columns, as in age=40,children=2; by default their medians."
-Others = Annotated[str | None, typer.Option(metavar="NAME=VALUE,...", help=_OTHERS)]
-FeatureNames = Annotated[str | None, typer.Option(metavar="A,B,...", help="Names of the features.")]
+_POINTS = "The points that are scored: a file with `inputs`, and perhaps `labels`, or a folder of MNIST-format files."
 
 
 def uncertainty(
-    ctx: opt.Context,
     run: opt.RunFolder,
     out: opt.Out = Path("uncertainty"),
-    validation: opt.Source = None,
-    points: opt.PointsFile = None,
-    alpha: Annotated[float, opt.number(_ALPHA, below=1.0, or_equal=False)] = 0.1,
-    by_class: Annotated[bool, typer.Option("--by-class", help=_BY_CLASS)] = False,
-    features: Features = None,
-    nodes: Nodes = None,
-    path: opt.PathOption = "straight",
-    save_model: Annotated[Path | None, typer.Option(help="Scores: new folder for the fitted classifier.")] = None,
-    memory: opt.Memory = 1.0,
-    num_condition: Annotated[int, opt.count("Map: largest number of training points of its GP.")] = 300,
-    outputs: Annotated[Outputs, typer.Option(help="Map: coupled classes, or one GP per class.")] = "full",
-    targets: Annotated[Targets, typer.Option(help="Map: the network's outputs, or Dirichlet labels.")] = "network",
-    columns: Columns = None,
-    others: Others = None,
-    feature_names: FeatureNames = None,
-    grid: Annotated[int, opt.count("Map: nodes per side, 2 to 400.", 2, 400)] = 40,
-    margin: Annotated[float, opt.number("Map: border, in units of the data's extent.", below=1000.0)] = 0.4,
-    num_samples: Annotated[int, opt.count("Monte Carlo draws through the softmax, 2 to 100000.", 2, 10**5)] = 1024,
-    rule: Annotated[str, typer.Option(help="Map: a fixed rule, as gauss-legendre:N.")] = "gauss-legendre:4",
-    fit_steps: Annotated[int, opt.count("Map: steps of the fit by marginal likelihood.")] = 50,
+    validation: Annotated[str, typer.Option(metavar="SOURCE", help=_VALIDATION)] = "held-out",
+    points: Annotated[Path | None, typer.Option(help=_POINTS)] = None,
+    alpha: Annotated[
+        float, opt.number("Share of sets of classes without the true one.", below=1.0, or_equal=False)
+    ] = 0.1,
+    map: Annotated[bool, typer.Option("--map", help="Map scores over two principal directions.")] = False,  # noqa: A002
+    columns: opt.Columns = None,
+    others: opt.Others = None,
+    feature_names: opt.FeatureNames = None,
+    grid: Annotated[int | None, opt.count("Nodes per side of a map, 2 to 400; 40 by default.", 2, 400)] = None,
     network: opt.Network = None,
-    dtype: Annotated[opt.Dtype, typer.Option(help="Type of results; everything is computed in float64.")] = "float64",
-    workers: opt.Workers = None,
-    scheduler: opt.Scheduler = None,
     seed: opt.Seed = 0,
-    quiet: opt.Quiet = False,
 ) -> None:
-    """Score points with --validation; without it, map the uncertainty of a GP on the logits over a plane.
+    """Score points: how likely a prediction is wrong, and how unlike the training data a point is.
 
-    Scores say how likely a prediction is wrong, and how unlike the training data a point is; beside them stand sets of
-    classes that hold the true one as often as asked for. With --columns they are mapped too.
+    Beside the scores stand sets of classes that hold the true one as often as asked for. With --map or --columns the
+    scores are mapped too.
     """
-    options = {name: value for name, value in locals().items() if name != "ctx"}
-    given, reasons = opt.given_options(ctx), dict.fromkeys(_OF_SCORES, "without --validation")
-    if validation is not None:
-        reasons = dict.fromkeys(_OF_PROCESS, "beside --validation")
-    if columns is None:
-        reasons |= dict.fromkeys(_OF_COLUMNS if validation is None else _OF_MAPS, "without --columns")
-    if unused := [f"{given[name]} would be ignored {reason}" for name, reason in reasons.items() if name in given]:
-        raise ValueError(f"{unused[0]}. Pass one of them, or both.")
-    opt.validate_run(run, out, workers, scheduler)
-    timer, along = Stopwatch(), opt.parse_path(path)
-    if validation is not None:
-        asked = parse_features(features)
-        if save_model is not None:
-            opt.require_outside(run, save_model, "--save-model")
-            if save_model.exists() and (not save_model.is_dir() or any(save_model.iterdir())):
-                raise ValueError(f"--save-model must be a new or empty folder: {save_model} holds something.")
-        trajectory = open_run(run, network)
-        training_labels(trajectory, "uncertainty --validation")
-        surface = None if columns is None else parse_columns(columns, others, feature_names, trajectory.inputs)
-        fitted, scored = read_validation(validation, points, run, trajectory, seed=seed)
-        folder = opt.make_folder(out)
-        typer.echo(f"scoring {scored}, with {fitted} as validation points")
-        with computing(memory, workers, scheduler, quiet) as settings:
-            model = UncertainClassifier(trajectory, nodes=nodes, features=asked, seed=seed, path=along, **settings)
-            model.fit(fitted.X, fitted.labels)
-            if save_model is not None:
-                model.save(save_model)
-            numbers = _describe_model(model)
-            numbers |= _write_scores(folder, model, scored, fitted, num_samples, alpha, by_class, opt.DTYPES[dtype])
-            if surface is not None:
-                m = uncertainty_on_plane(model, surface, size=grid, margin=margin, num_samples=num_samples)
-                _write_map(folder, "map", m, opt.DTYPES[dtype], trajectory.digest, validation=fitted.X)
-        config = options | {"validation": str(fitted), "points": str(scored)}
-        write_json(folder / "uncertainty.json", "uncertainty", config, numbers, timer)
-        for line in _score_lines(numbers, alpha):
-            typer.echo(line)
-        saved = "" if save_model is None else f"; the model to {save_model}"
-        files = ("scores.npz", "scores.png", "uncertainty.json", "map.png", "map.safetensors")
-        listed = ", ".join(files[: 3 if surface is None else 5])
-        typer.echo(f"written to {folder}: {listed}{saved} ({timer.total:.1f} s)")
-        return
-    fixed = opt.parse_rule(rule)
-    if not isinstance(fixed, QuadratureRule):
-        raise ValueError(f"--rule must be a fixed rule, the same for all points: got {rule}.")
-    trajectory = open_run(run, network)
-    if not isinstance(trajectory.loss, CrossEntropy | NegativeLogLikelihood):
-        raise ValueError(f"the network's outputs must be logits: the run's loss is {type(trajectory.loss).__name__}.")
-    X = trajectory.inputs
-    surface = principal_plane(X) if columns is None else parse_columns(columns, others, feature_names, X)
-    chosen = read_points(trajectory, run, points, dtype=torch.float64)
-    X, folder = chosen.X, opt.make_folder(out)
-    typer.echo(f"predicting at {chosen} and on a map of {grid} x {grid} nodes")
-    rows = draw_rows(trajectory.num_points, num_condition, seed).tolist()
-    with computing(memory, workers, scheduler, quiet) as settings:
-        executor = settings["executor"]  # a map takes little memory
-        gp = LogitGP(
-            trajectory, outputs, targets=targets, points=rows, rule=fixed, path=along, nodes=nodes, executor=executor
-        )
-        losses = gp.fit(fit_steps, progress=not quiet)
-        generator = torch.Generator().manual_seed(seed)
-        u = gp.logit_posterior(X, progress=not quiet).softmax_uncertainty(num_samples, generator)
-        m = uncertainty_on_plane(
-            gp, surface, size=grid, margin=margin, num_samples=num_samples, generator=generator, progress=not quiet
-        )
-    _write_map(folder, "uncertainty", m, opt.DTYPES[dtype], trajectory.digest)
-    at_points = {"inputs": X} | {name: getattr(u, name) for name in _POINT_ARRAYS}
-    write_npz(folder / "points.npz", _cast(at_points, opt.DTYPES[dtype]))
-    scale = gp.covar_module.outputscale.detach().reshape(-1).tolist()
-    noise = gp.likelihood.noise.detach().reshape(-1)[: gp.kernel.config.structure.num_matrices].tolist()
-    largest, correlation = float(m.std.max()), m.distance_correlation
-    results: dict[str, Any] = {"kernel_scale": gp.kernel.scale, "outputscale": scale, "noise": noise}
-    results |= {"negative_log_likelihood": [losses[0], losses[-1]], "largest_std": largest}
-    results |= {"largest_standard_error": m.standard_error, "rank_correlation_of_std_with_distance": correlation}
-    results["mean_std_at_points"] = float(u.std.mean())
-    config = options | {"num_condition": len(rows), "points": str(chosen)}
+    options = dict(locals())
+    opt.validate_run(run, out)
+    timer, trajectory = Stopwatch(), open_run(run, network)
+    training_labels(trajectory, "uncertainty")
+    plane = parse_plane(trajectory, map, columns, others, feature_names)
+    if (grid is not None and plane is None) or (feature_names is not None and columns is None):
+        raise ValueError("--grid must stand beside --map or --columns, --feature-names beside --columns. Add them.")
+    fitted, scored = read_validation(validation, points, run, trajectory, seed=seed)
+    folder = opt.make_folder(out)
+    typer.echo(f"scoring {scored}, with {fitted} as validation points")
+    model = UncertainClassifier(trajectory, seed=seed, progress=True).fit(fitted.X, fitted.labels)
+    results = _describe_model(model) | _write_scores(folder, model, scored, fitted, alpha)
+    files = ["scores.npz", "scores.png", "uncertainty.json"]
+    if plane is not None:
+        _write_map(folder, uncertainty_on_plane(model, plane, size=grid or _GRID), trajectory.digest, fitted.X)
+        files += ["map.png", "map.safetensors"]
+    config = options | {"validation": str(fitted), "points": str(scored)}
     write_json(folder / "uncertainty.json", "uncertainty", config, results, timer)
-    typer.echo(f"GP on {len(rows)} training points: outputscale {scale}, noise {noise}")
-    typer.echo(f"standard deviation of the class probability over the map: at most {largest:.3f}")
-    falls = "none" if correlation is None else f"{correlation:+.2f}"
-    typer.echo(f"its rank correlation with the distance to the training data: {falls}")
-    typer.echo(f"written to {folder}: uncertainty.png and .json, map.safetensors, points.npz ({timer.total:.1f} s)")
-    typer.echo("for scores to abstain and to detect by, add --validation held-out, or a file of labelled points")
+    for line in _score_lines(results, alpha):
+        typer.echo(line)
+    typer.echo(f"written to {folder}: {', '.join(files)} ({timer.total:.1f} s)")
 
 
-def _cast(arrays: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
-    """Return the arrays with floating-point ones cast to a type."""
-    return {name: value.to(dtype) if value.is_floating_point() else value for name, value in arrays.items()}
-
-
-def _write_map(
-    folder: Path, picture: str, m: UncertaintyMap, dtype: torch.dtype, digest: str, validation: Tensor | None = None
-) -> None:
+def _write_map(folder: Path, m: UncertaintyMap, digest: str, validation: Tensor) -> None:
     """Write and draw a map."""
     axes, words = (_PRINCIPAL, describe_plane(m.plane.origin.numel())) if m.plane.columns is None else (None, None)
-    save_figure(map_figure(m, axes, plane=words, validation=validation), folder / f"{picture}.png", palette=True)
-    arrays = {name: values for name in _MAP_ARRAYS if (values := getattr(m, name)) is not None}
-    arrays |= {"origin": m.plane.origin, "axes": m.plane.axes}
-    write_arrays(folder / "map.safetensors", _cast(arrays, dtype), {"digest": digest, "rows": "y", "columns": "x"})
+    save_figure(map_figure(m, axes, plane=words, validation=validation), folder / "map.png", palette=True)
+    arrays = {name: getattr(m, name) for name in _MAPPED} | {"origin": m.plane.origin, "axes": m.plane.axes}
+    write_arrays(folder / "map.safetensors", arrays, {"digest": digest, "rows": "y", "columns": "x"})
 
 
 def describe_plane(num_entries: int) -> str:
@@ -209,13 +101,28 @@ def parse_names(text: str | None) -> list[str] | None:
     return None if text is None else [name.strip() for name in text.split(",")]
 
 
-def parse_columns(columns: str, others: str | None, feature_names: str | None, X: Tensor) -> Plane:
+def parse_plane(
+    trajectory: Trajectory, is_principal: bool, columns: str | None, others: str | None, feature_names: str | None
+) -> Plane | None:
+    """Return the plane of a map: the principal directions (--map), two columns (--columns), or None.
+
+    Raises:
+        ValueError: Both are given, or an option would be ignored, or the columns are not there.
+    """
+    if (columns is None and others is not None) or (columns is not None and is_principal):
+        raise ValueError("--columns must stand without --map, and --others beside --columns. Leave one out.")
+    if columns is not None:
+        return _parse_columns(columns, others, parse_names(feature_names), trajectory.inputs)
+    return principal_plane(trajectory.inputs) if is_principal else None
+
+
+def _parse_columns(columns: str, others: str | None, names: list[str] | None, X: Tensor) -> Plane:
     """Return the plane of the columns of a table that options name.
 
     Raises:
         ValueError: They name no two columns, or values that these do not have.
     """
-    names, kinds, ends, axes = parse_names(feature_names), dict[Any, Any](), dict[Any, Any](), list[Any]()
+    kinds, ends, axes = dict[Any, Any](), dict[Any, Any](), list[Any]()
 
     def column(word: str) -> str | int:
         return word.strip() if word.strip() in (names or ()) or not word.strip().isdecimal() else int(word)
@@ -268,47 +175,25 @@ def read_validation(
     return validation, points
 
 
-def parse_features(text: str | None) -> int | Literal["exact"] | None:
-    """Return what --features asks for: a number of sketched features, none of them, or the choice by the run's size.
-
-    Raises:
-        ValueError: It is neither a whole number above 0 nor "exact".
-    """
-    if text is None or text == "exact":
-        return None if text is None else "exact"
-    if not (text.isascii() and text.isdigit() and len(text) < 8 and int(text)):
-        raise ValueError(f"--features must be exact, or a whole number from 1 to 9999999: got {text[:40]!r}.")
-    return int(text)
-
-
 def _write_scores(
-    folder: Path,
-    model: UncertainClassifier,
-    points: ChosenPoints,
-    validation: ChosenPoints,
-    num_samples: int,
-    alpha: float,
-    by_class: bool,
-    dtype: torch.dtype,
+    folder: Path, model: UncertainClassifier, points: ChosenPoints, validation: ChosenPoints, alpha: float
 ) -> dict[str, object]:
     """Write and draw the scores of points. Return what they say on average, and where labels are known, how well."""
     X, labels = points.X, points.labels
-    u = model.uncertainty(X, num_samples)
+    u = model.uncertainty(X)
     z = network_outputs(model.trajectory, X).to(torch.float64).softmax(1)
     predicted, softmax = z.argmax(1), 1 - z.amax(1)
-    p, sets = torch.as_tensor(model.predict_proba(X)), torch.as_tensor(model.predict_set(X, alpha, by_class=by_class))
+    p, sets = torch.as_tensor(model.predict_proba(X)), torch.as_tensor(model.predict_set(X, alpha))
     error, far = torch.as_tensor(u.error), torch.as_tensor(u.out_of_distribution)
     ordinary = torch.as_tensor(model.uncertainty(validation.X, 2).out_of_distribution)
-    names = ("error", "out_of_distribution", "entropy", "mutual_information", "std")
-    arrays = {name: torch.as_tensor(getattr(u, name)).to(dtype) for name in names}
-    arrays |= {"probability": p.to(dtype), "predicted": p.argmax(1), "network_predicted": predicted}
+    arrays = {name: torch.as_tensor(getattr(u, name)) for name in _SCORES}
+    arrays |= {"probability": p, "predicted": p.argmax(1), "network_predicted": predicted}
     arrays |= {"sets": sets, "row": points.rows}
-    calibrating = (model.conformity_scores_, alpha, model.conformity_labels_ if by_class else None)
     results: dict[str, object] = {
         "num_points": len(X),
         "mean_error_score": float(error.mean()),
         "mean_set_size": float(sets.sum(1).double().mean()),
-        "classes_in_every_set": classes_in_every_set(p.shape[1], *calibrating),
+        "classes_in_every_set": classes_in_every_set(p.shape[1], model.conformity_scores_, alpha),
         "share_beyond_95_percent_of_validation": float((far > ordinary.quantile(0.95)).double().mean()),
     }
     risks: dict[str, Tensor] = {}
@@ -361,47 +246,7 @@ def _score_lines(results: dict[str, object], alpha: float) -> list[str]:
         lines += [f"accuracy: network {r['network_accuracy']:.3f}, network and process {r['accuracy']:.3f}"]
         lines += [f"finds the network's errors, area under the ROC curve: {', '.join(pairs)}"]
         sets += f", {100 * r['sets_with_the_true_class']:.1f} % hold the true one"
-    if few := r["classes_in_every_set"]:
-        sets += f" (too few points calibrate classes {few}, which are in each)"
+    if r["classes_in_every_set"]:
+        sets += " (too few validation points for smaller ones)"
     beyond = 100 * r["share_beyond_95_percent_of_validation"]
     return [*lines, sets, f"less like the training data than 95 % of the validation points: {beyond:.1f} %"]
-
-
-def audit(
-    run: opt.RunFolder,
-    out: opt.Out = Path("audit"),
-    top: Annotated[int, opt.count("Labels printed and drawn, at most 60; the table holds all.", 1, 60)] = 20,
-    features: Features = None,
-    nodes: Nodes = None,
-    path: opt.PathOption = "straight",
-    memory: opt.Memory = 1.0,
-    network: opt.Network = None,
-    workers: opt.Workers = None,
-    scheduler: opt.Scheduler = None,
-    seed: opt.Seed = 0,
-    quiet: opt.Quiet = False,
-) -> None:
-    """Rank the training labels of a classifier by how suspicious they are; the worst are printed and drawn."""
-    options = dict(locals())
-    opt.validate_run(run, out, workers, scheduler)
-    timer, asked, along = Stopwatch(), parse_features(features), opt.parse_path(path)
-    trajectory = open_run(run, network)
-    labels = training_labels(trajectory, "audit")
-    folder = opt.make_folder(out)
-    with computing(memory, workers, scheduler, quiet) as settings:
-        found = label_errors(trajectory, nodes=nodes, features=asked, seed=seed, path=along, **settings)
-    order = found.scores.argsort(descending=True, stable=True)
-    judged = (found.points, labels[found.points], found.predicted, found.scores, found.margin, found.own_label)
-    columns = [values[order].tolist() for values in (*judged, found.log_probability, found.aum)]
-    rows = list(zip(range(1, len(order) + 1), *columns, strict=True))
-    write_table(folder / "labels.csv", _AUDIT_COLUMNS, rows)
-    save_figure(suspicious_labels_figure(found, trajectory.inputs, labels, top), folder / "audit.png")
-    others = int((found.predicted != labels[found.points]).sum())
-    first = [dict(zip(_AUDIT_COLUMNS, row, strict=True)) for row in rows[:top]]
-    results = {"num_points": len(rows), "another_class_expected": others, "first": first}
-    write_json(folder / "audit.json", "audit", options, results, timer)
-    typer.echo(" rank   index  label  expected   score   margin  own label      AUM")
-    for rank, index, label, expected, score, margin, own, _, aum in rows[:top]:
-        typer.echo(f"{rank:>5}{index:>8}{label:>7}{expected:>10}{score:>8.3f}{margin:>9.2f}{own:>11.2f}{aum:>9.2f}")
-    typer.echo(f"another class than the label is expected at {others} of {len(rows)} training points")
-    typer.echo(f"written to {folder}: labels.csv, audit.json, audit.png ({timer.total:.1f} s)")

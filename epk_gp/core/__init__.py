@@ -1,4 +1,4 @@
-"""The network, a recorded run, losses and update rules: what everything else is about."""
+"""Core objects that all other packages use: the network, a recorded run, losses and update rules."""
 
 from epk_gp.core.checks import ComputeOptions as ComputeOptions
 from epk_gp.core.model import zero_final_layer as zero_final_layer

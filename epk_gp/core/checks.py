@@ -1,4 +1,4 @@
-"""Arguments that many functions share: checks, which raise if a value is not what its name says, and options."""
+"""Checks of arguments that many functions share, and the options of a computation."""
 
 import math
 import os
@@ -20,9 +20,9 @@ D = TypeVar("D", bound=Callable[..., Any])
 
 
 def door(function: D) -> D:
-    """Let a function, or the methods of a class, compute under `torch.inference_mode` as under `torch.no_grad`.
+    """Let a function, or the methods of a class, work under `torch.inference_mode` as it does under `torch.no_grad`.
 
-    Tensors that were made in that mode have no derivatives, whatever the mode: those among the arguments are copied.
+    Tensors made in inference mode can never have derivatives, so those among the arguments are copied.
     """
     if isinstance(function, type):
         for name, method in [*vars(function).items()]:
@@ -43,7 +43,7 @@ def door(function: D) -> D:
 
 
 def _has_inference_tensor(value: Any) -> bool:
-    """Return whether a value, or something in tuples, lists and dicts, is a tensor made in inference mode."""
+    """Return whether a value is a tensor made in inference mode, or a tuple, list or dict that contains one."""
     if isinstance(value, Tensor):
         return value.is_inference()
     return isinstance(value, (tuple, list, dict)) and any(
@@ -52,7 +52,7 @@ def _has_inference_tensor(value: Any) -> bool:
 
 
 def validate_integer(value: object, name: str, words: str = "a whole number") -> None:
-    """Raise if a value is not an integer. NumPy's integers are integers, booleans are not.
+    """Raise if a value is not an integer. NumPy integers count as integers, booleans do not.
 
     Raises:
         TypeError: The value is not an integer.
@@ -62,7 +62,7 @@ def validate_integer(value: object, name: str, words: str = "a whole number") ->
 
 
 def validate_number(value: object, name: str, words: str = "a number") -> None:
-    """Raise if a value is not a real number. NumPy's numbers are numbers, booleans are not.
+    """Raise if a value is not a real number. NumPy numbers count as numbers, booleans do not.
 
     Raises:
         TypeError: The value is not a number.
@@ -116,7 +116,7 @@ def validate_tensor(value: object, name: str, *, ndim: int | None = None, floati
 
     Raises:
         TypeError: The value is not a tensor, or its entries are of another kind.
-        ValueError: It is sparse or on the device "meta", or has another number of dimensions.
+        ValueError: It is sparse, lies on the device "meta", or has another number of dimensions.
     """
     if not isinstance(value, Tensor):
         raise TypeError(f"{name} must be a torch.Tensor: got {type(value).__name__}. Convert it with torch.as_tensor.")
@@ -145,7 +145,7 @@ def validate_labels(labels: object, count: int, num_classes: int | None = None, 
     Args:
         labels: The value.
         count: Number of points.
-        num_classes: Number C of classes; indices are not compared with it by default.
+        num_classes: Number C of classes; by default, the range of the indices is not checked.
         name: Name of the value in the error message.
 
     Raises:
@@ -164,7 +164,7 @@ def validate_labels(labels: object, count: int, num_classes: int | None = None, 
 
 
 def parse_indices(values: Any, count: int, name: str, device: torch.device | None = None) -> Int64[Tensor, " n"]:
-    """Return different indices of so many points, at least one, as a tensor of int64.
+    """Return distinct indices of `count` points, at least one, as a tensor of int64.
 
     Raises:
         TypeError: The value is not a list or tensor of whole numbers.
@@ -191,12 +191,12 @@ def parse_indices(values: Any, count: int, name: str, device: torch.device | Non
 
 
 def is_finite(x: Shaped[Tensor, "..."]) -> bool:
-    """Return whether all numbers of a tensor are finite; a sum that is finite says so at a tenth of the cost."""
+    """Return whether all numbers of a tensor are finite; it looks at the sum first, which costs a tenth."""
     return bool(torch.isfinite(x.sum())) or bool(torch.isfinite(torch.stack(x.aminmax())).all())
 
 
 def validate_finite(X: Shaped[Tensor, "n ..."], name: str, advice: str = "Remove or repair that point.") -> None:
-    """Raise if a tensor holds NaN or infinity, and name the first row that does. Integers are always finite.
+    """Raise if a tensor holds NaN or infinity, and name the first such row. Integers are always finite.
 
     Args:
         X: Rows of numbers.
@@ -216,27 +216,27 @@ def allclose(a: Tensor, b: Tensor) -> bool:
     return bool((a - b).abs().max() <= torch.finfo(a.dtype).eps ** 0.5 * b.abs().max())
 
 
-BLOCK_BYTES = 4 << 20  # of rows that are looked at together
+BLOCK_BYTES = 4 << 20  # bytes of rows that are read together
 
 
 def blocks_of(*columns: Shaped[Tensor, "M ..."]) -> Iterator[tuple[Shaped[Tensor, "n ..."], ...]]:
-    """Yield some rows at a time of tensors that may be more than fits into memory; the first one counts."""
+    """Yield aligned blocks of rows of tensors that may not fit into memory; the first tensor sets the block size."""
     size = max(1, BLOCK_BYTES * len(columns[0]) // max(1, columns[0].nbytes))
     return zip(*(column.split(size) for column in columns), strict=True)
 
 
 def as_tensor(value: Any, dtype: torch.dtype | None = None, device: torch.device | None = None) -> Tensor:
-    """Return `torch.as_tensor` of a value; of an array a copy, which torch needs if it is reversed or read-only."""
+    """Return `torch.as_tensor` of a value. An array is copied: torch needs this if it is reversed or read-only."""
     if isinstance(value, np.ndarray):
         value = value.astype(value.dtype.newbyteorder("="), order="C")
     return torch.as_tensor(value, dtype=dtype, device=device)
 
 
 def validate_texts(texts: Iterable[str], name: str) -> None:
-    """Raise if a text cannot be written or printed: it holds half of a surrogate pair.
+    """Raise if a text cannot be written or printed because it holds half of a surrogate pair.
 
     Raises:
-        ValueError: One of the texts cannot.
+        ValueError: One of the texts holds half of a surrogate pair.
     """
     for text in texts:
         if any("\ud800" <= letter <= "\udfff" for letter in text):
@@ -244,12 +244,12 @@ def validate_texts(texts: Iterable[str], name: str) -> None:
 
 
 def validate_new_folder(path: str | os.PathLike[str], name: str) -> None:
-    """Raise if a path can be no folder that files are written to.
+    """Raise if a path cannot be a folder to which files are written.
 
     Raises:
-        TypeError: It is no path.
-        ValueError: It has a name that cannot be written, or is a file, or lies in one.
-        PermissionError: The folder, or the one that it would be made in, cannot be written.
+        TypeError: The value is not a path.
+        ValueError: The name cannot be written, or the path is a file or lies inside one.
+        PermissionError: The folder, or its parent, is not writable.
     """
     if not isinstance(path, str | os.PathLike):
         raise TypeError(f"{name} must be a folder: got {path!r}.")
@@ -263,10 +263,10 @@ def validate_new_folder(path: str | os.PathLike[str], name: str) -> None:
 
 @runtime_checkable
 class SupportsSubmit(Protocol):
-    """An executor: `concurrent.futures.Executor`, `dask.distributed.Client`, `mpi4py.futures.MPIPoolExecutor`."""
+    """Any executor: `concurrent.futures.Executor`, `dask.distributed.Client`, `mpi4py.futures.MPIPoolExecutor`."""
 
     def submit(self, function: Callable[..., Any], /, *args: Any) -> Any:
-        """Have a worker call a function; the result has the methods of a `concurrent.futures.Future`."""
+        """Run a function on a worker; the result has the methods of a `concurrent.futures.Future`."""
 
 
 MEMORY_BUDGET = 1 << 30
@@ -274,22 +274,22 @@ MEMORY_BUDGET = 1 << 30
 
 @dataclass(frozen=True)
 class ComputeOptions:
-    """How a long computation is carried out.
+    """Options of a long computation: memory, progress, checkpoint, accumulation and executor.
 
-    Only `accumulate` changes the numbers beyond rounding; budget and checkpoint change the order of sums.
+    Only `accumulate` changes the numbers beyond rounding; the budget and the checkpoint change the order of the sums.
 
     Every long call takes these fields as keyword arguments: `gram_block(..., memory_budget=1 << 28, progress=True)`.
 
     Attributes:
-        memory_budget: Bytes for everything but the inputs and the result.
+        memory_budget: Bytes for everything except the inputs and the result.
         progress: Show a progress bar.
-        checkpoint: Folder for partial sums. A call that was killed, made again with the same arguments and number of
-            threads, resumes from there and returns the same bytes. Delete the folder when the result is safe.
-        accumulate: `torch.float64` to sum steps in float64 where the points, and so all products, are float32.
-        executor: Whose workers compute: a `concurrent.futures.Executor`, a `dask.distributed.Client`, or another with
-            their `submit`. Pieces follow from the problem, never from the workers, so that any number of workers of one
-            thread gives the bytes of None under one thread. They see the checkpoint's folder; without one, a temporary
-            folder of this machine.
+        checkpoint: Folder for partial sums. If a call is killed, repeat it with the same arguments and number of
+            threads, and it resumes from there and returns the same bytes. Delete the folder when the result is safe.
+        accumulate: `torch.float64` sums the steps in float64 when the points, and so all products, are float32.
+        executor: Executor whose workers compute: a `concurrent.futures.Executor`, a `dask.distributed.Client`, or
+            another with a method `submit`. The problem alone, not the number of workers, determines the pieces: any
+            number of workers with one thread each gives the bytes of None with one thread. The workers must see the
+            checkpoint's folder; without one, they use a temporary folder of this machine.
     """
 
     memory_budget: int = MEMORY_BUDGET
@@ -302,7 +302,7 @@ class ComputeOptions:
         """Raise if a field cannot be used.
 
         Raises:
-            TypeError: The memory budget is not a whole number, or the executor has no `submit`.
+            TypeError: The memory budget is not an integer, or the executor has no `submit`.
             ValueError: The memory budget is below 1 MiB, or `accumulate` is another dtype than float64; or the
                 checkpoint is a file.
             PermissionError: The checkpoint cannot be written.
@@ -323,11 +323,11 @@ class ComputeOptions:
             validate_new_folder(self.checkpoint, "checkpoint")
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "ComputeOptions":
-        """Return the options themselves, which do not change: kernels are copied, executors cannot be."""
+        """Return the options themselves: they are immutable, and kernels are copied while executors cannot be."""
         return self
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the pickled form, without the executor, which belongs to this process."""
+        """Return the pickled form without the executor, which belongs to this process."""
         return {**self.__dict__, "executor": None}
 
     @property
@@ -338,7 +338,7 @@ class ComputeOptions:
         return cast(ComputeSettings, {name: value for name, value in given.items() if value != unset[name]})
 
     def require_unset(self, call: str, *names: str) -> None:
-        """Raise if a field is set that has no meaning for a call.
+        """Raise if a field is set that has no meaning for this call.
 
         Raises:
             ValueError: One of the named fields has another value than None.
@@ -359,15 +359,15 @@ class ComputeSettings(TypedDict, total=False):
 
 
 def parse_options(call: str, unsupported: tuple[str, ...] = (), **settings: Unpack[ComputeSettings]) -> ComputeOptions:
-    """Return the options that a call was given as keyword arguments.
+    """Return the options that were passed to a call as keyword arguments.
 
     Args:
         call: Name of the function that was called.
         unsupported: Fields that have no meaning for it.
-        settings: Its keyword arguments.
+        settings: Keyword arguments of the call.
 
     Raises:
-        TypeError: A keyword argument that the call does not have.
+        TypeError: The call does not have one of the keyword arguments.
         ValueError: See `ComputeOptions`.
     """
     keys = [field.name for field in fields(ComputeOptions) if field.name not in unsupported]
@@ -378,7 +378,7 @@ def parse_options(call: str, unsupported: tuple[str, ...] = (), **settings: Unpa
 
 
 def parse_batch(indices: Any, num_points: int, index: int, least: int) -> Int64[Tensor, " B"]:
-    """Return the indices of a step's batch, from `least` on, as a tensor of int64."""
+    """Return the indices of a step's batch as a tensor of int64; none may be below `least`."""
     try:
         batch = as_tensor(indices)
     except (TypeError, ValueError, RuntimeError) as error:
@@ -399,7 +399,7 @@ def parse_batch(indices: Any, num_points: int, index: int, least: int) -> Int64[
 
 
 def parse_weight(weight: Any, num_rows: int, index: int) -> float | Tensor:
-    """Return the factor of a batch's loss, or of each of its rows, as a number or as float64."""
+    """Return the weight of a batch's loss, or the weight of each row, as a number or as float64."""
     if type(weight) is float and math.isfinite(weight):
         return weight
     if not isinstance(weight, Tensor):

@@ -1,9 +1,9 @@
 """Gradients of the training loss: replayed passes, the steps that they predict, and the rounding of both.
 
-A replay has a copy of the network of its own and writes the recorded weights and statistics into it, so that activation
-checkpointing recomputes with them too. It computes in the recorded modes, on the rows as seen, with the recorded random
-numbers. Passes that draw random numbers are replayed in the run's own dtype, because `torch.rand` gives other numbers
-in another one, and by one thread at a time, because torch's source of random numbers is shared by all threads.
+A replay owns a copy of the network and writes the recorded weights and statistics into it, so that activation
+checkpointing recomputes with them too. It uses the recorded modes, rows and random numbers. Passes that draw random
+numbers are replayed in the run's own dtype, because `torch.rand` gives other numbers in another dtype, and by one
+thread at a time, because all threads share torch's random number generator.
 """
 
 import copy
@@ -45,16 +45,16 @@ from epk_gp.core.torch_overrides import KeptActivations, disable_fused_attention
 from epk_gp.core.trajectory import aligned
 from epk_gp.optimizers.update_rules import relative_rounding
 
-# How many times larger than the rounding of a gradient its difference from another computation of it may be, where
-# sums cancel. Measured in float32 on converged regressions whose gradients were accumulated over 2 to 200 batches
-# (50 runs of 60 steps): at most 2.1 times. The rest is room for sums in another order, such as those of a GPU.
+# Largest allowed ratio between the difference of two computations of a gradient and its rounding error, where sums
+# cancel. Measured in float32 on converged regressions with gradients accumulated over 2 to 200 batches (50 runs of
+# 60 steps): at most 2.1. The rest is a margin for other orders of summation, such as on a GPU.
 CANCELLATION_FACTOR = 32
 
-# Numbers of inputs that one backward pass of a batch gradient takes, so that memory stays bounded whatever the batch:
+# Number of inputs in one backward pass of a batch gradient, so that memory stays bounded for any batch size:
 # 32 MiB of float64 inputs.
 BATCH_GRADIENT_ELEMENTS = 1 << 22
 
-_RANDOM_NUMBERS = threading.RLock()  # torch's default source of random numbers is the process's
+_RANDOM_NUMBERS = threading.RLock()  # torch's default generator belongs to the process
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,10 +62,10 @@ class PassData:
     """One forward pass of a step with the data that it used.
 
     Attributes:
-        forward: What the pass depended on beside weights and data.
+        forward: The recorded pass: modes, random numbers, settings, rows and statistics.
         samples: The training sample of each row, (n,).
         X: The rows as the network saw them.
-        y: Their targets as recorded; rows of `forward.targets` have others.
+        y: Their recorded targets; `forward.targets` holds the rows that had others.
         c: The weight of each row's loss in the loss of the step.
     """
 
@@ -78,7 +78,7 @@ class PassData:
 
 @dataclass(frozen=True, eq=False)
 class ReplayedPass:
-    """A pass that was computed once more: sum_i c_i grad loss_i, the losses themselves, the statistics after it."""
+    """A replayed pass: sum_i c_i grad loss_i, the losses themselves, and the moving statistics after the pass."""
 
     gradient: Float[Tensor, " P"]
     losses: Float[Tensor, " n"]
@@ -86,7 +86,7 @@ class ReplayedPass:
 
 
 def passes_of(step: Step, X: Shaped[Tensor, "M ..."], targets: Shaped[Tensor, "M ..."], loss: Loss) -> list[PassData]:
-    """Return the forward passes of a step with their data, as recorded, of a run that was trained on X and targets."""
+    """Return the recorded forward passes of a step with their data, for a run trained on X and targets."""
     samples = (torch.arange(len(X)) if step.batch is None else step.batch).to(X.device)
     y = targets[samples]
     weights = sample_weights(loss, y) if step.sample_weights is None else step.sample_weights
@@ -110,7 +110,7 @@ def _seen_inputs(X: Tensor, rows: Tensor, seen: SeenRows | None) -> Shaped[Tenso
     if seen is None:
         return X[rows]
     if len(seen.index) == len(rows):
-        return aligned(seen.values.to(X.device))  # those of a file may lie anywhere
+        return aligned(seen.values.to(X.device))  # stored rows may lie on any device
     values = X[rows]
     return values.index_copy(0, seen.index.to(X.device), seen.values.to(values))
 
@@ -123,7 +123,7 @@ def _seen_labels(y: Tensor, seen: SeenRows | None) -> Shaped[Tensor, "n ..."]:
 
 
 def blocks_of(model: FunctionalModel, data: PassData, most: int) -> Iterator[PassData]:
-    """Divide a pass whose rows do not depend on each other into passes of `most` rows; give any other as it is."""
+    """Split a pass with independent rows into passes of at most `most` rows; yield any other pass unchanged."""
     if len(data.X) <= most or not data.forward.is_plain or model.signature.graph is not None:
         yield data
         return
@@ -133,12 +133,12 @@ def blocks_of(model: FunctionalModel, data: PassData, most: int) -> Iterator[Pas
 
 
 class TrainingReplay:
-    """Replays the forward passes of one run; to be used by one thread.
+    """Replays the forward passes of one run; used by one thread only.
 
     Args:
         model: The network in the run's dtype, on the device of the computation.
         loss: The run's loss.
-        spec: Dtype of passes that draw no random numbers.
+        spec: Dtype for passes that draw no random numbers.
     """
 
     def __init__(self, model: FunctionalModel, loss: Loss, spec: TensorSpec) -> None:
@@ -148,7 +148,7 @@ class TrainingReplay:
         self._settings, self._has_other_settings = settings_of(model.module, self._places), False
 
     def gradient(self, state: Float[Tensor, " PQ"], data: PassData, *, exact: bool = False) -> ReplayedPass:
-        """Replay a forward and backward pass at the state before the step; exact: without automatic mixed precision."""
+        """Replay a forward and backward pass at the state before the step; `exact` turns mixed precision off."""
         model, module = self.model, self._module(data, exact=exact)
         leaves, values = leaves_of(module, model, self.state(state, data, exact=exact)), list[Tensor]()
         rows = max(1, BATCH_GRADIENT_ELEMENTS // max(1, data.X[:1].numel()))
@@ -176,7 +176,7 @@ class TrainingReplay:
         *,
         exact: bool = False,
     ) -> tuple[Float[Tensor, " P"], float]:
-        """Return the gradient of a step's passes, and the error of the moving statistics, which end at `end`."""
+        """Return the gradient of a step's passes, and the error of the moving statistics compared with `end`."""
         total, error = torch.zeros_like(state[: self.model.num_weights]), 0.0
         for data in passes:
             replayed, after = self.gradient(state, data, exact=exact), data.forward.statistics_after
@@ -188,9 +188,9 @@ class TrainingReplay:
     def leaves_and_losses(
         self, state: Float[Tensor, " PQ"], data: PassData
     ) -> tuple[list[Tensor], Float[Tensor, " n"]]:
-        """Replay a forward pass in the network itself, and return its weights, which require gradients, and losses.
+        """Replay a forward pass in the network itself, and return its weights, which require gradients, and the losses.
 
-        The caller has left fused attention.
+        The caller has turned fused attention off.
         """
         module = self._module(data)
         leaves = leaves_of(module, self.model, self.state(state, data))
@@ -205,7 +205,7 @@ class TrainingReplay:
         Args:
             params: Weights and statistics by name.
             data: The pass.
-            by_target: Return the loss of each target of rows that have several, (n, T).
+            by_target: Return the loss of each target, (n, T), for rows that have several.
         """
         module = self._module(data)
         buffers = {name: value.clone() for name, value in module.named_buffers() if name not in params}
@@ -215,28 +215,28 @@ class TrainingReplay:
             return self.losses_of(returned, data, by_target=by_target)
 
     def params(self, state: Float[Tensor, " PQ"], data: PassData) -> dict[str, Tensor]:
-        """Return weights and statistics at the start of a pass by name, as the network that replays it holds them."""
+        """Return a pass's first weights and statistics by name, in the memory layout of the replaying network."""
         module = self._module(data)
         tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
         named = self.model.unflatten(self.state(state, data))
-        # in the memory order of its own: random numbers are drawn in that of what is computed from it
+        # in the network's own memory order: random numbers are drawn in the order of the tensors computed from it
         return {name: torch.empty_like(tensors[name], dtype=value.dtype).copy_(value) for name, value in named.items()}
 
     def module_in_modes(self, data: PassData) -> nn.Module:
-        """Return the network that replays a pass, in the pass's modes."""
+        """Return the replaying network in the pass's modes."""
         module = self._module(data)
         self._set_modes(module, data.forward)
         return module
 
     def model_in_modes(self, data: PassData) -> FunctionalModel:
-        """Return the network in a pass's modes as a function of its weights, in the dtype of the replay."""
+        """Return the network in a pass's modes as a function of its weights, in the replay's dtype."""
         module = copied_module(self.module_in_modes(data), has_own_buffers=True)
         return FunctionalModel(**self.model.__getstate__() | {"module": module, "statistics": ()})
 
     def rows(self, data: PassData, *, exact: bool = True) -> Shaped[Tensor, "n ..."]:
-        """Return the rows of a pass in the dtype and the memory order in which it is replayed."""
+        """Return the rows of a pass in the dtype and the memory order of its replay."""
         X = data.X.to(self.spec.device)
-        is_in_run_dtype = X.dtype == self.model.spec.dtype  # an input of another dtype is cast by the network itself
+        is_in_run_dtype = X.dtype == self.model.spec.dtype  # the network itself casts an input of another dtype
         rows = TensorSpec(self.dtype_of(data, exact=exact), self.spec.device).cast(X) if is_in_run_dtype else X
         order = data.forward.memory_order
         if order is not None:
@@ -245,21 +245,21 @@ class TrainingReplay:
 
     @contextmanager
     def random_numbers(self, data: PassData) -> Iterator[None]:
-        """Draw the random numbers that the pass drew."""
+        """Draw the same random numbers as the recorded pass."""
         forward = data.forward
         if forward.is_deterministic:
             yield
             return
         with _RANDOM_NUMBERS, random_state_kept(self.spec.device):
             if forward.random_state is not None:
-                # clones: torch reads the state of a view, as one in a recorder's arena is, at another place
+                # clones: torch reads a state that is a view (as in a recorder's arena) at a wrong offset
                 torch.random.set_rng_state(forward.random_state.cpu().clone())
             if forward.device_random_state is not None:
                 torch.get_device_module(self.spec.device).set_rng_state(forward.device_random_state.cpu().clone())
             yield
 
     def dtype_of(self, data: PassData, *, exact: bool = True) -> torch.dtype:
-        """Return the dtype in which a pass is replayed: that of the training where it is not to be exact."""
+        """Return the dtype of a pass's replay: the dtype of the training unless `exact`."""
         forward = data.forward
         is_random = forward.random_state is not None or forward.device_random_state is not None
         return self.model.spec.dtype if is_random or not exact else self.spec.dtype
@@ -268,7 +268,7 @@ class TrainingReplay:
         dtype = self.dtype_of(data, exact=exact)
         if dtype not in self._modules:
             spec, frozen = TensorSpec(dtype, self.spec.device), {}
-            if spec == self.model.spec:  # what is not trained is shared
+            if spec == self.model.spec:  # frozen tensors are shared
                 named = self.model.module.named_parameters()
                 frozen = {id(value): value for name, value in named if name not in self.model.names}
             module = copy.deepcopy(self.model.module, frozen)
@@ -276,7 +276,7 @@ class TrainingReplay:
         return self._modules[dtype]
 
     def state(self, state: Float[Tensor, " PQ"], data: PassData, *, exact: bool = True) -> Float[Tensor, " PQ"]:
-        """Return weights and statistics at the start of a pass, from those at the start of its step."""
+        """Return weights and statistics at the start of a pass, given those at the start of its step."""
         before, weights, P = data.forward.statistics, data.forward.weights, self.model.num_weights
         if before is not None or weights is not None:
             w, statistics = (state[:P] if weights is None else weights), (state[P:] if before is None else before)
@@ -284,12 +284,12 @@ class TrainingReplay:
         return state.to(dtype=self.dtype_of(data, exact=exact), device=self.spec.device)
 
     def call(self, function: Callable[..., Any], data: PassData, *, exact: bool) -> Any:
-        """Call the network with the rows of a pass, and return what it returns for them."""
+        """Call the network on the rows of a pass, and return its result."""
         spec = TensorSpec(self.dtype_of(data, exact=exact), self.spec.device)
         return self.model.signature.call(function, self.rows(data, exact=exact), spec)
 
     def losses_of(self, returned: Any, data: PassData, *, by_target: bool = False) -> Float[Tensor, "n *positions"]:
-        """Return the losses of the rows of a pass, or of all of their targets, given what the network returned."""
+        """Return the losses of the rows of a pass, or of all of their targets, given the network's result."""
         if (stored := data.forward.cotangents) is not None:
             n = len(data.X)
             if by_target:
@@ -341,9 +341,9 @@ class TrainingReplay:
 
 
 def seen_losses(loss: Loss, outputs: Float[Tensor, "n ..."], data: PassData) -> Float[Tensor, " n"]:
-    """Return the loss of each row of a pass as a function of the outputs, with the targets as seen.
+    """Return the loss of each row of a pass as a function of the outputs, with the targets that the pass saw.
 
-    For class labels they are vectors q with loss -<q, log softmax(outputs)>; those of several positions are labels.
+    Class targets become vectors q with loss -<q, log softmax(outputs)>; targets of several positions stay labels.
     """
     if (stored := data.forward.cotangents) is not None:
         return _with_stored(stored, outputs, lambda rows: seen_losses(loss, outputs[rows], some_rows(data, rows)))
@@ -360,7 +360,7 @@ def seen_losses(loss: Loss, outputs: Float[Tensor, "n ..."], data: PassData) -> 
 
 
 def _with_stored(stored: SeenRows, z: Float[Tensor, "n D"], losses: Callable[[Tensor], Tensor]) -> Float[Tensor, " n"]:
-    """Return the losses of all rows: linear ones of those whose gradients in z are stored, and those of the others."""
+    """Return the losses of all rows: linear losses for rows with stored output gradients, `losses` for the others."""
     index, is_other = stored.index.to(z.device), torch.ones(len(z), dtype=torch.bool, device=z.device)
     others = is_other.index_fill(0, index, False).nonzero().squeeze(1)
     values = (aligned(stored.values.to(z)) * z[index]).sum(dim=1)
@@ -371,7 +371,7 @@ def _with_stored(stored: SeenRows, z: Float[Tensor, "n D"], losses: Callable[[Te
 
 
 def seen_targets(y: Shaped[Tensor, "n ..."], seen: SeenRows | None) -> Shaped[Tensor, "n ..."]:
-    """Return recorded targets with those that a pass saw in their place."""
+    """Return recorded targets, with the rows that a pass saw differently replaced."""
     if seen is None:
         return y
     values = seen.values.to(y.device).reshape(len(seen.index), *y.shape[1:])
@@ -380,10 +380,10 @@ def seen_targets(y: Shaped[Tensor, "n ..."], seen: SeenRows | None) -> Shaped[Te
 
 
 def some_rows(data: PassData, rows: Int64[Tensor, " b"]) -> PassData:
-    """Return some rows of a pass that computes each by itself; a row may come again."""
+    """Return some rows of a pass with independent rows; a row may occur more than once."""
     forward, n, rows = data.forward, len(data.X), rows.to(data.X.device)
 
-    def own(seen: SeenRows | None) -> SeenRows | None:  # those of these rows
+    def own(seen: SeenRows | None) -> SeenRows | None:  # restricted to these rows
         if seen is None:
             return None
         index, number = seen.index.to(rows.device), torch.arange(len(seen.index), device=rows.device)
@@ -398,7 +398,7 @@ def some_rows(data: PassData, rows: Int64[Tensor, " b"]) -> PassData:
 
 
 def joined_passes(passes: Sequence[PassData], num_rows: int) -> PassData:
-    """Return passes that compute each row by itself as one, of so many rows each: some come again with weight 0."""
+    """Join passes with independent rows into one, with `num_rows` rows each; repeated rows have weight 0."""
     parts, seen = list[PassData](), dict[str, Any]()
     for data in passes:
         rows = torch.arange(num_rows, device=data.X.device)
@@ -420,10 +420,10 @@ def joined_passes(passes: Sequence[PassData], num_rows: int) -> PassData:
 def statistics_error(
     replayed: Float[Tensor, " Q"], recorded: Float[Tensor, " Q"], dtype: torch.dtype, unexplained: float | None = None
 ) -> float:
-    """Return the largest difference of moving statistics, in units of what rounding explains.
+    """Return the largest error of the moving statistics, in units of the expected rounding.
 
-    A running variance adds a share of a batch's variance, whose relative rounding is that of a sum. Where float32
-    steps may have an unexplained share, as in TF32, statistics may miss by that too, but by 1 % at most.
+    A running variance adds a share of a batch's variance, whose relative rounding is that of a sum. Where float32 steps
+    may have an unexplained share, as with TF32, statistics may have the same error, but at most 1 %.
     """
     if not len(recorded):
         return 0.0
@@ -451,7 +451,7 @@ def batch_gradient(
         y: Their targets.
         loss: The loss of a sample.
         c: Weight of each sample in the batch's loss.
-        in_statistics: Differentiate in the moving statistics too, which then follow the weights: (P + Q,).
+        in_statistics: Differentiate in the moving statistics too, as functions of the weights: the result is (P + Q,).
     """
     weights = {name: value.detach() for name, value in model.unflatten(state).items()}
     names = (*model.names, *model.statistics) if in_statistics else model.names
@@ -474,7 +474,7 @@ def stacked_gradients(
     loss: Loss,
     c: Float[Tensor, "K B"],
 ) -> Float[Tensor, "K P"]:
-    """Return what `batch_gradient` gives at several states, each with a batch of its own, by one pass."""
+    """Return `batch_gradient` at several states, each with its own batch, computed in one pass."""
     leaves = states.detach()[:, : model.num_weights].requires_grad_()
 
     def losses(params: dict[str, Tensor], rows: Tensor, targets: Tensor) -> Tensor:

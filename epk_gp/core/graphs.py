@@ -1,9 +1,9 @@
-"""What networks return, and inputs that are no tensor of rows: graphs, and rows of unequal lengths.
+"""Results of networks, and inputs that are not a tensor of rows: graphs, and rows of unequal lengths.
 
-The points of a graph are node numbers, (n, 1) or (n,): an output is a function of the weights and of its number alone,
-although it is computed from the whole graph. Rows of unequal lengths are padded to one tensor, and rebuilt for each
-call of the network. One row of a batch must be one sample; of a flat tensor with offsets, a nested tensor or a packed
-sequence it is not.
+The points of a graph are node numbers, (n, 1) or (n,): an output is a function of the weights and of the node number
+alone, although it is computed from the whole graph. Rows of unequal lengths are padded to one tensor, and rebuilt for
+each call of the network. One row of a batch must be one sample; this does not hold for a flat tensor with offsets, a
+nested tensor or a packed sequence.
 """
 
 import copy
@@ -26,12 +26,12 @@ _FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 DTYPES = {str(dtype): dtype for dtype in (*_FLOATS, *_INTEGERS, torch.bool)}
 
-# What must hold of a network that computes a batch in the second dimension, as recurrent ones do.
+# The requirement on networks whose batch is the second dimension, such as recurrent ones.
 ROWS_FIRST = "in the first dimension (batch_first=True, or a module whose forward() transposes inputs and outputs)"
 
 
 def tensors_of(returned: Any) -> Iterator[Tensor]:
-    """Yield the tensors that a network returned, in order."""
+    """Yield the tensors in a network's result, in order."""
     if isinstance(returned, Tensor):
         yield returned
         return
@@ -40,7 +40,7 @@ def tensors_of(returned: Any) -> Iterator[Tensor]:
 
 
 def rows_of(returned: Any, num_rows: int) -> Float[Tensor, "n D"]:
-    """Return all floating-point numbers that a network returned, a row for each of its inputs, side by side.
+    """Return all floating-point numbers of a network's result side by side, with one row per input.
 
     Raises:
         ValueError: No tensor has these rows.
@@ -53,23 +53,23 @@ def rows_of(returned: Any, num_rows: int) -> Float[Tensor, "n D"]:
 
 
 def has_rows(z: Tensor, num_rows: int) -> bool:
-    """Return whether a tensor that a network returned has a row of floating-point numbers for each of its inputs."""
+    """Return whether a tensor of a network's result has one row of floating-point numbers per input."""
     return z.is_floating_point() and z.ndim > 0 and z.shape[0] == num_rows
 
 
 def select_rows(returned: Any, rows: slice | Integer[Tensor, " n"], num_rows: int) -> Any:
-    """Return what a network returned for some rows of its inputs; what has no such rows stays as it is.
+    """Return some rows of a network's result; tensors without one row per input stay unchanged.
 
     Args:
-        returned: What it returned for all of them.
+        returned: The network's result for all inputs.
         rows: The rows to keep.
-        num_rows: Number of rows that there are.
+        num_rows: Number of inputs.
     """
     return map_tensors(returned, lambda z: z[rows] if z.ndim and len(z) == num_rows else z)
 
 
 def map_tensors(returned: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """Return what a network returned with another tensor in the place of each, in the order of `tensors_of`."""
+    """Return a network's result with each tensor replaced by its `change`, in the order of `tensors_of`."""
     if isinstance(returned, Tensor):
         return change(returned)
     parts = {key: map_tensors(part, change) for key, part in _parts(returned).items()}
@@ -78,11 +78,11 @@ def map_tensors(returned: Any, change: Callable[[Tensor], Tensor]) -> Any:
     if isinstance(returned, tuple | list):
         values = list(parts.values())
         return type(returned)(*values) if hasattr(returned, "_fields") else type(returned)(values)
-    if isinstance(returned, Mapping):  # Hugging Face's outputs are data classes too, made of their fields
+    if isinstance(returned, Mapping):  # Hugging Face's outputs are dataclasses too
         return type(returned)(**parts) if dataclasses.is_dataclass(returned) else parts
     result = copy.copy(returned)
     for name, part in parts.items():
-        object.__setattr__(result, name, part)  # a data class may be frozen
+        object.__setattr__(result, name, part)  # a dataclass may be frozen
     return result
 
 
@@ -99,13 +99,13 @@ def _parts(returned: Any) -> dict[Any, Any]:
 
 @dataclass(frozen=True, eq=False, init=False)
 class Graph:
-    """What a network takes that computes all nodes of a graph in one forward pass: net(*args, **kwargs).
+    """Arguments of a network that computes all nodes of a graph in one forward pass: net(*args, **kwargs).
 
     The network returns one row of outputs per node; points are node numbers.
 
     Attributes:
-        args: The tensors that it takes by position, such as node features and edges.
-        kwargs: Those that it takes by keyword.
+        args: The positional arguments, tensors such as node features and edges.
+        kwargs: The keyword arguments, also tensors.
     """
 
     args: tuple[Tensor, ...]
@@ -113,12 +113,12 @@ class Graph:
 
     @door
     def __init__(self, *args: Tensor, **kwargs: Tensor) -> None:
-        """Keep the tensors, which are copied where a recording begins.
+        """Store the tensors; they are copied when a recording begins.
 
         Raises:
-            TypeError: An argument is no tensor of real numbers.
-            ValueError: There is no tensor; or one is sparse, holds NaN or infinity, or is of floating-point numbers and
-                not contiguous.
+            TypeError: An argument is not a tensor of real numbers.
+            ValueError: There is no tensor; or a tensor is sparse, holds NaN or infinity, or holds floating-point
+                numbers and is not contiguous.
         """
         object.__setattr__(self, "args", args)
         object.__setattr__(self, "kwargs", dict(kwargs))
@@ -145,10 +145,10 @@ class Graph:
 
 @dataclass(frozen=True, eq=False)
 class RecordedGraph:
-    """The graph of a run, as its network is called with it.
+    """The graph of a run, in the form in which the network is called.
 
     Attributes:
-        tensors: Its tensors by position or keyword; those by position come first.
+        tensors: The graph's tensors by position or keyword; positional ones come first.
         num_nodes: Number N of nodes.
     """
 
@@ -162,27 +162,27 @@ class RecordedGraph:
 
     @property
     def graph(self) -> Graph:
-        """The graph as it was given."""
+        """The graph as the user passed it."""
         graph: Graph = _with_arguments(Graph, self.tensors)
         return graph
 
     def call(self, function: Callable[..., Any], nodes: Shaped[Tensor, "n ..."], spec: TensorSpec | None) -> Any:
-        """Call a network with the whole graph, and keep what it returns for some nodes.
+        """Call a network with the whole graph, and select the rows of some nodes from its result.
 
         Args:
             function: The network.
             nodes: Node numbers.
-            spec: Dtype of floating-point tensors, and device of all; as recorded by default.
+            spec: Dtype of floating-point tensors, and device of all tensors; by default as recorded.
         """
         tensors = self.tensors if spec is None else {key: spec.cast(value) for key, value in self.tensors.items()}
         return select_rows(_with_arguments(function, tensors), nodes.reshape(-1), self.num_nodes)
 
     def parse_nodes(self, X: object, name: str = "X") -> Int64[Tensor, "n 1"]:
-        """Return points as a column of node numbers: those of a tensor, or all of them for the graph itself.
+        """Return points as a column of node numbers: the numbers in a tensor, or all nodes if X is the graph itself.
 
         Raises:
-            TypeError: They are neither whole numbers nor a graph.
-            ValueError: A number is out of range, or the graph is another one than the recorded one.
+            TypeError: X holds no whole numbers and is not a graph.
+            ValueError: A number is out of range, or the graph differs from the recorded one.
         """
         if isinstance(X, Graph):
             difference = self.difference(X.tensors)
@@ -203,7 +203,7 @@ class RecordedGraph:
         return X.detach().to(torch.int64).reshape(-1, 1)
 
     def difference(self, tensors: Mapping[int | str, object]) -> str | None:
-        """Return in words where given tensors differ from the recorded ones; None if they do not."""
+        """Describe the difference between given tensors and the recorded ones; None if there is none."""
         if list(tensors) != list(self.tensors):
             return f"it consists of the tensors {list(self.tensors)}, got {list(tensors)}"
         for key, recorded in self.tensors.items():
@@ -229,11 +229,11 @@ def _described(value: object) -> str:
 
 
 def graph_from_json(entries: object, data: Mapping[str, Tensor]) -> RecordedGraph:
-    """Return the graph that a header describes, from the tensors stored with a run.
+    """Return the graph that a run's header describes, built from the stored tensors.
 
     Raises:
-        ValueError: The description is damaged, or a tensor is missing or another one, or the run's inputs are not the
-            numbers of all nodes.
+        ValueError: The description is damaged, a tensor is missing or differs, or the run's inputs are not the numbers
+            of all nodes.
     """
     tensors: dict[int | str, Tensor] = {}
     for entry in entries if isinstance(entries, list) else [entries]:
@@ -260,11 +260,11 @@ class Ragged:
     """Rows of unequal lengths, and the form in which a network takes a batch of them.
 
     Attributes:
-        rows: A tensor (length, ...) per point.
-        call: "offsets" for net(values, offsets), as `EmbeddingBag` takes them; "nested" for a jagged nested tensor,
-            "packed" for a `PackedSequence`, "list" for a list of tensors. Nested tensors and packed sequences may also
-            be passed as they are.
-        longest: The largest length of a row, where it is more than that of these.
+        rows: One tensor (length, ...) per point.
+        call: The form of the call: "offsets" for net(values, offsets), as `EmbeddingBag` takes them; "nested" for a
+            jagged nested tensor, "packed" for a `PackedSequence`, "list" for a list of tensors. Nested tensors and
+            packed sequences may also be passed directly.
+        longest: Largest length of a row in the run, if it is larger than here.
     """
 
     rows: Sequence[Tensor]
@@ -272,10 +272,10 @@ class Ragged:
     longest: int = 0
 
     def padded(self) -> tuple[Int64[Tensor, " n"], Shaped[Tensor, "n L ..."]]:
-        """Return lengths, and the rows padded with zeros.
+        """Return the lengths, and the rows padded with zeros.
 
         Raises:
-            ValueError: There are no rows, or they differ in more than their length; or the form is unknown.
+            ValueError: There are no rows, they differ in more than their length, or the form is unknown.
         """
         kinds = {(row.shape[1:], row.dtype) if isinstance(row, Tensor) and row.ndim else None for row in self.rows}
         if len(kinds) != 1 or None in kinds or self.call not in get_args(RaggedCall):
@@ -290,13 +290,13 @@ class Ragged:
 
 
 def as_ragged(X: Any, call: RaggedCall | None = None, longest: int = 0) -> Ragged | None:
-    """Return inputs, or what a network was called with, as rows; None if they are not ragged.
+    """Return inputs, or the arguments of a network's call, as ragged rows; None if they are not ragged.
 
     Args:
-        X: A `Ragged`, a jagged nested tensor or a `PackedSequence`; or what belongs to the form `call`: values and
+        X: A `Ragged`, a jagged nested tensor or a `PackedSequence`; or the arguments of the form `call`: values and
             offsets, or a list.
         call: The form in which the network takes them.
-        longest: The largest length of a row.
+        longest: Largest length of a row.
     """
     if isinstance(X, Ragged):
         return Ragged(X.rows, call or X.call, max(longest, X.longest))
@@ -315,7 +315,7 @@ def as_ragged(X: Any, call: RaggedCall | None = None, longest: int = 0) -> Ragge
 def call_ragged(
     function: Callable[..., Any], call: str, lengths: Int64[Tensor, " n"], padded: Shaped[Tensor, "n L ..."]
 ) -> Any:
-    """Call a network with rows in the form that it takes."""
+    """Call a network with ragged rows in the form that it takes."""
     if call == "packed":
         return function(pack_padded_sequence(padded, lengths.cpu(), batch_first=True, enforce_sorted=False))
     if call == "list":

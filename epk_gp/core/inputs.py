@@ -1,8 +1,8 @@
-"""What a network is called with and what it returns: several inputs packed into one tensor, outputs of any structure.
+"""Inputs and outputs of a network: several inputs packed into one tensor, outputs of any structure.
 
-The engine sees one tensor X of n rows. Inputs that are a tuple or a dictionary of tensors are packed into it where they
-enter, and unpacked right before the network is called (`Signature.call`). Of a graph the rows are node numbers, and the
-network is called with the whole graph.
+The engine sees one tensor X of n rows. A tuple or dictionary of tensors is packed into X at the public functions, and
+unpacked right before the network is called (`Signature.call`). For a graph the rows are node numbers, and the network
+is called with the whole graph.
 """
 
 import inspect
@@ -20,19 +20,19 @@ from epk_gp.core.checks import door, validate_finite, validate_tensor
 from epk_gp.core.graphs import DTYPES, Graph, Ragged, RaggedCall, RecordedGraph, as_ragged, call_ragged, graph_from_json
 from epk_gp.core.plans import EVALUATED_ROWS, TensorSpec
 
-# Inputs of n points: one tensor, or several with one first dimension, as the network takes them: net(*X), net(**X).
-# The nodes of a graph are points too: the graph stands for all of them.
+# Inputs of n points: one tensor, or several with the same first dimension, called as net(*X) or net(**X). The nodes
+# of a graph are points too: the `Graph` stands for all of them.
 Inputs = Shaped[Tensor, "n ..."] | Sequence[Tensor] | Mapping[str, Tensor] | Graph | Ragged
 
 
 @dataclass(frozen=True)
 class InputTensor:
-    """One of the tensors of which inputs consist.
+    """One of the tensors that make up the inputs.
 
     Attributes:
-        key: Its position in the call of the network, or its keyword.
+        key: Its position or keyword in the network's call.
         shape: Shape of one point.
-        dtype: Its dtype at recording.
+        dtype: Dtype at recording.
     """
 
     key: int | str
@@ -46,7 +46,7 @@ class InputTensor:
 
     @property
     def kind(self) -> str:
-        """What its entries are."""
+        """The kind of its entries: floating-point numbers, integers or Booleans."""
         if self.dtype == torch.bool:
             return "bool"
         return "floating-point" if self.dtype.is_floating_point else "integer"
@@ -54,12 +54,12 @@ class InputTensor:
 
 @dataclass(frozen=True)
 class InputLayout:
-    """Where the tensors of which inputs consist lie in the packed inputs (n, D), side by side.
+    """Positions of several input tensors, side by side in the packed inputs (n, D).
 
     Attributes:
-        tensors: The tensors; those of a dictionary in the order of their sorted keys.
-        ragged: The form in which the network takes rows of unequal lengths; the tensors are the lengths and the padded
-            rows. None for other inputs.
+        tensors: The tensors; for a dictionary, in the order of the sorted keys.
+        ragged: The form in which the network takes rows of unequal lengths, packed as lengths and padded rows. None for
+            other inputs.
     """
 
     tensors: tuple[InputTensor, ...]
@@ -79,7 +79,7 @@ class InputLayout:
     def dtype(self) -> torch.dtype:
         """Dtype of the packed inputs.
 
-        The dtype of the tensors if they share one; else that of the floating-point ones; else int64.
+        The dtype of the tensors if they share one; otherwise the floating-point dtype; otherwise int64.
         """
         dtypes = {tensor.dtype for tensor in self.tensors}
         if len(dtypes) > 1:
@@ -87,12 +87,12 @@ class InputLayout:
         return reduce(torch.promote_types, dtypes)
 
     def of_width(self, width: int) -> "InputLayout":
-        """Return the layout of rows of another length, as of a batch that is padded to its own longest row.
+        """Return the layout for rows of another length, such as a batch padded to its own longest row.
 
-        The tensors that are cut, or longer, are the longest vectors: tokens, attention mask and token types.
+        The tensors that get shorter or longer are the longest vectors: tokens, attention mask and token types.
 
         Args:
-            width: Number of entries of such a row, of all tensors together.
+            width: Number of entries of such a row, over all tensors.
         """
         vectors = [tensor.shape for tensor in self.tensors if len(tensor.shape) == 1]
         if width == self.width or not vectors:
@@ -101,30 +101,30 @@ class InputLayout:
         return InputLayout(tuple(replace(t, shape=own) if t.shape == max(vectors) else t for t in self.tensors))
 
     def ends(self, rows: Shaped[Tensor, "n D"], width: int) -> list[Shaped[Tensor, "n E"]]:
-        """Return packed rows without the last, and without the first, entries of their longest vectors."""
+        """Return two lists of packed rows whose longest vectors lack their last, or their first, entries."""
         pairs = list(zip(self.columns(), self.of_width(width).tensors, strict=True))
         first = [rows[:, start : start + own.size] for (_, start), own in pairs]
         last = [rows[:, start + tensor.size - own.size : start + tensor.size] for (tensor, start), own in pairs]
         return [torch.cat(parts, dim=1) for parts in (first, last)]
 
     def columns(self) -> list[tuple[InputTensor, int]]:
-        """Return each tensor with the first of its columns."""
+        """Return each tensor with its first column."""
         ends = accumulate((tensor.size for tensor in self.tensors), initial=0)
         return list(zip(self.tensors, ends, strict=False))
 
 
 def pack_inputs(X: Inputs, name: str = "X") -> tuple[Tensor, InputLayout]:
-    """Return several tensors as one, (n, D), and where they lie in it.
+    """Pack several tensors into one, (n, D), and return it with its layout.
 
     Args:
-        X: Tensors with one first dimension; those of a dictionary lie in the order of the sorted keys, so that any
-            order gives the same.
-        name: Name of the inputs in an error message.
+        X: Tensors with the same first dimension; the tensors of a dictionary lie in the order of the sorted keys, so
+            that its order does not matter.
+        name: Name of the inputs in error messages.
 
     Raises:
-        TypeError: X is neither a sequence nor a dictionary, or a part is no dense tensor of real numbers.
-        ValueError: X is empty, or parts differ in their first dimension or device, or hold NaN or infinity, or integers
-            that the dtype of the other parts cannot represent.
+        TypeError: X is neither a sequence nor a dictionary, or an item is not a dense tensor of real numbers.
+        ValueError: X is empty, or its tensors differ in their first dimension or device, hold NaN or infinity, or hold
+            integers that the dtype of the others cannot represent.
     """
     if isinstance(X, Graph):
         raise TypeError(f"{name} must be numbers of the graph's nodes, an int64 tensor (n,): got the graph itself.")
@@ -163,11 +163,11 @@ def pack_inputs(X: Inputs, name: str = "X") -> tuple[Tensor, InputLayout]:
 
 
 def validate_same_layout(recorded: InputLayout, given: InputLayout, name: str = "X") -> None:
-    """Raise if inputs do not consist of the tensors that a run was recorded with.
+    """Raise if inputs do not consist of the same tensors as the recorded inputs.
 
     Raises:
         TypeError: A tensor holds numbers of another kind.
-        ValueError: A tensor is missing, or there is one too many, or one has another shape.
+        ValueError: A tensor is missing, superfluous, or has another shape.
     """
     keys, got = ([tensor.key for tensor in layout.tensors] for layout in (recorded, given))
     if keys != got:
@@ -182,7 +182,7 @@ def validate_same_layout(recorded: InputLayout, given: InputLayout, name: str = 
 
 
 def validate_packed(layout: InputLayout, X: Shaped[Tensor, "n D"], name: str = "X") -> None:
-    """Raise if packed inputs hold a number that the tensor in its place cannot have.
+    """Raise if packed inputs hold a number that their tensor's dtype cannot represent.
 
     Raises:
         ValueError: An integer has a fractional part or is out of range, or a Boolean is neither 0 nor 1.
@@ -195,7 +195,7 @@ def validate_packed(layout: InputLayout, X: Shaped[Tensor, "n D"], name: str = "
 
 
 def _items(X: Any, name: str) -> list[tuple[str, Any]]:
-    """Return the parts of inputs with what an error calls them."""
+    """List the tensors of inputs with their names in error messages."""
     is_several = isinstance(X, Sequence | Mapping) and not isinstance(X, str)
     if not is_several or (isinstance(X, Sequence) and len(X) and not any(isinstance(part, Tensor) for part in X)):
         raise TypeError(
@@ -213,12 +213,12 @@ def _items(X: Any, name: str) -> list[tuple[str, Any]]:
 
 
 def side_by_side(values: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
-    """Return tensors of n rows as one, (n, D), without checks."""
+    """Concatenate tensors of n rows to one, (n, D), without checks."""
     return torch.cat([value.reshape(len(value), value.shape[1:].numel()).to(dtype) for value in values], dim=1)
 
 
 def layout_from_json(entries: object, ragged: Any = None) -> InputLayout:
-    """Return the layout that a run's header describes, with the form of ragged rows.
+    """Return the layout that a run's header describes; `ragged` is the form of ragged rows.
 
     Raises:
         ValueError: The description is damaged.
@@ -240,13 +240,14 @@ def layout_from_json(entries: object, ragged: Any = None) -> InputLayout:
 
 @dataclass(frozen=True)
 class Signature:
-    """How a network is called, and how its outputs (n, C) are taken from what it returns.
+    """The call of a network, and the map from its result to outputs (n, C).
 
     Attributes:
-        layout: The tensors that it takes; None where it takes one tensor, which is then not changed in any way.
-        output: Maps what the network returns to outputs (n, C); None where it returns them, or (n,) where C is 1.
-        graph: The graph that it takes, of which the inputs are node numbers; None where inputs are inputs.
-        rows_per_call: Most rows that are evaluated at a time.
+        layout: The input tensors; None if the network takes one tensor, which is then passed unchanged.
+        output: Maps the network's result to outputs (n, C); None if the result is the outputs, (n, C), or (n,) if C is
+            1.
+        graph: The graph that the network takes; the inputs are then node numbers. None for other inputs.
+        rows_per_call: Largest number of rows in one call.
     """
 
     layout: InputLayout | None = None
@@ -256,16 +257,16 @@ class Signature:
 
     @property
     def takes_them_as_returned(self) -> bool:
-        """Whether the outputs are those that the network returns."""
+        """Whether the network's result is the outputs."""
         return self.output is None
 
     def pack(self, X: Inputs, name: str = "X") -> Shaped[Tensor, "n ..."]:
-        """Return inputs of the recorded structure as one tensor; a tensor is taken for packed inputs.
+        """Pack inputs of the recorded structure into one tensor; a single tensor is taken as packed already.
 
         Raises:
-            TypeError: A part of the inputs is no tensor, or of another kind than recorded.
-            ValueError: A part is missing, or has another shape than recorded, or another first dimension than the
-                others; or there is no node of a number, or the graph is another one.
+            TypeError: An item of the inputs is not a tensor, or holds numbers of another kind than recorded.
+            ValueError: An item is missing, has another shape than recorded, or another first dimension than the others;
+                or a node number does not exist, or the graph differs.
         """
         if self.graph is not None:
             return self.graph.parse_nodes(X, name)
@@ -286,13 +287,14 @@ class Signature:
         spec: TensorSpec | None = None,
         mark: Callable[[Tensor], Tensor] = lambda x: x,
     ) -> Any:
-        """Call a network with packed inputs, and return what it returns for them.
+        """Call a network with packed inputs, and return its result.
 
         Args:
             function: The network.
             rows: Packed inputs, in the dtype and on the device of the computation.
-            spec: This dtype and device, which node numbers do not tell; by default those of the recording.
-            mark: Is applied to each tensor whose first dimension is that of the rows.
+            spec: Dtype and device of the computation, which node numbers cannot tell; by default those of the
+                recording.
+            mark: Function applied to each tensor with one row per point.
         """
         if self.graph is not None:
             return self.graph.call(function, rows, spec)
@@ -303,10 +305,10 @@ class Signature:
         return function(*args, **kwargs)
 
     def unpack(self, rows: Shaped[Tensor, "n ..."]) -> tuple[tuple[Tensor, ...], dict[str, Tensor]]:
-        """Return the arguments and the keywords that the network is called with, where it takes no graph.
+        """Return the positional and keyword arguments of the network's call, for inputs other than a graph.
 
-        Floating-point tensors have the dtype of the rows, as a single input has that of the computation; integers and
-        Booleans have their own.
+        Floating-point tensors have the dtype of the rows, as a single input has the dtype of the computation; integers
+        and Booleans keep their own dtypes.
         """
         if self.layout is None:
             return (rows,), {}
@@ -315,18 +317,18 @@ class Signature:
             part = rows[:, first : first + tensor.size]
             part = part.unflatten(1, tensor.shape) if tensor.shape else part.squeeze(1)
             follows_rows = tensor.dtype.is_floating_point and tensor.dtype == self.layout.dtype
-            # contiguous, as the user's own: forward() may call view(), and dropout draws by memory layout
+            # contiguous, as in training: forward() may call view(), and dropout draws by memory layout
             parts[str(tensor.key)] = (part if follows_rows else part.to(tensor.dtype)).contiguous()
         return ((), parts) if isinstance(self.layout.tensors[0].key, str) else (tuple(parts.values()), {})
 
     def length(self, rows: Shaped[Tensor, "n ..."]) -> int:
-        """Return the number of positions of packed inputs, that of their longest vectors; 0 where there are none."""
+        """Return the number of positions of packed inputs, the length of their longest vectors; 0 if there are none."""
         if rows.ndim != 2 or self.layout is None:
             return rows.shape[1] if rows.ndim == 2 else 0
         return max((t.shape[0] for t in self.layout.of_width(rows.shape[1]).tensors if len(t.shape) == 1), default=0)
 
     def structure(self, rows: Shaped[Tensor, "n ..."]) -> Inputs:
-        """Return packed inputs in the structure that they had: a tensor, a tuple or a dictionary; or node numbers."""
+        """Return packed inputs in the recorded structure: a tensor, a tuple, a dictionary, or node numbers."""
         if self.graph is not None:
             return rows.reshape(-1)
         args, kwargs = self.unpack(rows)
@@ -337,20 +339,20 @@ class Signature:
         return kwargs or (rows if self.layout is None else args)
 
     def outputs(self, returned: Any) -> Any:
-        """Return the outputs that belong to what the network returned, not checked: one value per point is (n, 1)."""
+        """Return the outputs in a network's result, without checks; one value per point becomes (n, 1)."""
         outputs = returned if self.output is None else self.output(returned)
         return outputs.unsqueeze(1) if isinstance(outputs, Tensor) and outputs.ndim == 1 else outputs
 
     def pack_call(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], forward: Any = None) -> Tensor | None:
-        """Return what a network was called with as one tensor, or None if the call was not one with these inputs.
+        """Pack the arguments of a network's call into one tensor; None if they are not inputs of this structure.
 
-        Arguments that are not part of the inputs are left out.
+        Other arguments are ignored.
 
         Args:
             args: Positional arguments of the call.
             kwargs: Its keyword arguments.
-            forward: The network's forward function, by which a position is recognised that is a keyword in the layout,
-                or the reverse.
+            forward: The network's forward function. It matches a positional argument to a keyword of the layout, or the
+                reverse.
         """
         if self.layout is None:
             given = args[0] if args else next((v for v in kwargs.values() if isinstance(v, Tensor)), None)
@@ -372,9 +374,9 @@ class Signature:
         return side_by_side(tensors, self.layout.dtype)
 
     def to_json(self) -> dict[str, Any] | None:
-        """Return the entry of a run's header; None where a network takes one tensor and returns the outputs.
+        """Return the entry of a run's header; None if the network takes one tensor and returns the outputs.
 
-        A function cannot be stored: only whether there is one.
+        The function `output` cannot be stored; the entry says only whether there is one.
         """
         if self.layout is None and self.output is None and self.graph is None:
             return None
@@ -383,7 +385,7 @@ class Signature:
         entry: dict[str, Any] = {"inputs": described or None, "has_output": self.output is not None}
         if self.layout is not None and self.layout.ragged is not None:
             entry["ragged"] = self.layout.ragged
-        if self.graph is not None:  # without the entry, headers are those of runs before there were graphs
+        if self.graph is not None:  # other headers have no such entry, as before graphs existed
             parts = self.graph.tensors.items()
             entry["graph"] = [{"key": k, "shape": list(v.shape), "dtype": str(v.dtype)} for k, v in parts]
         return entry
@@ -393,7 +395,7 @@ class Signature:
         return {} if self.graph is None else {f"graph.{key}": value for key, value in self.graph.tensors.items()}
 
 
-ONE_TENSOR = Signature()  # of a network that takes one tensor and returns its outputs
+ONE_TENSOR = Signature()  # for a network that takes one tensor and returns its outputs
 
 
 def signature_from_json(
@@ -407,8 +409,8 @@ def signature_from_json(
         data: The run's data, with the tensors of its graph (`Signature.stored_tensors`) and the node numbers.
 
     Raises:
-        TypeError: `output` is no function.
-        ValueError: The entry is damaged, or `output` must be given and is not.
+        TypeError: `output` is not a function.
+        ValueError: The entry is damaged, or `output` is missing.
     """
     validate_output(output)
     if entry is None:
@@ -423,7 +425,7 @@ def signature_from_json(
 
 
 def validate_output(output: object) -> None:
-    """Raise if an object cannot be the function from what a network returns to its outputs.
+    """Raise if an object cannot be the function that maps a network's result to its outputs.
 
     Raises:
         TypeError: It cannot be called.
@@ -433,10 +435,10 @@ def validate_output(output: object) -> None:
 
 
 def parse_signature(X: Inputs, output: Callable[[Any], Tensor] | None) -> tuple[Tensor, Signature]:
-    """Return training inputs as one tensor, with the signature of a network that takes them.
+    """Pack training inputs into one tensor, and return it with the network's signature.
 
     Raises:
-        TypeError, ValueError: As `pack_inputs`.
+        TypeError, ValueError: As in `pack_inputs`.
     """
     if isinstance(X, Tensor) and X.layout != torch.jagged:
         return X, Signature(None, output)
@@ -445,10 +447,10 @@ def parse_signature(X: Inputs, output: Callable[[Any], Tensor] | None) -> tuple[
 
 
 def parse_graph(graph: Graph, num_nodes: int, output: Callable[[Any], Tensor] | None) -> tuple[Tensor, Signature]:
-    """Return the numbers of a graph's nodes, with the signature of a network that takes it; its tensors are copied.
+    """Return the numbers of a graph's nodes, and the signature of a network that takes a copy of the graph.
 
     Raises:
-        TypeError: A tensor is of a dtype that cannot be stored.
+        TypeError: A tensor has a dtype that cannot be stored.
     """
     for key, value in graph.tensors.items():
         if str(value.dtype) not in DTYPES:
@@ -461,13 +463,13 @@ def parse_graph(graph: Graph, num_nodes: int, output: Callable[[Any], Tensor] | 
 def arguments_of_call(
     keys: Sequence[int | str], args: Sequence[Any], kwargs: Mapping[str, Any], forward: Callable[..., Any]
 ) -> list[Any] | None:
-    """Return the arguments of a call that stand for given positions and keywords; None if it is no such call.
+    """Return the arguments of a call for the given positions and keywords; None if one is missing.
 
     Args:
         keys: Positions, from 0 on, and keywords.
         args: Positional arguments of the call.
         kwargs: Its keyword arguments.
-        forward: The network's forward function, by which a position is recognised that is a keyword in `keys`, or the
+        forward: The network's forward function. It matches a positional argument to a keyword in `keys`, or the
             reverse.
     """
     positions = tuple(key for key in keys if isinstance(key, int))
@@ -481,7 +483,7 @@ def arguments_of_call(
 
 
 def _by_parameter(forward: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[int | str, Any]:
-    """Return the arguments of a call by the parameters that take them."""
+    """Return the arguments of a call, keyed by position and by parameter name."""
     signature, result = inspect.signature(forward), dict[int | str, Any]()
     for name, value in signature.bind(*args, **kwargs).arguments.items():
         kind = signature.parameters[name].kind
@@ -499,10 +501,10 @@ class Points:
     """Points of H x {0, 1} (Definition 3.4, Bell et al. 2023).
 
     Attributes:
-        X: n inputs, packed into one tensor if they are several.
-        is_train: Whether they are training copies (gradient frozen at the step's start) or test copies; one for all,
-            or (n,).
-        layout: Of which tensors the inputs consist, if they are several.
+        X: n inputs, packed into one tensor if there are several.
+        is_train: Whether each point is a training copy (gradient frozen at the start of the step) or a test copy; one
+            bool for all points, or (n,).
+        layout: Layout of the packed tensor if there are several input tensors.
     """
 
     X: Shaped[Tensor, "n ..."]
@@ -516,7 +518,7 @@ class Points:
         Raises:
             TypeError: `X` is neither a tensor nor a tuple or dict of tensors, or `is_train` is neither a bool nor a
                 bool tensor.
-            ValueError: `is_train` has another length than X, or several inputs do not go together.
+            ValueError: `is_train` has another length than X, or the input tensors do not fit together.
         """
         packed, layout = (X, None) if isinstance(X, Tensor) else pack_inputs(X)
         for name, value in (("X", packed), ("is_train", is_train), ("layout", layout)):
@@ -548,7 +550,7 @@ class Points:
 
 
 def memory_order(x: Tensor) -> Tensor | None:
-    """Return the dimensions of a dense tensor by their strides, largest first; None if that is their own order."""
+    """Return the dimensions of a dense tensor by their strides, largest first; None if they are in this order."""
     if x.is_contiguous() or x.ndim < 2:
         return None
     strides = list(x.stride())

@@ -1,4 +1,4 @@
-"""Losses: the value of each sample and its derivative in the outputs; the output head; the terms of a batch's loss."""
+"""Losses: values and derivatives for each sample, the output head, and the terms of a batch's loss."""
 
 import copy
 from collections.abc import Callable, Iterator, Mapping
@@ -18,7 +18,7 @@ Reduction = Literal["mean", "sum"]
 
 
 def _described(loss: Any) -> str:
-    """Return the name of a loss with the options that differ from their defaults."""
+    """Return the name of a loss with its non-default options."""
     options = {f.name: getattr(loss, f.name) for f in fields(loss) if getattr(loss, f.name) != f.default}
     options = {"reduction": loss.reduction, **options}
     return f"{type(loss).__name__}({', '.join(f'{name}={value!r}' for name, value in options.items())})"
@@ -28,21 +28,21 @@ def _described(loss: Any) -> str:
 class CrossEntropy:
     """Cross entropy of softmax(outputs), as `torch.nn.CrossEntropyLoss`.
 
-    Targets are class indices (M,) int64, or probabilities (M, C) that sum to one. Where the network returns several
-    positions per sample, tokens or pixels, targets are one class index for each, (M, T) or (M, H, W): the network's
-    tensor then is (n, V, T), classes second as in torch, or (n, T, V), classes last. A sample's loss is the sum over
-    its positions, and "mean" the mean over all positions of the batch that count, so that padding (`ignore_index`) has
-    no weight.
+    Targets are class indices (M,) int64, or probabilities (M, C) that sum to one. If the network returns several
+    positions per sample (tokens or pixels), targets are one class index per position, (M, T) or (M, H, W). The
+    network's tensor is then (n, V, T), classes second as in torch, or (n, T, V), classes last. A sample's loss is the
+    sum over its positions. The reduction "mean" is the mean over all positions of the batch that count, so that padding
+    (`ignore_index`) has no weight.
 
     Attributes:
-        reduction: How the losses of a batch are reduced: "mean" (with class weights and class indices: the weighted
+        reduction: The reduction of a batch's losses: "mean" (with class weights and class indices: the weighted
             mean) or "sum".
         class_weights: One weight >= 0 per class.
         label_smoothing: Share of the target that is spread evenly over the classes.
-        ignore_index: Class index of the samples or positions that are left out of the loss; -100 by default, as in
+        ignore_index: Class index of samples or positions that the loss leaves out; -100 by default, as in
             torch.
-        dim: The dimension of the scores of several positions that holds the classes, 1 or -1. None: the one that class
-            indices do not have; and 1 where both fit (T = V), which the recorder checks with the steps.
+        dim: Dimension of the classes in the scores of several positions, 1 or -1. None takes the dimension that class
+            indices lack, and 1 if both fit (T = V); the recorder checks this with the steps.
     """
 
     reduction: Reduction = "mean"
@@ -58,13 +58,13 @@ class CrossEntropy:
 class NegativeLogLikelihood:
     """Negative log-likelihood of networks that end in log-softmax, as `torch.nn.NLLLoss`.
 
-    Targets are class indices (M,) int64, or one for each position, as for `CrossEntropy`.
+    Targets are class indices (M,) int64, or one class index per position, as for `CrossEntropy`.
 
     Attributes:
-        reduction: How the losses of a batch are reduced: "mean" (with class weights: the weighted mean) or "sum".
+        reduction: The reduction of a batch's losses: "mean" (with class weights: the weighted mean) or "sum".
         class_weights: One weight >= 0 per class.
-        ignore_index: Class index of the samples or positions that are left out of the loss; -100 by default.
-        dim: As of `CrossEntropy`.
+        ignore_index: Class index of samples or positions that the loss leaves out; -100 by default.
+        dim: The dimension of the classes, as in `CrossEntropy`.
     """
 
     reduction: Reduction = "mean"
@@ -77,9 +77,9 @@ class NegativeLogLikelihood:
 
 @dataclass(frozen=True)
 class MeanSquaredError:
-    """Squared error, as `torch.nn.MSELoss`: "mean" averages over samples and outputs, "sum" adds both.
+    """Squared error, as `torch.nn.MSELoss`: "mean" averages over samples and outputs, "sum" adds over both.
 
-    Targets have the outputs' shape (M, C), or (M,) where C is 1; or that of the tensor that the network returns.
+    Targets have the outputs' shape (M, C), or (M,) if C is 1; or the shape of the tensor that the network returns.
     """
 
     reduction: Reduction = "mean"
@@ -87,17 +87,17 @@ class MeanSquaredError:
 
 @dataclass(frozen=True)
 class PerSampleLoss:
-    """A loss given by a function.
+    """A loss that is given by a function.
 
     Attributes:
         function: Maps outputs (n, C) and targets (n, ...) to n losses, where the loss of sample i depends on row i
-            alone; or to the reduced loss of the batch, a scalar, and is then called row by row. Where the run is
-            recorded with `output=`, it gets what the network returned in place of the outputs.
-        reduction: How the losses of a batch are reduced: "mean" or "sum".
+            alone. It may also return the reduced loss of the batch, a scalar; it is then called row by row. If the run
+            is recorded with `output=`, the function gets the network's full result in place of the outputs.
+        reduction: The reduction of a batch's losses: "mean" or "sum".
         name: Name of the loss in the run's header. To load a stored run with such a loss, pass it again as `loss=`.
-        counts: Maps targets (n, ...) to what each sample counts for, (n,): its tokens without padding, or its weight.
-            "mean" then divides the sum of the losses by the sum of the counts over the batch, and the function returns
-            each sample's sum (or, reduced to a scalar, the mean over all that count). None: each sample counts for 1.
+        counts: Maps targets (n, ...) to the count of each sample, (n,): its number of tokens without padding, or its
+            weight. "mean" then divides the sum of the losses by the sum of the counts over the batch, and the function
+            returns each sample's sum (or, if scalar, the mean over all counts). None: each sample counts as 1.
     """
 
     function: Callable[[Tensor, Tensor], Tensor]
@@ -119,17 +119,17 @@ class PerSampleLoss:
 
 @dataclass(frozen=True)
 class UnstatedLoss:
-    """A loss that is not stated: what the loop's own backward pass sent into each row of the outputs is recorded.
+    """A loss without a formula: for each row of the outputs, the gradient of the loop's own backward pass is recorded.
 
-    With delta_i the gradient of the loop's loss in all that the network returned for row i, z_i, the loss of the row is
-    <delta_i, z_i>: its gradient in the weights is the part of the batch's gradient that came through row i. Derivatives
-    in the samples' weights, and another training, need the loss as a function.
+    With delta_i the gradient of the loop's loss in all numbers z_i that the network returned for row i, the loss of the
+    row is <delta_i, z_i>: its gradient in the weights is row i's share of the batch's gradient. Derivatives in the
+    samples' weights, and other trainings, need the loss as a function.
     """
 
     reduction: Reduction = "sum"
 
     def __str__(self) -> str:
-        """Return what stands in the place of its name."""
+        """Return a text in place of the name."""
         return "the loop's own loss"
 
 
@@ -144,7 +144,7 @@ IGNORED = -100  # the default of torch's `ignore_index`: no class has this numbe
 
 
 def as_loss(loss: object) -> Loss:
-    """Return a loss of this package, converted from torch's loss module if one is given; None states no loss.
+    """Return a loss of this package, converted from torch's loss module if necessary; None is an unstated loss.
 
     Raises:
         TypeError: The object is neither a loss of this package nor a loss module of torch.
@@ -194,7 +194,7 @@ def per_sample_losses(loss: Loss, outputs: Any, targets: Shaped[Tensor, "n ..."]
 
     Args:
         loss: The loss.
-        outputs: What the loss takes: outputs (n, C), or what else the network returned (`loss_terms.loss_input`).
+        outputs: The loss's input: outputs (n, C), or the network's result (`loss_input`).
         targets: Their targets.
 
     Raises:
@@ -215,7 +215,7 @@ def per_sample_losses(loss: Loss, outputs: Any, targets: Shaped[Tensor, "n ..."]
     if isinstance(values, Tensor) and values.ndim == 0:
         counts = torch.ones(len(y)) if loss.counts is None or loss.reduction == "sum" else _counts(loss, y)
         rows = zip(counts.tolist(), _rows(outputs, y), strict=True)
-        # the mean over a sample without counts is not a number
+        # the mean over a sample with count 0 is NaN
         losses = [count * loss.function(*row) if count else torch.zeros_like(values) for count, row in rows]
         return torch.stack(losses)
     if not isinstance(values, Tensor) or values.shape != targets.shape[:1]:
@@ -228,7 +228,7 @@ def per_sample_losses(loss: Loss, outputs: Any, targets: Shaped[Tensor, "n ..."]
 
 
 def loss_of_targets(loss: ClassLoss, outputs: Any, targets: Shaped[Tensor, "n ..."]) -> Float[Tensor, "n ..."]:
-    """Return the loss of each target of n samples, (n,), or of each position, (n, T), where there are several."""
+    """Return the loss of each target of n samples, (n,), or of each position, (n, T), if there are several."""
     z = classes_second(loss, outputs, targets)
     options: dict[str, Any] = {"weight": _class_weights(loss, z), "ignore_index": ignored_class(loss)}
     if isinstance(loss, NegativeLogLikelihood):
@@ -237,27 +237,27 @@ def loss_of_targets(loss: ClassLoss, outputs: Any, targets: Shaped[Tensor, "n ..
 
 
 def _rows(outputs: Any, targets: Tensor) -> Iterator[tuple[Any, Tensor]]:
-    """Yield what a loss takes of each row alone."""
+    """Yield the loss's input and target of each row alone."""
     n = len(targets)
     return ((select_rows(outputs, slice(i, i + 1), n), targets[i : i + 1]) for i in range(n))
 
 
 def _broadcast_hint(outputs: Any, targets: Shaped[Tensor, "n ..."]) -> str:
-    """Return what to do where a function compares outputs (n, 1) with targets (n,), which torch makes (n, n) of."""
+    """Return advice for functions that compare outputs (n, 1) with targets (n,), which torch broadcasts to (n, n)."""
     if not isinstance(outputs, Tensor) or outputs.shape[1:] != (1,) or targets.ndim != 1:
         return ""
     return " It gets outputs (n, 1) and targets (n,): let it compare outputs[:, 0] with them."
 
 
 def classes_second(loss: ClassLoss, z: Float[Tensor, "n ..."], targets: Tensor) -> Float[Tensor, "n ..."]:
-    """Return scores of classes in torch's order, (n, V, ...), also if they are (n, ..., V)."""
+    """Return class scores in torch's order, (n, V, ...), also if they are (n, ..., V)."""
     if z.ndim <= 2 or targets.is_floating_point():
         return z
     return z.movedim(loss.dim or (1 if targets.shape == (len(z), *z.shape[2:]) else -1), 1)
 
 
 def fit_targets(targets: Shaped[Tensor, "n ..."], outputs: Float[Tensor, "n ..."]) -> Shaped[Tensor, "n ..."]:
-    """Return targets (n,) as (n, 1) if the outputs are, and the reverse; all others as they are."""
+    """Return targets (n,) as (n, 1) if the outputs have this shape, and the reverse; otherwise unchanged."""
     if outputs.shape == (*targets.shape, 1):
         return targets.unsqueeze(-1)
     return targets.squeeze(-1) if (*outputs.shape, 1) == targets.shape else targets
@@ -275,7 +275,7 @@ def sample_weights(loss: Loss, targets: Shaped[Tensor, "n ..."]) -> Float64[Tens
     """Return the weights c of the samples in the loss of their batch (docs/theory.md, section 1).
 
     Raises:
-        ValueError: All samples of the batch are ignored or have a class weight of 0.
+        ValueError: All samples of the batch are ignored or have class weight 0.
     """
     n = len(targets)
     c = torch.ones(n, dtype=torch.float64, device=targets.device)
@@ -310,12 +310,12 @@ def loss_derivatives(loss: Loss, z: Float[Tensor, "n ..."], targets: Shaped[Tens
 def soft_targets(loss: ClassLoss, targets: Shaped[Tensor, "n ..."], like: Float[Tensor, "_ C"]) -> Float[Tensor, "n C"]:
     """Return class targets as vectors q such that the loss of a sample is -<q, log softmax(outputs)>.
 
-    Class weights, label smoothing and ignored samples are contained in q (docs/theory.md, section 5).
+    The vectors q include class weights, label smoothing and ignored samples (docs/theory.md, section 5).
 
     Args:
         loss: The loss.
         targets: Class indices, or probabilities.
-        like: Tensor with C columns, whose dtype and device the result has.
+        like: A tensor with C columns that sets the result's dtype and device.
 
     Raises:
         ValueError: There are several positions per sample.
@@ -341,20 +341,20 @@ def _class_weights(loss: ClassLoss, outputs: Tensor) -> Tensor | None:
 
 
 def ignored_class(loss: ClassLoss) -> int:
-    """Return the class index of the samples that a loss leaves out."""
+    """Return the class index of samples that a loss leaves out."""
     return IGNORED if loss.ignore_index is None else loss.ignore_index
 
 
 def next_words(
     tokens: Int64[Tensor, "n T"], mask: Shaped[Tensor, "n T"] | None = None, *, ignore_index: int = IGNORED
 ) -> Int64[Tensor, "n T"]:
-    """Return the target of each position of texts, as causal language models have it: the word that follows.
+    """Return the targets of causal language models: for each position of a text, the next word.
 
-    The loss leaves out the last position, and those before padding.
+    The loss leaves out the last position, and positions whose next word is padding.
 
     Args:
-        tokens: The words of n texts; or their labels as `transformers` takes them, which its models shift themselves.
-        mask: The attention mask, 0 at padding; None where there is none, or where labels are `ignore_index` there.
+        tokens: The words of n texts; or the labels in the form of `transformers`, whose models shift them themselves.
+        mask: The attention mask, 0 at padding; None if there is no padding, or if its labels are `ignore_index`.
         ignore_index: Target of the positions that are left out.
     """
     labels = tokens if mask is None else tokens.masked_fill(mask == 0, ignore_index)
@@ -370,7 +370,7 @@ def _over_positions(values: Tensor, reduction: Reduction) -> Tensor:
 
 
 def _counts(loss: PerSampleLoss, targets: Tensor) -> Tensor:
-    """Return what each sample counts for.
+    """Return the count of each sample in a "mean" reduction.
 
     Raises:
         ValueError: The function of the loss does not return one finite number >= 0 per sample.
@@ -389,11 +389,11 @@ Head = Literal["logits", "log_softmax"]
 
 
 def resolve_head(head: Head | None, loss: Loss, num_outputs: int) -> Head:
-    """Return the head that is asked for, where None asks for the one that follows the run's loss.
+    """Return the given head, or, for None, the head that follows from the run's loss.
 
-    The outputs of a network that was trained on cross entropy are logits, and the loss depends on their log-softmax.
-    Under any other loss the outputs stand for themselves: values under squared error, log-probabilities under
-    `NegativeLogLikelihood`. So does a single output, whose log-softmax is the constant 0.
+    The outputs of a network trained with cross entropy are logits, and the loss depends on their log-softmax. For any
+    other loss the outputs are the predictions: values for squared error, log-probabilities for `NegativeLogLikelihood`.
+    The same holds for a single output, whose log-softmax is the constant 0.
 
     Args:
         head: "logits", "log_softmax", or None.
@@ -401,7 +401,7 @@ def resolve_head(head: Head | None, loss: Loss, num_outputs: int) -> Head:
         num_outputs: C.
 
     Returns:
-        The head itself if one is given; else "log_softmax" for cross entropy with C >= 2, and "logits" otherwise.
+        The given head; for None, "log_softmax" for cross entropy with C >= 2, and "logits" otherwise.
 
     Raises:
         ValueError: The head is unknown, or it is the log-softmax of a single output, which is the constant 0.
@@ -416,7 +416,7 @@ def resolve_head(head: Head | None, loss: Loss, num_outputs: int) -> Head:
 
 
 def apply_head(z: Float[Tensor, "*n C"], head: Head) -> Float[Tensor, "*n C"]:
-    """Return the outputs f that belong to the logits z."""
+    """Return the outputs f for the logits z."""
     return z if head == "logits" else torch.log_softmax(z, dim=-1)
 
 
@@ -426,7 +426,7 @@ def loss_terms(signature: Signature, loss: Loss, returned: Any, y: Shaped[Tensor
     Args:
         signature: The network's signature.
         loss: The loss.
-        returned: What the network returned for n inputs.
+        returned: The network's result for n inputs.
         y: Their targets.
 
     Raises:
@@ -436,11 +436,11 @@ def loss_terms(signature: Signature, loss: Loss, returned: Any, y: Shaped[Tensor
 
 
 def loss_input(signature: Signature, loss: Loss, returned: Any, targets: Shaped[Tensor, "n ..."]) -> Any:
-    """Return what a loss takes of that which a network returned.
+    """Return the loss's input, taken from a network's result.
 
-    A `PerSampleLoss` around a function of the user takes all of it where `output=` is given, and the outputs (n, C)
-    otherwise. The other losses take the tensor that the network returned, or the tensor `logits` in it, if its shape
-    fits the targets; and else the outputs.
+    A `PerSampleLoss` around a user's function takes the whole result if `output=` is given, and otherwise the outputs
+    (n, C). The other losses take the tensor that the network returned, or its tensor `logits`, if the shape fits the
+    targets; and otherwise the outputs.
     """
     value = None if signature.output is None else own_input(loss, returned, targets)
     return signature.outputs(returned) if value is None else value
@@ -449,7 +449,7 @@ def loss_input(signature: Signature, loss: Loss, returned: Any, targets: Shaped[
 def targets_like(
     signature: Signature, loss: Loss, X: Shaped[Tensor, "M ..."], rows: Shaped[Tensor, "n ..."], y: Tensor
 ) -> list[Shaped[Tensor, "n ..."]]:
-    """Return targets y of rows as a pass may have had them: labels of positions end, or begin, where its inputs do."""
+    """Return targets y of rows in the shape of a pass: position labels are cut to the start or end of its inputs."""
     length, own = signature.length(X), signature.length(rows)
     if not isinstance(loss, ClassLoss) or y.is_floating_point() or y.shape[1:] != (length,) or own == length:
         return [y]
@@ -457,7 +457,7 @@ def targets_like(
 
 
 def validate_stated(loss: Loss, what: str) -> None:
-    """Raise if a computation needs the loss as a function, and the run was recorded without.
+    """Raise if a computation needs the loss as a function, and the run was recorded without one.
 
     Raises:
         ValueError: The loss is not stated.
@@ -472,18 +472,18 @@ def validate_stated(loss: Loss, what: str) -> None:
 def validate_loss_row_independence(
     loss: Loss, value: Any, targets: Shaped[Tensor, "n ..."], alone: Float[Tensor, " n"] | None = None
 ) -> None:
-    """Raise if a loss mixes the rows of a batch, or reduces them by another reduction than it states.
+    """Raise if a loss mixes the rows of a batch, or uses another reduction than it states.
 
     Args:
         loss: The loss.
-        value: What it takes of that which the network returned for n inputs.
+        value: The loss's input, taken from the network's result for n inputs.
         targets: Their targets.
-        alone: The loss of each sample where the network is evaluated on it alone; needed where the loss takes more than
-            the outputs, whose rows are checked by themselves.
+        alone: The loss of each sample, with the network evaluated on it alone. It is needed if the loss takes more than
+            the outputs, whose rows are checked separately.
 
     Raises:
-        ValueError: The loss cannot take the outputs and targets, or the losses of n samples evaluated together
-            differ from those of each sample evaluated alone.
+        ValueError: The loss cannot take the outputs and targets, or the losses of n samples evaluated together differ
+            from those of each sample evaluated alone.
     """
     n, reduced = len(targets), None
     if isinstance(loss, PerSampleLoss):
@@ -511,7 +511,7 @@ def validate_loss_row_independence(
 
 
 def _loss_together(loss: PerSampleLoss, value: Any, targets: Tensor) -> Any:
-    """Call the function of a loss on the samples together.
+    """Call a loss's function on all samples together.
 
     Raises:
         ValueError: It cannot take the outputs and targets.
@@ -535,15 +535,15 @@ def _loss_together(loss: PerSampleLoss, value: Any, targets: Tensor) -> Any:
 def loop_losses(
     loss: Loss, returned: Any, value: Any, targets: Shaped[Tensor, "n ..."], c: Float[Tensor, " n"]
 ) -> list[tuple[float, Callable[[], Tensor]]]:
-    """Return ways in which a loop may have computed the loss of a pass from what the network returned.
+    """Return functions by which a loop may have computed the loss of a pass from the network's result.
 
-    Each is a factor of what a function gives. They are equal but for rounding: a loss that the network returned itself;
-    torch's function on all positions in one dimension, or on classes second; the mean or the sum of the rows' losses.
+    Each comes with a factor. They are equal up to rounding: the loss in the network's own result; torch's function on
+    all positions in one dimension, or with classes second; the mean or the sum of the rows' losses.
 
     Args:
         loss: The stated loss.
-        returned: What the network returned.
-        value: What the loss takes of it.
+        returned: The network's result.
+        value: The loss's input, taken from it.
         targets: The targets.
         c: The weight of each row's loss.
     """
@@ -551,7 +551,7 @@ def loop_losses(
     own = [z for z in tensors_of(returned) if z.ndim == 0 and z.requires_grad]
     for reduction, expected in {loss.reduction: sample_weights(loss, y), "sum": number}.items():
         if (factor := _common_factor(c, expected.to(c))) is None:
-            continue  # weights of rows
+            continue  # rows with unequal weights
         functions: list[Any] = [lambda: own[0]] * bool(own and reduction == loss.reduction)
         if isinstance(loss, ClassLoss):
             options: dict[str, Any] = {"weight": _class_weights(loss, value), "ignore_index": ignored_class(loss)}
@@ -577,7 +577,7 @@ def _reduced(loss: PerSampleLoss, value: Any, y: Tensor, reduction: str) -> Tens
 
 
 def _common_factor(c: Float[Tensor, " n"], expected: Float[Tensor, " n"]) -> float | None:
-    """Return the number by which expected weights become c, up to the rounding of one that was read 1/k."""
+    """Return the factor between expected weights and c, up to the rounding of a weight that was read as 1/k."""
     factors = (c / expected)[expected != 0]
     if not len(factors) or bool((factors - factors[0]).abs().max() > 1e-9 * factors[0].abs()):
         return None
@@ -587,7 +587,7 @@ def _common_factor(c: Float[Tensor, " n"], expected: Float[Tensor, " n"]) -> flo
 
 
 def own_input(loss: Loss, returned: Any, targets: Tensor) -> Any:
-    """Return what a loss takes of that which a network returned, or None where it takes the outputs."""
+    """Return the loss's input from a network's result, or None if the loss takes the outputs."""
     if isinstance(loss, PerSampleLoss | UnstatedLoss) and not isinstance(getattr(loss, "function", None), ELEMENTWISE):
         return returned
     z = returned.get("logits") if isinstance(returned, Mapping) else getattr(returned, "logits", returned)

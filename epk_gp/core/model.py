@@ -26,37 +26,36 @@ from epk_gp.core.torch_overrides import (
     with_tensors,
 )
 
-# The batch of inputs carries this attribute, its number of rows, in a forward pass, so that what is computed from it
-# can be told from parameters and constants, whatever their sizes (`autodiff.interception`).
+# In a forward pass the batch of inputs carries this attribute, its number of rows, so that tensors computed from it
+# can be told from parameters and constants of any size (`autodiff.interception`).
 BATCH_MARK = "_epk_gp_batch"
 
-# Frozen weights, as of a pretrained network under adapters, from which on a run is stored without them.
+# Number of frozen weights, such as a pretrained base under adapters, above which a run is stored without them.
 LARGE_BASE = 1 << 20
 
 
 class StopForwardError(Exception):
-    """The forward pass has computed what it was started for."""
+    """The forward pass has computed the needed value and can stop."""
 
 
 @final
 class FunctionalModel:
     """A network as a function of its trained weights, `model(params, X)`.
 
-    The parameters are passed with every call, as a dictionary from name to tensor; `unflatten` makes one from a flat
-    vector. Everything else that the outputs depend on, frozen parameters and buffers, is the frozen state.
+    Every call takes the parameters as a dictionary from name to tensor; `unflatten` makes one from a flat vector. All
+    other tensors that the outputs depend on, frozen parameters and buffers, are the frozen state.
 
-    One model may be used by several threads at once: `torch.func.functional_call` writes the parameters into the module
-    for the length of a call, so each thread evaluates a copy of the module of its own, which shares all tensors with
-    the others.
+    Several threads may use one model at once: `torch.func.functional_call` writes the parameters into the module for
+    the length of a call, so each thread evaluates its own copy of the module, which shares all tensors with the others.
 
     Args:
-        module: The network in evaluation mode. It belongs to the model from now on.
+        module: The network in evaluation mode. The model owns it from now on.
         names: Names of the trained parameters, in the order of `named_parameters`.
         shapes: Their shapes.
-        statistics: Names of the buffers that training-mode forward passes move (running means and variances). The path
-            of a run goes through them too.
-        cache: What was found out about the network; a new one by default.
-        signature: How it is called, and how its outputs are taken from what it returns.
+        statistics: Names of the buffers that training-mode forward passes change (running means and variances). The
+            path of a run includes them.
+        cache: Known facts about the network; a new cache by default.
+        signature: The network's call, and the map from its result to outputs.
         recomputes: Whether its forward function uses activation checkpointing, in evaluation mode too.
 
     Attributes:
@@ -66,8 +65,8 @@ class FunctionalModel:
         statistics: Names of the moving statistics.
         statistic_shapes: Their shapes.
         spec: Dtype and device of the trained parameters.
-        cache: How to differentiate the network; shared by all variants.
-        signature: How it is called, and how its outputs are taken from what it returns.
+        cache: Rules for differentiating the network; all variants share them.
+        signature: The network's call, and the map from its result to outputs.
         recomputes: Whether its forward function uses activation checkpointing; its activations are then kept.
     """
 
@@ -93,7 +92,7 @@ class FunctionalModel:
         self._of_thread = threading.local()
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the network alone: variants and copies for threads are made again where they are needed."""
+        """Return the network alone; variants and copies for threads are made again when needed."""
         names = ("module", "names", "shapes", "statistics", "signature", "recomputes")
         return {name: getattr(self, name) for name in names}
 
@@ -103,7 +102,7 @@ class FunctionalModel:
 
     @cached_property
     def output_size(self) -> float:
-        """How large outputs are that are not small, as our own networks of tables say of themselves; else 1."""
+        """Typical size of large outputs, if the network states one, as our networks for tables do; otherwise 1."""
         return float(getattr(self.module, "epk_gp_output_size", 1.0)) if self.signature.takes_them_as_returned else 1.0
 
     @cached_property
@@ -123,7 +122,7 @@ class FunctionalModel:
 
     @cached_property
     def _layouts(self) -> list[tuple[tuple[str, ...], list[torch.Size], list[int], list[int]]]:
-        """Names, shapes, sizes, and places of last dimensions of 2: of the weights, and of weights and statistics."""
+        """Names, shapes, sizes and places of last dimensions of 2: for weights, and for weights with statistics."""
         shapes, several = [*self.shapes, *self.statistic_shapes], (self.names, self.names + self.statistics)
         pairs, sizes = [k for k, shape in enumerate(shapes) if shape[-1:] == (2,)], [shape.numel() for shape in shapes]
         return [(own, shapes[: (n := len(own))], sizes[:n], [k for k in pairs if k < n]) for own in several]
@@ -132,7 +131,7 @@ class FunctionalModel:
         """Evaluate the network.
 
         Raises:
-            TypeError: The outputs are no floating-point numbers.
+            TypeError: The outputs are not floating-point numbers.
             ValueError: The network, or the function `output` of its signature, does not return one row of outputs per
                 input.
         """
@@ -158,23 +157,23 @@ class FunctionalModel:
         return outputs
 
     def evaluate(self, params: Mapping[str, Tensor], X: Shaped[Tensor, "..."]) -> Any:
-        """Evaluate the network without looking at its outputs, as under `torch.func.vmap`; errors as of `returned`."""
+        """Evaluate the network without checking its outputs, as under `torch.func.vmap`; errors as in `returned`."""
         return self.signature.outputs(self.returned(params, X))
 
     def returned(self, params: Mapping[str, Tensor], X: Shaped[Tensor, "..."]) -> Any:
-        """Return what the network returns; the outputs are taken from it by `Signature.outputs`.
+        """Return the network's result; `Signature.outputs` takes the outputs from it.
 
         Raises:
             RuntimeError: The moving statistics are not among the parameters.
         """
-        if any(name not in params for name in self.statistics):  # those of the module are of no state of the run
+        if any(name not in params for name in self.statistics):  # the module's own belong to no state of the run
             raise RuntimeError("a network with moving statistics must be called with those of a state of the run.")
         module = self._take_module_of_thread()
         keeping = KeptActivations() if self.recomputes else nullcontext()
         statistics = [params[name] for name in self.statistics]
         written_out = WrittenOutNormalisation(statistics) if statistics else nullcontext()
         try:
-            # everywhere, or bytes would depend on what other threads do
+            # in every call, so that the bytes do not depend on other threads
             with disable_fused_attention(), quiet_checkpoints(), keeping, written_out:
                 returned = self.signature.call(with_tensors(module, dict(params)), X, self.spec, _marked)
         except StopForwardError:
@@ -184,7 +183,7 @@ class FunctionalModel:
         return returned
 
     def flatten(self, params: Mapping[str, Tensor], memory: Tensor | None = None) -> Float[Tensor, " P"]:
-        """Concatenate the trained parameters in the model's order, in memory that is not used any more if given."""
+        """Concatenate the trained parameters in the model's order, into `memory` (a buffer to overwrite) if given."""
         return flattened([params[name] for name in self.names], memory)
 
     def unflatten(self, flat: Float[Tensor, "*G n"]) -> dict[str, Tensor]:
@@ -193,8 +192,8 @@ class FunctionalModel:
         leading = flat.shape[:-1]
         pieces = zip(flat.split_with_sizes(sizes, -1), shapes, strict=True)
         views = [piece.view(leading + shape if leading else shape) for piece, shape in pieces]
-        if pairs:  # of pairs at odd places in memory torch makes no complex numbers
-            is_mapped = torch._C._functorch.maybe_current_level() is not None  # where strides of batches are not seen
+        if pairs:  # torch makes no complex numbers of pairs at odd offsets
+            is_mapped = torch._C._functorch.maybe_current_level() is not None  # strides of batches are then hidden
             for k in pairs:
                 if is_mapped or any(n % 2 for n in (views[k].storage_offset(), *views[k].stride()[:-1])):
                     views[k] = views[k].clone(memory_format=torch.contiguous_format)
@@ -206,26 +205,26 @@ class FunctionalModel:
         return torch.cat(values) if values else torch.zeros(0, dtype=self.spec.dtype, device=self.spec.device)
 
     def weights_of(self, net: nn.Module) -> Float[Tensor, " P"]:
-        """Copy the trained parameters that a network of the same architecture holds now, as a flat vector."""
+        """Copy the current trained parameters of a network of the same architecture, as a flat vector."""
         return self.flatten({name: net.get_parameter(name) for name in self.names})
 
     def statistics_of(self, net: nn.Module) -> Float[Tensor, " Q"]:
-        """Copy the moving statistics that a network of the same architecture holds now, as a flat vector."""
+        """Copy the current moving statistics of a network of the same architecture, as a flat vector."""
         return self.flatten_statistics({name: net.get_buffer(name) for name in self.statistics})
 
     def frozen_state(self) -> dict[str, Tensor]:
-        """Return buffers and frozen parameters by name: what f depends on beside what the path goes through."""
+        """Return buffers and frozen parameters by name: all inputs of f that the path does not change."""
         moving = {*self.names, *self.statistics}
         tensors = (*self.module.named_parameters(), *self.module.named_buffers())
         return {name: value.detach() for name, value in tensors if name not in moving}
 
     def base(self) -> dict[str, Tensor]:
-        """Return the frozen parameters, where they are so many that a stored run has their digest in their place."""
+        """Return the frozen parameters, if they are so many that a stored run keeps only their digest."""
         frozen = {name: p.detach() for name, p in self.module.named_parameters() if name not in self.names}
         return frozen if sum(p.numel() for p in frozen.values()) > LARGE_BASE else {}
 
     def spec_for(self, X: Shaped[Tensor, "..."]) -> TensorSpec:
-        """Return the dtype and device of a computation on X: floating inputs set both, integers leave the dtype."""
+        """Return the dtype and device for a computation on X: floating inputs set both, integers only the device."""
         return TensorSpec(X.dtype if X.is_floating_point() else self.spec.dtype, X.device)
 
     def variant(self, spec: TensorSpec) -> "FunctionalModel":
@@ -236,29 +235,29 @@ class FunctionalModel:
             return self._variants.get(spec, self)
 
     def converted(self, spec: TensorSpec) -> "FunctionalModel":
-        """Return the model in another dtype or on another device, as `variant`, without keeping it."""
+        """Return a `variant` of the model without keeping it."""
         module = copy.deepcopy(self.module).to(dtype=spec.dtype, device=spec.device)
         return FunctionalModel(**self.__getstate__() | {"module": module, "cache": self.cache})
 
     def _take_module_of_thread(self) -> nn.Module:
-        """Return the thread's copy of the module, to be given back after the call.
+        """Return the thread's copy of the module; the caller gives it back after the call.
 
-        A call that is interrupted does not give it back: parameters may be left in it that the next call, which knows
-        nothing of them, would not replace.
+        An interrupted call does not give it back: foreign parameters may be left in it, which the next call would not
+        replace.
         """
         module: nn.Module | None = self._of_thread.__dict__.pop("module", None)
         return copied_module(self.module) if module is None else module
 
 
 def copied_module(module: nn.Module, *, has_own_buffers: bool = False) -> nn.Module:
-    """Return a copy of a module that shares its parameters, and its buffers unless it has its own."""
+    """Return a copy of a module that shares its parameters and, unless `has_own_buffers`, its buffers."""
     with CopyingResults():
         shared = (*module.parameters(), *(() if has_own_buffers else module.buffers()))
         return copy.deepcopy(module, {id(tensor): tensor for tensor in shared})
 
 
 def _output_example(returned: object) -> str:
-    """Return an example of a function that takes outputs from what a network returned."""
+    """Return an example of a function that takes the outputs from this result."""
     if isinstance(returned, Tensor):
         return "returned.mean(dim=1)" if returned.ndim == 3 else "returned.flatten(1)"
     if isinstance(getattr(returned, "logits", None), Tensor):
@@ -267,33 +266,33 @@ def _output_example(returned: object) -> str:
 
 
 def _marked(x: Tensor) -> Tensor:
-    """Return an input of the network as a view that is marked; the caller's tensor keeps its attributes."""
+    """Return a marked view of an input; the caller's tensor keeps its attributes."""
     view = x.view_as(x)
     setattr(view, BATCH_MARK, len(view))
     return view
 
 
 def device_random_state(device: torch.device) -> Tensor | None:
-    """Return the state of an accelerator's random numbers; None on the CPU."""
+    """Return the state of an accelerator's random number generator; None on the CPU."""
     return None if device.type == "cpu" else torch.get_device_module(device).get_rng_state(device)
 
 
 @contextmanager
 def random_state_kept(device: torch.device) -> Iterator[None]:
-    """Leave torch's random numbers on the CPU and on one device as they were, whatever a network draws."""
-    is_cpu = device.type == "cpu"  # by default the states of all GPUs are saved
+    """Restore torch's random number generators of the CPU and of one device afterwards."""
+    is_cpu = device.type == "cpu"  # by default torch saves the states of all GPUs
     with torch.random.fork_rng([] if is_cpu else [device.index or 0], device_type="cuda" if is_cpu else device.type):
         yield
 
 
 def uncompiled(net: Any) -> Any:
-    """Return the network that `torch.compile` wrapped, which has the same parameters; anything else as it is."""
+    """Return the network inside `torch.compile`'s wrapper, which has the same parameters; any other value unchanged."""
     return getattr(net, "_orig_mod", net)
 
 
 @contextmanager
 def as_written(net: Any) -> Iterator[torch.dtype | None]:
-    """Take away the autocast that Accelerate's `prepare` put around a network's forward(), and yield its dtype."""
+    """Remove the autocast of Accelerate's `prepare` from a network's forward() for a while, and yield its dtype."""
     if "_original_forward" not in vars(net):
         yield None
         return
@@ -319,7 +318,7 @@ def functionalize(
         net: The network. Its weights are not kept.
         names: The trained parameters; all parameters that require a gradient by default.
         statistics: The buffers that training-mode forward passes move.
-        signature: How the network is called, and how its outputs are taken from what it returns.
+        signature: The network's call, and the map from its result to outputs.
         recomputes: Whether its forward function uses activation checkpointing, in evaluation mode too.
 
     Raises:
@@ -371,13 +370,13 @@ def functionalize(
     except (RuntimeError, TypeError, AttributeError) as error:
         raise TypeError(f"the network must be copyable by copy.deepcopy: {error}") from error
     module.requires_grad_(False).eval()
-    for part in module.modules():  # what they do to the user's gradients, the check of the steps sees
+    for part in module.modules():  # their effect on the user's gradients shows in the check of the steps
         part._backward_hooks.clear()
         part._backward_pre_hooks.clear()
         if isinstance(part, nn.Embedding | nn.EmbeddingBag):
             part.sparse = False  # the same function, with gradients in the layout of its weights
         compiled: Any = part
-        if uncompiled(part) is not part:  # a compiled part of the network runs as it was written
+        if uncompiled(part) is not part:  # a compiled submodule runs uncompiled
             compiled.dynamo_ctx = uncompiled
             compiled._initialize()
     shapes = tuple(parameters[name].shape for name in names)
@@ -385,7 +384,7 @@ def functionalize(
 
 
 def functionalize_like(model: FunctionalModel, net: nn.Module) -> FunctionalModel:
-    """Copy a network of the same architecture as a function of the same weights; errors as of `functionalize`."""
+    """Copy a network of the same architecture as a function of the same weights; errors as in `functionalize`."""
     return functionalize(net, model.names, model.statistics, model.signature, recomputes=model.recomputes)
 
 
@@ -423,10 +422,10 @@ NUM_FINGERPRINT_POINTS = 4  # inputs whose outputs are stored with a run (part o
 def perturbed_initial(initial: Float[Tensor, " P"]) -> Float[Tensor, " P"]:
     """Return the initial weights moved by 0.1 sin(i), i the index of the weight.
 
-    At the initial weights themselves a last layer of zeros would make the outputs of all networks equal.
+    At the unperturbed weights, a last layer of zeros would make the outputs of all networks equal.
     """
     wave = torch.arange(initial.numel(), device=initial.device, dtype=torch.float64).sin_().to(initial.dtype)
-    return wave.mul_(0.1).add_(initial)  # in place, for new memory costs more than the sums
+    return wave.mul_(0.1).add_(initial)  # in place, because new memory costs more than the sums
 
 
 def fingerprint_outputs(
@@ -441,7 +440,7 @@ def fingerprint_outputs(
         model: The network.
         initial: Its initial weights.
         inputs: The training inputs.
-        statistics: Its initial moving statistics, if it has any; they are not perturbed, for a variance is positive.
+        statistics: Its initial moving statistics, if any; they are not perturbed, because a variance is positive.
     """
     state = perturbed_initial(initial)
     if statistics is not None:
@@ -451,20 +450,20 @@ def fingerprint_outputs(
 
 
 def setting_places(module: nn.Module) -> list[tuple[int, str]]:
-    """Return the places, module and name, of a network's numbers that are no tensors, such as rates of dropout."""
+    """Return the places (module and name) of a network's plain numbers, such as dropout rates."""
     parts = enumerate(module.modules())
     return [(k, name) for k, part in parts for name, value in vars(part).items() if type(value) in (int, float)]
 
 
 def settings_of(module: nn.Module, places: Sequence[tuple[int, str]]) -> Float64[Tensor, " K"]:
-    """Return the numbers at some places of a network; NaN where it holds none any more."""
+    """Return the numbers at some places of a network; NaN where there is no number any more."""
     parts = list(module.modules())
     values: list[Any] = [vars(parts[k]).get(name) if k < len(parts) else None for k, name in places]
     return torch.tensor([v if type(v) in (int, float) else math.nan for v in values], dtype=torch.float64)
 
 
 def set_settings(module: nn.Module, places: Sequence[tuple[int, str]], values: Float64[Tensor, " K"]) -> None:
-    """Write numbers to some places of a network, of the types that stand there."""
+    """Write numbers to some places of a network, converted to the types that they replace."""
     parts = list(module.modules())
     for (k, name), value in zip(places, values.tolist(), strict=True):
         kind = type(vars(parts[k])[name])
@@ -493,13 +492,13 @@ _HOOKS_ARE_OFF = "epk_gp: this forward pass must set no hooks."
 
 
 def with_kept_activations(model: FunctionalModel, state: Tensor, X: Shaped[Tensor, "M ..."]) -> FunctionalModel:
-    """Return the model, such that nothing of a forward pass is computed again in the backward pass.
+    """Return the model with all activations kept, so that a backward pass recomputes nothing.
 
-    It is the same model if the network uses no activation checkpointing in evaluation mode.
+    The model is returned unchanged if the network uses no activation checkpointing in evaluation mode.
 
     Raises:
-        ValueError: It checkpoints re-entrantly, or around functions whose activations cannot be kept; or it cannot be
-            differentiated.
+        ValueError: The network checkpoints re-entrantly, or around functions whose activations cannot be kept; or it
+            cannot be differentiated.
     """
     rows = X[:NUM_FINGERPRINT_POINTS]
     weights, statistics = state.split([model.num_weights, model.num_statistics])
@@ -557,13 +556,13 @@ def _has_reentrant_checkpoint(outputs: Tensor) -> bool:
     return False
 
 
-FEW_WEIGHTS = 1 << 15  # that are compared sooner than looked at; steps of so small networks wait for others
+FEW_WEIGHTS = 1 << 15  # so few are compared directly; checks of so small steps wait for others
 
 
 def flattened(tensors: Sequence[Tensor], memory: Tensor | None = None) -> Float[Tensor, " P"]:
-    """Return a copy of tensors as one vector, in memory that is not used any more if given."""
-    if memory is None and len(tensors) > 1:  # of one it would be a view
+    """Return a copy of tensors as one vector, in `memory` (a buffer to overwrite) if given."""
+    if memory is None and len(tensors) > 1:  # for one tensor it would be a view
         with torch.no_grad():
-            flat: Tensor = torch._C._nn.flatten_dense_tensors([*tensors])  # as one call
+            flat: Tensor = torch._C._nn.flatten_dense_tensors([*tensors])  # in one call
         return flat
     return torch.cat([value.detach().reshape(-1) for value in tensors], out=memory)

@@ -1,11 +1,11 @@
-"""The user's network among the recorded states of its run: equal to one, or moved between them without a gradient.
+"""Moves of the user's network without a gradient, from one recorded state of its run towards another.
 
-Lookahead pulls the weights back to slow ones, a loop restores the best checkpoint, an average takes the weights' place.
-Such a move is exact if it ends on the line from the weights u, which the optimizer's step left, to a recorded state,
+Lookahead pulls the weights back to slow ones, a loop restores the best checkpoint, an average replaces the weights.
+Such a move is exact if it ends on the line from u, the weights after the optimizer's step, to a recorded state,
 
     w_{s+1} = u + share (w_anchor - u).
 
-A few weights of every state say which states can be the anchor; all weights then decide.
+Samples of every state's weights select the possible anchors; all weights then decide.
 """
 
 import weakref
@@ -20,10 +20,10 @@ from torch import Tensor, nn
 
 from epk_gp.core.model import FEW_WEIGHTS, FunctionalModel, flattened
 
-_NUM_SAMPLES = 64  # weights of a state that are kept to find it by
-_NEAR = 1e-2  # how far from the line the samples may lie, relative to the move: all weights are compared afterwards
+_NUM_SAMPLES = 64  # sampled weights of a state, by which it is found
+_NEAR = 1e-2  # largest distance of samples from the line, relative to the move; all weights are compared afterwards
 _CANDIDATES = 4  # anchors that are compared by all weights
-_ROUNDING = 16  # eps of a parameter's largest weight by which a move may miss the line
+_ROUNDING = 16  # largest distance from the line, in eps of a parameter's largest weight
 
 
 @dataclass(frozen=True)
@@ -31,8 +31,8 @@ class Move:
     """A move of the weights after a step, without a gradient.
 
     Attributes:
-        anchor: Number of the recorded state that the weights were moved towards, at most that before the step.
-        share: Which share of the way they were moved.
+        anchor: Number of the recorded state that the weights moved towards, at most the state before the step.
+        share: Share of the way to the anchor.
     """
 
     anchor: int
@@ -42,9 +42,9 @@ class Move:
 def share_of_way(
     u: Float[Tensor, " P"], w: Float[Tensor, " P"], anchor: Float[Tensor, " P"], sizes: tuple[int, ...]
 ) -> float | None:
-    """Return which share of the way to an anchor leads from u to w; None if w is not on the way, up to rounding.
+    """Return the share of the way to an anchor that leads from u to w; None if w is not on the way, up to rounding.
 
-    Beyond u or the anchor nothing is a move: a step that is made twice leads away from where it began.
+    A point beyond u or beyond the anchor is not a move: a step that is made twice leads away from its start.
 
     Args:
         u: The weights before the move.
@@ -68,7 +68,7 @@ class StateSamples:
     """A few weights of every state of a run.
 
     Attributes:
-        places: Which weights.
+        places: Indices of the sampled weights.
         rows: Their values in each state, by its number.
     """
 
@@ -77,19 +77,19 @@ class StateSamples:
 
     @classmethod
     def of(cls, w: Float[Tensor, " P"]) -> "StateSamples":
-        """Choose the places for weights of this size."""
-        count, exact = min(len(w), _NUM_SAMPLES), torch.float64  # float32 rounds numbers above 2^24, also up
+        """Choose the places for weights of this number."""
+        count, exact = min(len(w), _NUM_SAMPLES), torch.float64  # float32 rounds numbers above 2^24
         return cls(torch.linspace(0, len(w) - 1, count, dtype=exact, device=w.device).long())
 
     def equal_to(self, w: Float[Tensor, " P"]) -> list[int]:
-        """Return the states that have these samples, the latest first."""
+        """Return the numbers of states with these samples, the latest first."""
         if w.device != self.places.device or w.dtype != next(iter(self.rows.values())).dtype:
             return []
         row = w[self.places]
         return [state for state in sorted(self.rows, reverse=True) if torch.equal(self.rows[state], row)]
 
     def anchors(self, u: Float[Tensor, " P"], w: Float[Tensor, " P"], before: int) -> Iterator[int]:
-        """Yield the states, up to a number, that a move from u to w may have gone towards, the likeliest first."""
+        """Yield the states up to `before` that may be the anchor of a move from u to w, the likeliest first."""
         states = sorted((state for state in self.rows if state <= before), reverse=True)
         rows = torch.stack([self.rows[state] for state in states]).double()
         x, y = (value[self.places].double() for value in (u, w))
@@ -103,11 +103,11 @@ class StateSamples:
 
 @dataclass(frozen=True, eq=False)
 class LiveNetwork:
-    """The network that the user trains, for as long as it lives.
+    """The user's network during training, for as long as the object exists.
 
     Attributes:
         network: The network.
-        samples: A few weights of every recorded state, those after the trajectory's last step too.
+        samples: Samples of every recorded state, including those after the trajectory's last step.
     """
 
     network: "weakref.ref[nn.Module]"
@@ -118,41 +118,41 @@ _NUM_COMPARED = 128  # weights of each parameter, where torch has not written to
 
 
 class LiveWeights:
-    """The weights that a network which is trained has at present.
+    """The current weights of a network in training.
 
-    Weights of which that is known, and that torch has not written to since, are not compared again but for a few: what
-    is written through `.data` leaves no other trace.
+    Known weights that torch has not written to since are not compared again, except for a few: writes through `.data`
+    leave no other trace.
 
     Args:
         net: The network.
         model: The same as a function of its weights.
-        is_certain: Whether all weights are compared always.
+        is_certain: Whether to compare all weights always.
     """
 
     def __init__(self, net: nn.Module, model: FunctionalModel, *, is_certain: bool) -> None:
         self._model, self._is_certain = model, is_certain
-        # each parameter's module and its name there: to look for all by name in each step takes long
+        # each parameter's module and its name there, because looking up all names in each step is slow
         paths = ((name, *name.rpartition(".")[::2]) for name in model.names)
         self._owners = [(name, net.get_submodule(path), leaf) for name, path, leaf in paths]
         self._known: tuple[Tensor | None, list[tuple[int, int]], Tensor] = None, [], torch.empty(0)
         self._seen: list[Any] = [None] * len(self._owners)
 
     def parameters(self) -> list[nn.Parameter] | None:
-        """Return the parameters; None if the network has not all of them, or torch.func puts tensors in their place."""
+        """Return the parameters; None if one is missing, or torch.func puts tensors in their place."""
         present: list[Any] = [module._parameters.get(leaf) for _, module, leaf in self._owners]
-        if not all(map(is_, present, self._seen)):  # looked at again only where one is another object
+        if not all(map(is_, present, self._seen)):  # checked again only if an object was replaced
             if not all(isinstance(p, nn.Parameter) for p in present):
                 return None
             self._seen = present
         return present
 
     def named(self) -> dict[str, Tensor]:
-        """Return the parameters, as far as the network has them."""
+        """Return the parameters that the network has, by name."""
         held = ((name, module._parameters.get(leaf)) for name, module, leaf in self._owners)
         return {name: p for name, p in held if isinstance(p, nn.Parameter)}
 
     def _marks(self, named: dict[str, Tensor]) -> tuple[list[tuple[int, int]], Tensor]:
-        """Return what shows that weights were written to: addresses, torch's counts of writes, and a few values."""
+        """Return marks that change when weights are written to: addresses, torch's write counts, and a few values."""
         own = [p.detach() for p in named.values()]
         few = torch.cat([w.reshape(-1)[:: 1 + w.numel() // _NUM_COMPARED] for w in own])
         return [(w.data_ptr(), w._version) for w in own], few
@@ -166,17 +166,17 @@ class LiveWeights:
         return w
 
     def versions(self) -> list[int]:
-        """Return torch's counts of writes to each parameter."""
+        """Return torch's write count of each parameter."""
         held: list[Any] = [module._parameters[leaf] for _, module, leaf in self._owners]
         return [p._version for p in held]
 
     def know_copy(self, w: Float[Tensor, " P"], copy: Float[Tensor, " P"]) -> None:
-        """Let a copy stand for weights that the network is known to have had."""
+        """Use a copy in place of weights that the network is known to have had."""
         if self._known[0] is w:
             self._known = copy, *self._known[1:]
 
     def are(self, w: Float[Tensor, " P"]) -> bool:
-        """Return whether the network has some weights; nothing is copied."""
+        """Return whether the network has these weights, without copying."""
         if self._model.num_weights <= FEW_WEIGHTS:
             own = self.copy()
             return own.dtype == w.dtype and torch.equal(own, w)

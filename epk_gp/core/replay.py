@@ -1,14 +1,15 @@
-"""Steps of a path made again from its kept states: in which order, and by which of several ways (`Steps`).
+"""Steps of a path made again from its kept states: their order, and the choice between several ways (`Steps`).
 
 The loop's own step is repeated in the run's own dtype: the rows and random numbers of its passes, torch's kernels,
-gradients that add up in `.grad`, clipping, and torch's optimizer from the state that it had. Each state is compared
-with the recorded checksum and the last one with the kept state, so nothing is believed. How the loop computed its loss
-is not recorded: the first stretch that is read says it, as the first of the usual ways that gives its bits (`Plan`);
-the others are made by that plan. Where the loop's bits cannot be had, the update rule makes the steps on exact
+gradients that add up in `.grad`, clipping, and torch's optimizer from its recorded state. Each state is compared with
+the recorded checksum, and the last one with the kept state, so nothing is assumed. The loop's way of computing its loss
+is not recorded: the first stretch that is read decides, by the first of the usual ways that gives its bits (`Plan`);
+the other stretches follow that plan. If the loop's bits cannot be reproduced, the update rule makes the steps on exact
 gradients, in any dtype.
 
-A *segment* is what is held of a stretch between two kept states: all of it where it fits into memory, else as many
-steps, or the root of the stretch's; what the others begin with lies beside. So a stretch is made at most twice.
+A *segment* is the part of a stretch between two kept states that is held: the whole stretch if it fits into memory,
+otherwise as many steps, or the square root of the stretch's. The starts of the other segments are stored beside it. So
+a stretch is made at most twice.
 """
 
 import copy
@@ -53,7 +54,7 @@ from epk_gp.optimizers.update_rules import (
     stack_coefficients,
 )
 
-# Bytes of computed states that are held for the next reader, beside the segment that is read. A choice.
+# Bytes of computed states that are held for the next reader, in addition to the current segment. A choice.
 HELD_BYTES = 256 << 20
 
 
@@ -63,13 +64,13 @@ class Steps:
 
     Attributes:
         kept: The kept states, [s], which `numbers` names.
-        spec: Dtype and device in which states are made.
-        restarts: The kept states from which steps can be made without those before them.
-        begin: Returns what an optimizer keeps at such a state, in a form that can be stored.
-        step: Makes a step, given its number, the weights before it, what the optimizer keeps, and a function that
-            returns an earlier state. Returns weights, what the optimizer keeps, and coefficients.
-        unpacked: Returns what the optimizer keeps from the form that can be stored.
-        packed: The reverse.
+        spec: Dtype and device of the computed states.
+        restarts: The kept states from which steps can be made without the steps before them.
+        begin: Returns the optimizer's state at such a kept state, in a form that can be stored.
+        step: Makes a step, given its number, the weights before it, the optimizer's state, and a function that returns
+            an earlier state. Returns weights, the optimizer's state, and coefficients.
+        unpacked: Returns the optimizer's state from its stored form.
+        packed: Returns the stored form of the optimizer's state.
     """
 
     kept: Any
@@ -82,28 +83,28 @@ class Steps:
 
 
 class Segment(NamedTuple):
-    """Consecutive steps, made again: the state before each one and after the last, and the coefficients of each."""
+    """Consecutive steps, made again: the state before each step and after the last, and the coefficients of each."""
 
     states: list[Tensor]
     updates: list[UpdateCoefficients]
 
 
 class Segments:
-    """The steps of a run, made again when they are read; to be used by one thread at a time."""
+    """The steps of a run, made again when they are read; used by one thread at a time."""
 
     def __init__(self, steps: Steps) -> None:
         self.steps, self.numbers, kept = steps, {*steps.kept.numbers}, steps.kept
         self.step_bytes = 2 * kept_state(kept, 0, steps.spec).nbytes  # a state, and coefficients
-        stretches = [*pairwise((*kept.numbers, len(kept) - 1))]  # the last one is empty where the last state is kept
+        stretches = [*pairwise((*kept.numbers, len(kept) - 1))]  # the last stretch is empty if the last state is kept
         longest = max((end - first for first, end in stretches), default=1)
         self.most = max(HELD_BYTES // max(1, self.step_bytes), math.isqrt(max(1, longest) - 1) + 1)
         self.bounds = [*(s for first, end in stretches for s in range(first, end, self.most)), len(kept) - 1]
-        self.made = dict[int, Segment]()  # the one used last stands last
-        self.starts = dict[int, Path | None]()  # files with what segments begin with; None of what is stored
+        self.made = dict[int, Segment]()  # the most recently used is last
+        self.starts = dict[int, Path | None]()  # files with the starts of segments; None if stored with the run
         self._current: tuple[int, list[Tensor]] = (0, [])  # the states of the segment that is being made
 
     def segment(self, step: int) -> tuple[Segment, int]:
-        """Return the segment of a step, and the step's place in it."""
+        """Return the segment of a step, and the step's position in it."""
         place = bisect_right(self.bounds, step, hi=len(self.bounds) - 1) - 1
         if place not in self.made:
             self._make(place)
@@ -113,7 +114,7 @@ class Segments:
         return made, step - self.bounds[place]
 
     def missed(self, stretch: int) -> str | None:
-        """Make a stretch, given by its number, and return why that cannot be done; None if it can."""
+        """Make a stretch, given by its number, and return the reason if that fails; None if it succeeds."""
         try:
             self.segment(self.steps.kept.numbers[stretch + 1] - 1)
         except _ERRORS as error:
@@ -122,7 +123,7 @@ class Segments:
         return None
 
     def state(self, state: int) -> Float[Tensor, " P"]:
-        """Return a state: kept, or made; one between two segments is the end of the one before too."""
+        """Return a state, kept or made; a state between two segments is also the end of the first."""
         if state in self.numbers:
             return kept_state(self.steps.kept, state, self.steps.spec)
         held = ((self.bounds[place], made.states) for place, made in reversed(self.made.items()))
@@ -133,7 +134,7 @@ class Segments:
         return made.states[place]
 
     def _make(self, place: int) -> None:
-        """Make a segment, and those before it from where steps can begin."""
+        """Make a segment, and the segments before it since the last possible start."""
         bounds, steps, first = self.bounds, self.steps, place
         while first not in self.starts and bounds[first] not in steps.restarts:
             first -= 1
@@ -150,7 +151,7 @@ class Segments:
                 made.states.append(w)
                 made.updates.append(update)
             if number + 2 < len(bounds) and end not in steps.restarts:
-                self.starts[number + 1] = file = self._folder / f"{number - min(self.starts)}.pt"  # written over
+                self.starts[number + 1] = file = self._folder / f"{number - min(self.starts)}.pt"  # overwritten
                 torch.save((w, steps.packed(memory)), file)
         self.made[place] = made
 
@@ -167,12 +168,12 @@ def state_before(run: Trajectory, index: int, w: Float[Tensor, " P"]) -> Float[T
 
 
 def moved(step: Step, w: Float[Tensor, " P"], earlier: Callable[[int], Tensor]) -> Float[Tensor, " P"]:
-    """Return the weights w, which the optimizer's step left, after the step's move, given the states before."""
+    """Return the weights after the step's move, given the weights w after the optimizer's step and earlier states."""
     return w if step.move is None else torch.lerp(w, earlier(step.move.anchor), step.move.share)
 
 
 def is_scaled(run: Trajectory) -> bool:
-    """Whether a preconditioner scales any coefficients of a run, which are computed again with its states."""
+    """Whether a preconditioner scales any coefficients of a run, so that they are computed again with its states."""
     return any(scaled_fields(run.optimizer_groups, run.model.names))
 
 
@@ -182,11 +183,11 @@ def kept_state(kept: Any, state: int, spec: TensorSpec) -> Float[Tensor, " P"]:
 
 
 def load_optimizer(optimizer: Optimizer, recorded: Mapping[str, Any]) -> None:
-    """Load an optimizer's state in the dtypes that it had: torch loads all but "step" in the parameter's dtype.
+    """Load an optimizer's state in its recorded dtypes: torch loads all but "step" in the parameter's dtype.
 
-    NAdam's product of momenta is float32 for any weights; in float64 it would go on to other steps.
+    NAdam's product of momenta is float32 for weights of any dtype; in float64 the next steps would differ.
     """
-    optimizer.load_state_dict(copy.deepcopy(dict(recorded)))  # which takes the tensors themselves
+    optimizer.load_state_dict(copy.deepcopy(dict(recorded)))  # it keeps the tensors without copying
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     for index, state in recorded["state"].items():
         loaded = optimizer.state[parameters[index]]
@@ -196,16 +197,16 @@ def load_optimizer(optimizer: Optimizer, recorded: Mapping[str, Any]) -> None:
 
 
 class _MissedError(Exception):
-    """Says why a step cannot be made again bit by bit."""
+    """The reason that a step cannot be made again bit by bit."""
 
 
-# What rebuilding an optimizer and a pass may raise, of a run of another machine, version or loop.
+# Exceptions from rebuilding an optimizer and a pass of a run of another machine, version or loop.
 _ERRORS = (_MissedError, ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
-_NUM_LOSSES = 6  # the most ways that `loop_losses` gives, and the sum over rows
+_NUM_LOSSES = 6  # largest number of ways in `loop_losses`, plus the sum over rows
 
 
 class Plan(NamedTuple):
-    """How a loop computed its passes: with which kernels, and its loss in which of the usual ways, by number."""
+    """The kernels of a loop's passes, and the number of the usual way in which it computed its loss."""
 
     kernels: Callable[[], AbstractContextManager[None]]
     loss: int
@@ -216,10 +217,10 @@ class _Loop(TrainingReplay):
 
     Args:
         run: The run, whose coefficients are compact.
-        kept: The kept states, with what is stored to make steps again (`replay_row`).
+        kept: The kept states, with the stored replay data (`replay_row`).
         updates: The coefficients.
-        device: Where the network computes.
-        plan: How passes are made.
+        device: Device of the network.
+        plan: The plan of the passes.
     """
 
     def __init__(self, run: Trajectory, kept: Any, updates: Any, device: torch.device, plan: Plan) -> None:
@@ -236,7 +237,7 @@ class _Loop(TrainingReplay):
         return row["optimizers"]
 
     def optimizers(self, states: Sequence[Mapping[str, Any]]) -> list[Optimizer]:
-        """Make the optimizers of the loop on the network of the passes, in the state that they had."""
+        """Make the loop's optimizers on the network of the passes, in their recorded state."""
         named = dict(self.module_in_modes(self.data(self.run.steps[0])[0]).named_parameters())
         groups, made = iter(self.run.optimizer_groups), list[Optimizer]()
         for state in states:
@@ -254,7 +255,7 @@ class _Loop(TrainingReplay):
     def step(
         self, index: int, w: Float[Tensor, " P"], optimizers: list[Optimizer], earlier: Callable[[int], Tensor]
     ) -> tuple[Float[Tensor, " P"], list[Optimizer], UpdateCoefficients]:
-        """Make a step, and return the weights after it and its coefficients, all of them.
+        """Make a step, and return the weights after it and all of its coefficients.
 
         Raises:
             _MissedError: The weights after it are not the recorded ones.
@@ -268,7 +269,7 @@ class _Loop(TrainingReplay):
         named, steps = dict(zip(model.names, leaves_of(module, model, state), strict=True)), dict[str, LinearStep]()
         for data in passes:
             self._backward(state, data)
-        write_state(module, model, w)  # a pass may have seen others
+        write_state(module, model, w)  # a pass may have changed them
         self._edit_gradients(module, named, update, w)
         names = {p: name for name, p in named.items()}
         for optimizer in optimizers:
@@ -289,7 +290,7 @@ class _Loop(TrainingReplay):
         return w, optimizers, replace(update, **{name: getattr(whole, name) for name in places})
 
     def _backward(self, state: Float[Tensor, " PQ"], data: PassData) -> None:
-        """Make a pass from the state before its step; gradients are added to those of the network."""
+        """Make a pass from the state before its step; its gradients are added to the network's."""
         module = self.module_in_modes(data)
         write_state(module, self.model, self.state(state, data))
         with torch.enable_grad(), self.plan.kernels():
@@ -300,7 +301,7 @@ class _Loop(TrainingReplay):
             loss.backward()
 
     def _losses(self, returned: Any, data: PassData) -> list[tuple[float, Callable[[], Tensor]]]:
-        """Return ways in which the loop may have computed its loss, by factors and functions."""
+        """Return possible ways in which the loop computed its loss, each a factor and a function."""
 
         def sum_of_rows() -> Tensor:
             values = self.losses_of(returned, data)
@@ -316,14 +317,14 @@ class _Loop(TrainingReplay):
     def _edit_gradients(
         self, module: nn.Module, named: Mapping[str, Tensor], update: UpdateCoefficients, w: Float[Tensor, " P"]
     ) -> None:
-        """Omit, mask and clip gradients as the loop did: as stated, or as the coefficients of the step show it."""
+        """Omit, mask and clip gradients as the loop did: as stated, or as the step's coefficients show."""
         model, fields = self.model, ("grad_scale", *STILL)
         c = {name: broadcast_to_params(getattr(update, name), model.sizes, w) for name in fields}
         for name, is_still in zip(model.names, still_weights(c).split(list(model.sizes)), strict=True):
             p = named[name]
             p.grad = None if is_still.all() else torch.zeros_like(p) if p.grad is None else p.grad
         g, scale = model.flatten({name: p if p.grad is None else p.grad for name, p in named.items()}), c["grad_scale"]
-        is_by_entry = clip_kind(update, len(g)) is ClipValue  # else the factors are those that it multiplied with
+        is_by_entry = clip_kind(update, len(g)) is ClipValue  # otherwise the factors are the loop's own
         for name, factor in model.unflatten((scale != 0).to(g) if is_by_entry else scale.abs()).items():
             if (p := named[name]).grad is not None and not bool((factor == 1).all()):
                 p.grad *= factor
@@ -334,10 +335,10 @@ class _Loop(TrainingReplay):
 def loop_segments(
     run: Trajectory, kept: Any, updates: Any, device: torch.device, stretch: int
 ) -> tuple[Segments, str | None]:
-    """Find the plan that gives the bits of a stretch: return the loop's steps, and why the first plan misses them.
+    """Find the plan that reproduces the bits of a stretch.
 
     Returns:
-        Segments, and None if one of the plans gives the bits.
+        The loop's steps; and the reason that the first plan fails, None if one of the plans reproduces the bits.
     """
     reasons, spec = list[str](), TensorSpec(run.dtype, device)
     # in float64 the update rule gives the states too, whatever other threads do
@@ -356,11 +357,11 @@ def _states(optimizers: Sequence[Optimizer]) -> list[dict[str, Any]]:
 
 
 def rule_steps(run: Trajectory, kept: Any, updates: Any, spec: TensorSpec) -> Steps:
-    """Return the steps of the update rule on exact gradients; momentum and scales follow from all gradients before.
+    """Return the steps of the update rule on exact gradients; momentum and scales follow from all earlier gradients.
 
     Args:
         run: The run, whose states are the kept ones and whose coefficients are compact.
-        kept: The kept states. From one on steps are made whatever was computed before.
+        kept: The kept states. Each one restarts the steps, independent of earlier computations.
         updates: The coefficients.
         spec: Dtype and device.
     """

@@ -1,8 +1,8 @@
-"""Recorded steps made once more: their gradients, alone or beside those of neighbours, and what follows from them.
+"""Recorded steps computed again: their gradients, alone or together with neighbouring steps, and their updates.
 
-The gradients of different steps do not depend on each other. Where passes are those of the network in evaluation mode
-on recorded rows, the states of neighbouring steps lie side by side in one mapped pass, so that a small network does not
-wait for Python. Their gradients count where they make the recorded steps.
+The gradients of different steps do not depend on each other. If the passes are those of the network in evaluation mode
+on recorded rows, the states of neighbouring steps are stacked in one mapped pass, so that a small network does not wait
+for Python. Such gradients are accepted if they reproduce the recorded steps.
 """
 
 from collections.abc import Iterator, Sequence
@@ -33,20 +33,21 @@ from epk_gp.optimizers.update_rules import UpdateCoefficients, largest_entry, pr
 
 @dataclass(frozen=True, eq=False)
 class ReplayedStep:
-    """A step that was computed once more, from the training gradients.
+    """A step that was computed again from the training gradients.
 
     Attributes:
         step: Its learning rate, batch and forward passes.
         w: The weights w_s before it.
-        d: The update w_{s+1} - w_s that the update rule predicts from exact gradients, with the move after the step.
+        d: The update w_{s+1} - w_s that the update rule predicts from exact gradients, including the move after the
+            step.
         momentum: The momentum buffer before it.
         gradient: The exact gradient of its loss, not clipped.
-        as_trained: The update that it predicts from gradients in the precision of the training; `d` itself without
-            automatic mixed precision.
-        statistics_error: Largest difference of moving statistics after a pass from the recorded ones, in units of what
-            rounding explains; 0 without them.
-        by_options: The update that the optimizer's recorded options, and what it keeps, give on the gradients of
-            `as_trained`; None where it was not asked for, and where the recorded coefficients are those of the options.
+        as_trained: The update predicted from gradients in the precision of the training; `d` itself without automatic
+            mixed precision.
+        statistics_error: Largest difference between replayed and recorded moving statistics after a pass, in units of
+            the expected rounding; 0 without them.
+        by_options: The update that the optimizer's recorded options and state give on the gradients of `as_trained`;
+            None if not requested, or if the recorded coefficients are those of the options.
     """
 
     step: Step
@@ -61,13 +62,13 @@ class ReplayedStep:
 
 @dataclass(frozen=True, eq=False)
 class UnseenMove:
-    """A move of moving statistics between recorded passes: by passes without a loss, a reset, or to another process.
+    """A change of moving statistics between recorded passes: by passes without a loss, a reset, or another process.
 
     Attributes:
-        moved: Which statistics moved, by whole tensors.
-        values: All of them after the move.
-        is_reset: Whether those that moved are as in a new network, so that they do not depend on the weights.
-        returns: Whether all are those at the start of the step again, with which each process begins.
+        moved: A mask of the statistics that changed, by whole tensors.
+        values: All statistics after the change.
+        is_reset: Whether the changed statistics are as in a new network, so that they do not depend on the weights.
+        returns: Whether all statistics are again those at the start of the step, as at the start of each process.
     """
 
     moved: Bool[Tensor, " Q"]
@@ -83,19 +84,19 @@ def replayed_steps(
 
     Args:
         run: Computes the gradients.
-        steps: Which steps; they must begin with the first one where a step follows from earlier ones (`has_memory`).
+        steps: The steps to replay; they must begin with the first one if a step depends on earlier ones (`has_memory`).
         law: The steps as functions, for `by_options`.
     """
     trajectory, model, reference = run.trajectory, run.model, run.reference
     memory = None if law is None else law.initial()
-    # trained: in the precision of the training
+    # trained: gradients in the precision of the training
     momentum = momentum_trained = initial_momentum(trajectory, flat_weights(trajectory, 0, reference))
     for step in trajectory.steps[steps]:
         w, before, before_trained = flat_weights(trajectory, step.index, reference), momentum, momentum_trained
         update = step_coefficients(trajectory, step.index, reference)
         g, error, d, momentum = run.predict(step, update, w, before)
         as_trained, g_trained, momentum_trained, by_options = d, g, momentum, None
-        # in another dtype rounding differs, and a preconditioner can amplify it
+        # rounding differs in another dtype, and a preconditioner can amplify it
         is_other_dtype = trajectory.dtype != model.spec.dtype
         if step.passes and (is_other_dtype or any(forward.autocast is not None for forward in step.passes)):
             g_trained, error = run.gradient(step, exact=False)
@@ -113,15 +114,15 @@ def _num_rows(trajectory: Trajectory, step: Step) -> int:
 
 
 class RunReplay:
-    """Recomputes the gradients of a run's steps; to be used by one thread.
+    """Recomputes the gradients of a run's steps; used by one thread only.
 
     Args:
-        trajectory: The run; of an average the run that it is made of.
+        trajectory: The run; for an average, the run that is averaged.
         model: Its network in the dtype of the computation.
         reference: Tensor whose dtype and device the computation has.
-        memory: Chooses how many neighbouring steps are computed together, of a computation that goes through all of
-            them; None for one at a time.
-        within: The steps that it goes through.
+        memory: Chooses how many neighbouring steps are computed together, for a computation that visits all steps; None
+            for one at a time.
+        within: The steps that the computation visits.
     """
 
     def __init__(
@@ -135,8 +136,8 @@ class RunReplay:
     ) -> None:
         self.trajectory, self.model, self.reference, self.memory = trajectory.trained, model, reference, memory
         self.within = range(trajectory.num_steps)[within]
-        self._together, self._held = MappedRows(), dict[int, Tensor]()  # gradients of the neighbours of a step
-        self._accepted = dict[int, Tensor]()  # those that make the recorded step, as many as memory holds
+        self._together, self._held = MappedRows(), dict[int, Tensor]()  # gradients of a step's neighbours
+        self._accepted = dict[int, Tensor]()  # gradients that reproduce the recorded step, as many as memory holds
 
     def data(self, step: Step) -> list[PassData]:
         """Return the forward passes of a step with their data."""
@@ -155,10 +156,11 @@ class RunReplay:
     def predict(
         self, step: Step, update: UpdateCoefficients, w: Float[Tensor, " P"], momentum: Float[Tensor, " B"]
     ) -> tuple[Float[Tensor, " P"], float, Float[Tensor, " P"], Float[Tensor, " B"]]:
-        """Return what `gradient` does, and the step and the momentum after it that the update rule predicts.
+        """Return the result of `gradient`, with the step and the next momentum that the update rule predicts.
 
-        A gradient that was computed beside those of other steps counts if it makes the recorded step, up to rounding.
-        For torch's rules for batches do not hold for every function: they forget the padding index of an embedding.
+        A gradient that was computed together with other steps is accepted if it reproduces the recorded step, up to
+        rounding, because torch's batching rules are not correct for every function: they forget the padding index of an
+        embedding.
         """
         run, sizes = self.trajectory, self.model.sizes
         if (g := self._accepted.get(step.index)) is not None:
@@ -178,19 +180,20 @@ class RunReplay:
 
     @cached_property
     def _at_once(self) -> int:
-        """Number of neighbouring steps whose gradients are taken together; 1 where that gains nothing."""
+        """Number of neighbouring steps whose gradients are taken together; 1 if more gain nothing."""
         run, memory = self.trajectory, self.memory
-        # torch computes convolutions with weights of their own by copies, rows of a graph share their pass, and states
-        # that are computed one after another are not read twice
+        # torch computes convolutions with separate weights by copies, rows of a graph share their pass, and states that
+        # are computed one after another are not read twice
         is_alone = self.model.signature.graph is not None or hasattr(run.states, "at")
-        # what is left of a step in less than float64 is a term of its own, and rounding is another beside other steps
+        # in less than float64 the unexplained rest of a step is a separate term, and rounding differs when steps are
+        # stacked
         is_alone = is_alone or {run.dtype, self.model.spec.dtype} != {torch.float64} or has_coarse_steps(run)
         if memory is None or is_alone or memory.plan.calls_convolutions:
             return 1
         return memory.stacked_weights(max([1, *(_num_rows(run, step) for step in run.steps)]))
 
     def _neighbours(self, step: Step) -> dict[int, Tensor]:
-        """Return the gradients of a step and its neighbours, whose states and batches lie side by side in one pass."""
+        """Return the gradients of a step and its neighbours, with states and batches stacked in one pass."""
         run, first = self.trajectory, step.index // self._at_once * self._at_once  # aligned, for equal bytes
         near = (own for own in run.steps[first : first + self._at_once] if own.index in self.within and not own.passes)
         alike = [own for own in near if _num_rows(run, own) == _num_rows(run, step)]
@@ -207,14 +210,14 @@ class RunReplay:
 
         with disable_fused_attention():
             (gradients,) = self._together(len(alike), together, single, compares=True)
-        # of batches of another size
+        # for batches of another size
         others = {index: g for index, g in self._held.items() if first <= index < first + self._at_once}
         return others | dict(zip([own.index for own in alike], gradients, strict=True))
 
     def gradient_at(
         self, step: Step, state: Float[Tensor, " PQ"], *, exact: bool = True, reverse: bool = False
     ) -> tuple[Float[Tensor, " P"], float]:
-        """Return the gradient of a step's loss at some state, and the error of its statistics.
+        """Return the gradient of a step's loss at any state, and the error of its statistics.
 
         The rows of a step without recorded passes may be summed in reverse order.
         """
@@ -228,7 +231,7 @@ class RunReplay:
         return self.passes.step_gradient(state, self.data(step), end, run.unexplained, exact=exact)
 
     def unseen_moves(self, step: Step, passes: Sequence[PassData]) -> list[UnseenMove | None]:
-        """Return what moved the statistics before each pass of a step and after the last; None where nothing did."""
+        """Return the changes of the statistics before each pass of a step and after the last; None without one."""
         recorded = self.trajectory.statistics
         if recorded is None:
             return [None] * (len(passes) + 1)
@@ -239,7 +242,7 @@ class RunReplay:
         return [self._unseen_move(a, b, start) for a, b in zip([start, *ends], [*starts, end], strict=True)]
 
     def _unseen_move(self, end: Tensor, start: Tensor, first: Tensor) -> UnseenMove | None:
-        """Compare the statistics that one pass left with those that the next one found."""
+        """Compare the statistics after one pass with those at the start of the next."""
         sizes = [shape.numel() for shape in self.model.statistic_shapes]
         moved, is_reset = torch.zeros_like(start, dtype=torch.bool), True
         parts = zip(self.model.statistics, *(values.split(sizes) for values in (end, start, moved)), strict=True)
@@ -251,7 +254,7 @@ class RunReplay:
 
 
 def replay_rounding(w: Float[Tensor, " P"], d: Float[Tensor, " P"], dtype: torch.dtype) -> float:
-    """Return the difference of a replayed step from the recorded one that is rounding without a closer look.
+    """Return the size of a difference between replayed and recorded step that counts as rounding.
 
     It is the rounding of the weights w and a small share of the step d, in the coarser dtype of run and computation.
     """

@@ -1,11 +1,11 @@
-"""Whose rows a step saw: announced indices, as far as rows and targets support them.
+"""Row identity: a check of the announced indices of a step's rows, as far as rows and targets allow.
 
-A row that is bit for bit X[i] is known. Where a loop normalises or augments, its rows are no training points, and the
-indices that it announces could be any. Each row is compared with X at its own index and at those of other rows, in
-several ways, each blind to something that loops do to rows (`_likenesses`). It wins a comparison where it is more alike
-to the announced point: under a right index nearly all of them in one of the ways, under a wrong one half, whatever the
-data. The shares that rows win are judged together and for each position in a step, and their distribution shows a
-mixture of right and wrong indices, which a mean hides. Rows that could be compared with nothing are not confirmed.
+A row that is bit for bit X[i] is known. If a loop normalises or augments, its rows are not training points, and the
+announced indices could be wrong. Each row is compared with X at its own index and at the indices of other rows, in
+several ways, each blind to one kind of change by a loop (`_likenesses`). It wins a comparison if it is more similar to
+the announced point: under a right index a row wins nearly all comparisons in one of the ways, under a wrong one half of
+them, for any data. The rows' shares of wins are judged together and for each position in a step; their distribution
+shows a mixture of right and wrong indices, which a mean hides. Rows without any comparison are not confirmed.
 """
 
 import math
@@ -21,42 +21,42 @@ from epk_gp.core.checks import blocks_of
 from epk_gp.core.losses import ClassLoss, Loss, MeanSquaredError, soft_targets
 from epk_gp.core.step import NOT_OF_DATA, ForwardPass, SeenRows, Step, tensor_bytes
 
-_GROUP, _ROWS = 16, 32  # rows that are compared with one another, and of a pass
-_FEWEST_INDICES = 4  # of a pass whose rows are compared among themselves
-_FEWEST_PROFILES = 8  # points whose likeness to one another says which is which
-_BATCHES, _MIXED_BATCHES = 8, 32  # of one judgement; more where the loop mixes rows, some of which are rather others
-_JUDGED, _STEPS = 16, 64  # judgements whose rows are taken together; steps of a recorded run that are looked at
-_ENOUGH_ROWS, _FEWEST_ROWS = 64, 12  # of a judgement within a recording, and of one at its end
-_CLEAR, _CHANCE, _SURE = 0.65, 0.62, 0.9  # shares that right indices win at least, wrong ones at most, few rows need
-_LEAST_MEAN, _SPREAD = 0.77, 0.3  # lowest mean of the shares under right indices that was measured, and their deviation
+_GROUP, _ROWS = 16, 32  # rows compared with each other, and rows taken from a pass
+_FEWEST_INDICES = 4  # fewest different indices of a pass whose rows are compared with each other
+_FEWEST_PROFILES = 8  # fewest points that can be identified by their similarity to each other
+_BATCHES, _MIXED_BATCHES = 8, 32  # batches per judgement; more if the loop mixes rows
+_JUDGED, _STEPS = 16, 64  # judgements whose rows are joined; checked steps of a recorded run
+_ENOUGH_ROWS, _FEWEST_ROWS = 64, 12  # fewest rows of a judgement within a recording, and at its end
+_CLEAR, _CHANCE, _SURE = 0.65, 0.62, 0.9  # least share if right, largest if wrong, least for few rows
+_LEAST_MEAN, _SPREAD = 0.77, 0.3  # lowest measured mean of the shares under right indices, and their deviation
 _POSITION_ROWS, _UNCOMPARED = 32, 0.25  # fewest rows of a position; share of rows that may go without a comparison
-_LOST, _MIXED_LOST, _REST = 0.09, 0.3, 0.55  # rows that win less than half, where a part is wrong; mean of the losers
-_GAP, _LEAD = 0.65, 3.0  # a row is clearly another point's by that share of its distance, or by so many times chance
-_OUTLIERS = 0.06  # rows that are so by chance, at most
-_OTHERS, _SEARCHED = 256, 1 << 24  # points of X that are compared beside the batch, and numbers if there is a doubt
-_SIDE, _LONGEST = 32, 1024  # pixels of an image's side, or of a line, that are compared under shifts
+_LOST, _MIXED_LOST, _REST = 0.09, 0.3, 0.55  # share of rows that win less than half; mean of those
+_GAP, _LEAD = 0.65, 3.0  # a row clearly belongs to another point: largest ratio of distances, or multiple of chance
+_OUTLIERS = 0.06  # largest share of such rows by chance
+_OTHERS, _SEARCHED = 256, 1 << 24  # points of X compared in addition to the batch, and numbers if there is doubt
+_SIDE, _LONGEST = 32, 1024  # pixels of an image's side, or of a line, compared under shifts
 
-# What places a row in a step has; the rows of each are judged by themselves.
+# Positions of a row in a step; the rows of each position are judged separately.
 _POSITIONS = (
     "half {} of each pass (of 0 and 1)", "pass {} of each step", "steps s with s % 2 = {}", "steps s with s % 3 = {}",
     "passes of {} rows",
 )  # fmt: skip
 
-_Rows = tuple[Tensor, ...]  # as the network saw them, (k, ...), announced samples (k,), positions (k, 5)
+_Rows = tuple[Tensor, ...]  # the rows that the network saw, (k, ...), announced samples (k,), positions (k, 5)
 
 
 @dataclass(eq=False)
 class RowIdentity:
-    """Collects rows of a run's forward passes, and judges those of several batches at a time.
+    """Collects rows of a run's forward passes, and judges the rows of several batches at a time.
 
     Attributes:
         X: The training inputs, packed.
         y: Their targets.
         loss: The loss.
-        doubt: Why the rows judged so far could be those of other indices; None if there is no doubt.
-        outside: A row that was announced as no training point and is one, in words; None if none was met.
+        doubt: The reason that the rows judged so far could belong to other indices; None if there is no doubt.
+        outside: A description of a row that was announced as no training point and is one; None if there is none.
         num_judged: Number of judgements.
-        note: How the loop scales and shifts all rows, in words; None if it does something else.
+        note: The common scaling and shift of all rows, in words; None if the loop does something else.
     """
 
     X: Shaped[Tensor, "M ..."]
@@ -71,11 +71,11 @@ class RowIdentity:
     _passes: list[_Rows] = field(default_factory=list)
     _targets: list[tuple[Tensor, Tensor, Tensor]] = field(default_factory=list)  # samples, as used, as recorded
     _judged: list[_Rows] = field(default_factory=list)  # shares of comparisons that rows win, samples, positions
-    _numbers: dict[int, int] = field(default_factory=dict)  # of the rows of X, by their keys
+    _numbers: dict[int, int] = field(default_factory=dict)  # numbers of the rows of X, by their keys
 
     @torch.no_grad()
     def look_at(self, step: Step) -> str | None:
-        """Take some rows of a step, and say what contradicts the announced indices once there are enough rows."""
+        """Take some rows of a step, and report contradictions to the announced indices once there are enough rows."""
         if not step.passes:
             return None
         for number, (forward, samples) in enumerate(self._split(step)):
@@ -86,14 +86,14 @@ class RowIdentity:
 
     @torch.no_grad()
     def finish(self) -> str | None:
-        """Say what contradicts the indices, by the rows that are left, if there are enough or no others were judged."""
+        """Report contradictions to the indices from the remaining rows, if they are enough or the only ones."""
         return None if self.num_judged and self._num_rows < _ENOUGH_ROWS else self._judge()
 
     def finding(self, steps: Sequence[Step]) -> str | None:
-        """Say why the indices of a recorded run are wrong, or could not be confirmed; None if they were.
+        """Return the reason that the indices of a recorded run are wrong or not confirmed; None if they are confirmed.
 
         Args:
-            steps: The steps of the run; some of them, without a period, are looked at.
+            steps: The steps of the run; some of them, at irregular distances, are checked.
         """
         if not any(step.passes for step in steps):
             return None
@@ -108,7 +108,7 @@ class RowIdentity:
 
     @torch.no_grad()
     def look_outside(self, step: Step) -> str | None:
-        """Name the first row that was announced as no training point and is one, bit for bit; None after it."""
+        """Describe the first row that was announced as no training point but equals one bit for bit; then None."""
         if self.outside is not None or step.batch is None or not bool((step.batch < 0).any()):
             return None
         if not self._numbers:
@@ -120,7 +120,7 @@ class RowIdentity:
                 if samples[row] < 0 and key in self._numbers:
                     self.outside = (
                         f"row {row} of pass {number} of step {step.index} was announced as no training point (-1), "
-                        f"and is X[{self._numbers[key]}] bit for bit: its share stands under {NOT_OF_DATA!r}"
+                        f"and is X[{self._numbers[key]}] bit for bit: its contribution is listed under {NOT_OF_DATA!r}"
                     )
                     return self.outside
         return None
@@ -137,11 +137,11 @@ class RowIdentity:
     def _take(self, forward: ForwardPass, samples: Int64[Tensor, " n"], position: list[int]) -> None:
         inputs = forward.inputs
         places = torch.arange(len(samples)) if inputs is None else inputs.index.cpu()
-        known = (samples[places] >= 0).nonzero().squeeze(1)  # rows that are no training points have no index to confirm
+        known = (samples[places] >= 0).nonzero().squeeze(1)  # rows outside the training data have no index to confirm
         if not len(known):
             return
         spread = torch.linspace(0, len(known) - 1, min(len(known), _ROWS)).long()
-        chosen = known[(spread + 7 * self._num_batches) % len(known)]  # others of each batch, which may be all of X
+        chosen = known[(spread + 7 * self._num_batches) % len(known)]  # different rows in each batch
         chosen = chosen[self._take_targets(forward, samples, places[chosen])]
         if inputs is not None and len(chosen):
             rows, positions = places[chosen], torch.tensor([[0, *position]]).repeat(len(chosen), 1)
@@ -149,20 +149,20 @@ class RowIdentity:
             self._passes.append((inputs.values[chosen.to(inputs.values.device)], samples[rows], positions))
 
     def _take_targets(self, forward: ForwardPass, samples: Tensor, rows: Tensor) -> Bool[Tensor, " k"]:
-        """Keep the targets of some rows, and return which rows are, by mixed targets, not rather those of others."""
+        """Keep the targets of some rows, and return the rows whose mixed targets do not rather belong to others."""
         loss, y, other = self.loss, self.y[samples.to(self.y.device)].cpu(), forward.targets
         is_class, is_own = isinstance(loss, ClassLoss), torch.ones(len(rows)).bool()
         is_one = y.ndim == 1 or (y.ndim == 2 and y.is_floating_point())
         if not is_one or not (is_class or isinstance(loss, MeanSquaredError)) or getattr(loss, "class_weights", None):
             return is_own
         recorded = y.reshape(len(y), -1).double()
-        if isinstance(loss, ClassLoss) and not y.is_floating_point():  # classes that occur
+        if isinstance(loss, ClassLoss) and not y.is_floating_point():  # the classes that occur
             recorded = soft_targets(loss, y, recorded.new_empty(0, max(1, int(self.y.max()) + 1)))
         used, C = recorded, recorded.shape[1]
         if other is not None:
             used = recorded.index_copy(0, other.index.cpu(), other.values[:, :C].cpu().double())
         used, recorded, is_mixed = used[rows], recorded[rows], torch.tensor(other is not None)
-        if is_class:  # whether a class has a share, however large
+        if is_class:  # whether a class has any share
             floor = (getattr(loss, "label_smoothing", 0.0) + 0.1) / C
             shares, recorded = used, (recorded > floor).double()
             used = (used > floor).double()
@@ -188,7 +188,7 @@ class RowIdentity:
         return error
 
     def _wrong_targets(self, targets: list[tuple[Tensor, Tensor, Tensor]]) -> str | None:
-        """Say whether the targets of the loop's loss are others than the recorded ones, by their correlation."""
+        """Report whether the targets of the loop's loss differ from the recorded ones, by their correlation."""
         if not targets:
             return None
         used, recorded, samples = (torch.cat(values) for values in zip(*targets, strict=True))
@@ -208,7 +208,7 @@ class RowIdentity:
         )
 
     def _wrong_rows(self, groups: list[_Rows], batches: int) -> str | None:
-        """Say what contradicts the indices of some batches, or, with all rows judged before, of one position."""
+        """Report contradictions to the indices of some batches, or, if all rows were judged before, of one position."""
         judged = self._shares_won(groups), *map(torch.cat, list(zip(*groups, strict=True))[1:])
         is_searched = self.num_judged < 2 and not float(judged[0].nanmean()) >= 0.97
         clear, of, name = self._clearly_others(groups, _SEARCHED if is_searched else 0)
@@ -236,7 +236,7 @@ class RowIdentity:
     def _verdict(
         self, shares: Float64[Tensor, " n"], samples: Tensor, where: str, *, is_position: bool = False
     ) -> tuple[str | None, str | None]:
-        """Say whether rows win no more comparisons than by chance, and else why they may do so."""
+        """Report whether rows win no more comparisons than by chance, or the reason that they may do so."""
         compared = ~shares.isnan()
         mean, n, rows = float(shares.nanmean()), int(compared.sum()), len(samples[compared].unique())
         if n < (1 - _UNCOMPARED) * len(shares):
@@ -246,9 +246,9 @@ class RowIdentity:
             f"the rows that the network saw{where} are more like X at their announced indices than like other rows of "
             f"X in {mean:.0%} of the comparisons only, where 50 % are chance ({n} rows, {rows} different indices)"
         )
-        deviation = 0.289 / math.sqrt(n if rows == len(self.X) else rows)  # of the mean under wrong indices
+        deviation = 0.289 / math.sqrt(n if rows == len(self.X) else rows)  # deviation of the mean under wrong indices
         limit, least = min(_CHANCE, 0.5 + 5 * deviation), max(_CLEAR, min(_SURE, 0.5 + 4 * deviation))
-        if is_position:  # one of many, so that a right one must be far from the limit
+        if is_position:  # one of many positions, so a right one must be far from the limit
             limit = least = min(_CHANCE, _LEAST_MEAN - 4.5 * _SPREAD / math.sqrt(n)) - 0.04 * self._is_mixed
         return words if mean <= limit and rows >= _FEWEST_ROWS else None, words if mean < least else None
 
@@ -256,14 +256,14 @@ class RowIdentity:
         return self.X[samples.to(self.X.device)]
 
     def _shares_won(self, groups: list[_Rows]) -> Float64[Tensor, " n"]:
-        """Return which share of its comparisons each row wins, NaN without any; ways that tell more count for more."""
+        """Return each row's share of won comparisons, NaN without any; more informative ways count more."""
         scores, differs = [], []
         for seen, samples, _ in groups:
             own = self._own(samples)
             flat = own.reshape(len(own), -1)
-            differs.append((flat[:, None] != flat[None]).any(dim=2).cpu())  # X may hold a point twice
+            differs.append((flat[:, None] != flat[None]).any(dim=2).cpu())  # X may contain a point twice
             alike = _likenesses(seen.to(own.device), own, differs[-1].to(own.device)).double().cpu()
-            once = 1 / (~differs[-1]).sum(dim=1).double()  # a point counts once, however often it is there
+            once = 1 / (~differs[-1]).sum(dim=1).double()  # a repeated point counts once
             alike = alike - (alike * once).sum(dim=2, keepdim=True) / once.sum()
             deviation = ((alike.square() * once).sum(dim=2, keepdim=True) / once.sum()).sqrt()
             scores.append(alike / deviation.clamp(min=1e-30))
@@ -273,7 +273,7 @@ class RowIdentity:
         return torch.cat([_shares(*pair)[0] for pair in zip(scores, differs, strict=True)])
 
     def _clearly_others(self, groups: list[_Rows], searched: int) -> tuple[int, int, str]:
-        """Return how many rows are clearly those of other points, scaled and shifted, of how many; and such a pair."""
+        """Return the number of rows that clearly belong to other points, the total, and one such pair."""
         groups = [group for group in groups if group[0].shape[1:] == self.X.shape[1:]]
         if not groups or len(self.X) < _FEWEST_PROFILES:
             return 0, 1, ""
@@ -287,9 +287,9 @@ class RowIdentity:
         place, middle = places[near.argmax(dim=1)], near.median(dim=1).values
         announced = near.gather(1, torch.searchsorted(places, samples)[:, None])[:, 0]
         lead = 1 - best / second.clamp(max=-1e-30)
-        is_apart = second < 0.05 * near.median()  # X may hold a point twice
+        is_apart = second < 0.05 * near.median()  # X may contain a point twice
         is_other = (place != samples) & second.isfinite() & is_apart
-        chance = (second - middle) / math.log(len(places) / 4)  # by which the best is nearer by chance, on average
+        chance = (second - middle) / math.log(len(places) / 4)  # average lead of the nearest point by chance
         is_outlier = (best - second > _LEAD * chance) & (announced < third)
         lead = torch.where(is_other & (is_outlier | (lead > _GAP)), lead, 0.0)
         row = int(lead.argmax())
@@ -301,14 +301,14 @@ class RowIdentity:
         return f": {name}, in at least {clear} of {of} rows" if clear >= 3 else ""
 
     def _common_map(self, groups: list[_Rows]) -> str | None:
-        """Say how all rows are scaled and shifted, if the loop does nothing else to them."""
+        """Describe the common scaling and shift of all rows, if the loop does nothing else to them."""
         count = sum(len(samples) for _, samples, _ in groups)
         if count <= _GROUP or any(seen.shape[1:] != self.X.shape[1:] for seen, *_ in groups):
             return None
         seen = torch.cat([seen for seen, *_ in groups]).double()
         own = self._own(torch.cat([samples for _, samples, _ in groups])).to(seen)
         if bool(((seen - own).abs() <= 1e-2 * (seen - seen.mean()).abs().max()).all()):
-            return None  # noise so small that it is not told from a shift
+            return None  # the noise is too small to be distinguished from a shift
         s, x = seen - seen.mean(dim=0), own - own.mean(dim=0)
         slope = (s * x).sum(dim=0) / x.square().sum(dim=0).clamp(min=1e-300)
         if bool(((s - slope * x).abs() <= 1e-3 * s.abs().max()).all()):
@@ -317,7 +317,7 @@ class RowIdentity:
 
 
 def _groups_of(passes: list[_Rows]) -> list[_Rows]:
-    """Return rows in groups to compare: those of one pass, or of several where a pass has few different indices."""
+    """Return groups of rows to compare: one pass each, or several passes if a pass has few different indices."""
     together: dict[object, list[_Rows]] = {}
     for number, rows in enumerate(passes):
         key = number if len(rows[1].unique()) >= _FEWEST_INDICES else rows[0].shape[1:]
@@ -330,17 +330,17 @@ def _groups_of(passes: list[_Rows]) -> list[_Rows]:
 
 
 def _shares(scores: Float64[Tensor, "w k k"], differs: Bool[Tensor, "k k"]) -> Float64[Tensor, "w k"]:
-    """Return in which share of its comparisons with other points each row is more like the announced one."""
+    """Return each row's share of comparisons with other points that favour the announced point."""
     announced = scores.diagonal(dim1=1, dim2=2)[:, :, None]
     won = (scores < announced).double() + 0.5 * (scores == announced)
     return (won * differs).sum(dim=2) / differs.sum(dim=1)
 
 
 def _mixture(shares: Float64[Tensor, " n"], *, is_mixed: bool) -> str | None:
-    """Say whether some rows lose as by chance, while nearly all of the others win all of their comparisons.
+    """Report whether some rows lose as by chance, while nearly all others win all of their comparisons.
 
-    Under wrong indices a row's share is uniform between 0 and 1; rows changed beyond recognition have shares nearer to
-    1 beside them.
+    Under wrong indices a row's share is uniform between 0 and 1; rows that are changed beyond recognition have shares
+    closer to 1.
     """
     shares = shares[~shares.isnan()]
     lost, rest = float((shares < 0.5).double().mean()), shares[shares < 1]
@@ -350,17 +350,17 @@ def _mixture(shares: Float64[Tensor, " n"], *, is_mixed: bool) -> str | None:
 
 
 def _keys(rows: Shaped[Tensor, "n ..."]) -> list[int]:
-    """Return a hash of each row: of its shape, dtype and bytes."""
+    """Return a hash of each row's shape, dtype and bytes."""
     content, size, kind = bytes(tensor_bytes(rows)), rows[:1].nbytes, (rows.shape[1:], rows.dtype)
     return [hash((kind, content[at : at + size])) for at in range(0, len(content), size or 1)]
 
 
 def _likenesses(seen: Tensor, own: Tensor, differs: Bool[Tensor, "k k"]) -> Float[Tensor, "4 k k"]:
-    """Return how alike rows are to rows of X, in several ways; rows of the same number belong together.
+    """Return similarities between rows and rows of X, in several ways; rows with the same number belong together.
 
-    Entry by entry, after scaling and shifting columns; under shifts and mirroring, with all frequencies of one size; by
-    their sorted numbers, or by how often they hold a token; and by how alike they are to the other rows, which no fixed
-    map of all rows changes much.
+    The ways: entry by entry, after scaling and shifting columns; under shifts and mirroring, with all frequencies of
+    equal size; by the sorted numbers, or by counts of tokens; and by the similarity to the other rows, which a fixed
+    map of all rows changes little.
     """
     unknown = torch.zeros(len(seen), len(own), device=own.device)
     entries = _closeness(seen, own, own) if seen.shape == own.shape else unknown
@@ -368,13 +368,13 @@ def _likenesses(seen: Tensor, own: Tensor, differs: Bool[Tensor, "k k"]) -> Floa
     values = _sorted if own.is_floating_point() or seen.is_floating_point() else _token_counts
     sizes = _closeness(values(seen), values(own), values(own))
     shifted = _shifted(a, b) if a.shape[1] == b.shape[1] else unknown
-    points = float((1 / (~differs).sum(dim=1)).sum())  # that differ; few are alike to one another as any others are
+    points = float((1 / (~differs).sum(dim=1)).sum())  # distinct points; few points all have similar profiles
     profiles = _profile(seen, differs) @ _profile(own, differs).T if points >= _FEWEST_PROFILES else unknown
     return torch.stack([entries, shifted, sizes, profiles])
 
 
 def _closeness(seen: Tensor, others: Tensor, own: Tensor) -> Float[Tensor, "n m"]:
-    """Return minus the distances of rows from others, with columns scaled by means and deviations of seen and own."""
+    """Return negative distances of rows from others; columns are scaled by means and deviations of seen and own."""
     seen, others, own = (x.reshape(len(x), -1).float() for x in (seen, others, own))
     return -torch.cdist(_standard(seen, seen), _standard(others, own))
 
@@ -383,11 +383,11 @@ def _standard(x: Float[Tensor, "k D"], reference: Float[Tensor, "r D"]) -> Float
     deviation = reference.std(dim=0, correction=0)
     varies = deviation > 1e-6 * reference.abs().amax(dim=0)
     z = ((x - reference.mean(dim=0)) / deviation).where(varies, 0.0).clamp(-4, 4)
-    return F.normalize(z) if z.shape[1] >= 8 else z  # many columns: directions, as mixed rows are shorter
+    return F.normalize(z) if z.shape[1] >= 8 else z  # mixed rows are shorter: only directions count
 
 
 def _as_images(x: Tensor, own: Tensor) -> Float[Tensor, "k C h w"]:
-    """Return rows as images of some 32 pixels a side; a vector is one line."""
+    """Return rows as images of about 32 pixels a side; a vector becomes one line."""
     x, own = (v.reshape(len(v), 1, 1, -1) if v.ndim < 3 else v[:, None] if v.ndim == 3 else v for v in (x, own))
     height, width = own.flatten(3).shape[2:]
     kernel = math.ceil(height / _SIDE), math.ceil(width / (_SIDE if height > 1 else _LONGEST))
@@ -395,7 +395,7 @@ def _as_images(x: Tensor, own: Tensor) -> Float[Tensor, "k C h w"]:
 
 
 def _shifted(seen: Tensor, own: Tensor) -> Float[Tensor, "n m"]:
-    """Return the largest correlation of images over all shifts, mirrored or not, negative (inverted) or not."""
+    """Return the largest correlation of images over all shifts, mirrored or not, inverted or not."""
     size = [max(pair) for pair in zip(seen.shape[2:], own.shape[2:], strict=True)]
     centred = [x - x.mean(dim=0) for x in (seen, own, own.flip(3))]
     spectra = [torch.fft.rfft2(x - x.mean(dim=(2, 3), keepdim=True), s=size) for x in centred]

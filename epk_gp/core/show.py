@@ -1,4 +1,4 @@
-"""What users see of long calls and of results: text, progress, warnings."""
+"""Texts, progress bars and warnings of long calls and results."""
 
 import copy
 import itertools
@@ -10,32 +10,32 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
+from importlib.util import find_spec
 from typing import Any, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
-from tqdm.auto import tqdm
 from tqdm.std import tqdm as std_tqdm
 
 from epk_gp.core.plans import TensorSpec
 
 
 class CertificateWarning(UserWarning):
-    """A result that its own certificate does not support, or a run that cannot have one."""
+    """A warning that a result's certificate does not support it, or that a run cannot have a certificate."""
 
 
 class SlowCallWarning(UserWarning):
-    """A call that will take more than half a minute, and shows no progress."""
+    """A warning that a call will take more than half a minute and shows no progress."""
 
 
 def warn_uncertified(message: str) -> None:
-    """Emit a `CertificateWarning` at the line outside the package that led to it."""
+    """Emit a `CertificateWarning` that points to the user's line outside the package."""
     warn_caller(message, CertificateWarning)
 
 
 def warn_caller(message: str, category: type[Warning] = UserWarning) -> None:
-    """Emit a warning at the line outside the package that led to it."""
+    """Emit a warning that points to the user's line outside the package."""
     level, frame = 2, sys._getframe(1)
     package = __name__.partition(".")[0]
     while (outer := frame.f_back) is not None and frame.f_globals.get("__name__", "").partition(".")[0] == package:
@@ -43,20 +43,20 @@ def warn_caller(message: str, category: type[Warning] = UserWarning) -> None:
     warnings.warn(message, category, stacklevel=level)
 
 
-SHOWN_ROWS = 10  # of a list
-SHOWN_POINTS = 3  # columns of a table: with them a table is narrower than 100 characters
-_WIDTH = 88  # characters of a line of text: the column of a page holds them
+SHOWN_ROWS = 10  # rows shown of a list
+SHOWN_POINTS = 3  # columns of a table: a table then has fewer than 100 characters per line
+_WIDTH = 88  # characters of a line of text: as wide as a page's column
 NAME_LENGTH = 24  # characters of a name in a table
 
 
 @dataclass(frozen=True)
 class Entry:
-    """One thing that a result says about itself.
+    """One fact that a result shows about itself.
 
     Attributes:
-        name: What it is.
+        name: Name of the fact.
         value: Its value, in words or as a number.
-        note: What to compare the value with, or what it is of; may be empty.
+        note: The reference for the value, or its subject; may be empty.
     """
 
     name: str
@@ -69,9 +69,9 @@ class Table:
     """A small table of numbers.
 
     Attributes:
-        columns: What each column is; its first entry is empty where the first column holds the names of the rows.
-        rows: The rows, each as long as `columns`, the name first.
-        note: What the table shows, and what it leaves out.
+        columns: Titles of the columns; the first is empty if the first column holds the names of the rows.
+        rows: The rows, each as long as `columns`, starting with the name.
+        note: A description of the table, and of the rows or columns that it leaves out.
     """
 
     columns: tuple[str, ...]
@@ -81,12 +81,12 @@ class Table:
 
 @dataclass(frozen=True)
 class Summary:
-    """What is shown of a result, as lines of at most 100 characters where its table and its longest word allow it.
+    """The displayed form of a result: lines of at most 100 characters if its table and its longest word allow it.
 
     Attributes:
-        title: What it is, and how large.
-        entries: What it says about itself, the most important first.
-        table: Some of its numbers; None for a result without any.
+        title: Kind and size of the result.
+        entries: Facts about the result, the most important first.
+        table: Some of its numbers; None for a result without numbers.
     """
 
     title: str
@@ -120,26 +120,26 @@ def _wrapped(text: str, first: str, after: str) -> list[str]:
 def _printable(text: str) -> str:
     """Return a text with its control characters and line breaks written out.
 
-    A name in a run may hold what would move the cursor of a terminal, or turn the direction of writing.
+    A name in a run may contain characters that move the cursor of a terminal or reverse the direction of writing.
     """
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)
 
 
 class Displayed(ABC):
-    """A result that shows itself as text.
+    """A result that can show itself as text.
 
-    A summary reads what the result holds. It does not compute on the run, and reads no file.
+    A summary uses only the result's own data. It does not compute on the run and reads no file.
     """
 
     @abstractmethod
     def _summary(self) -> Summary:
-        """Return what is shown."""
+        """Return the displayed summary."""
 
     def __str__(self) -> str:
-        """Show the result; of one that was put together wrongly, or is not finished yet, why it cannot be shown."""
+        """Show the result; if it is damaged or unfinished, show the reason that it cannot be shown."""
         try:
             return str(self._summary())
-        except Exception as error:  # a debugger or a traceback shows it: another error would hide what is wrong
+        except Exception as error:  # debuggers and tracebacks call this: a second error would hide the first
             return str(Summary(type(self).__name__, (Entry("cannot be shown", f"{type(error).__name__}: {error}"),)))
 
     def __repr__(self) -> str:
@@ -151,20 +151,20 @@ T = TypeVar("T", bound="Tabular")  # beartype takes no `Self`
 
 
 class Tabular(Displayed):
-    """A result that is a table too."""
+    """A result that can also be a table."""
 
-    _labels: Mapping[str, Any] = {}  # of points, outputs and samples, by the name of the axis
+    _labels: Mapping[str, Any] = {}  # labels of points, outputs and samples, by the name of the axis
     _names_of_values: tuple[str, ...] = ()  # labels that name values, not places along an axis
     _columns: tuple[str, ...] = ()  # attributes that are the columns of a table
-    _rows: tuple[str, ...] = ("point", "output")  # what their axes are
+    _rows: tuple[str, ...] = ("point", "output")  # names of their axes
 
     def _frame(self) -> tuple[Any, ...]:
-        """Return what the table is made of.
+        """Return the data of the table.
 
         Returns:
-            Places along each axis of the rows, by its name; or a list, whose entries are the labels. Values by name,
-            (rows, ...): a column each, or one for each place along the axes of the columns. Name and labels of each of
-            these axes; a value may have length 1 there.
+            Indices along each axis of the rows, by its name; or a list, whose entries are the labels. Values by name,
+            (rows, ...): one column each, or one for each index along the axes of the columns. Name and labels of each
+            of these axes; a value may have length 1 there.
         """
         values = {name: getattr(self, name) for name in self._columns}
         sizes = next(iter(values.values())).shape
@@ -180,19 +180,19 @@ class Tabular(Displayed):
         return Summary(f"{type(self).__name__}, {places[0]} ({places[1]})", tuple(entries))
 
     def labelled(self: T, **labels: Any) -> T:
-        """Return the same result, whose table has these labels, as of `to_frame`; None for numbers."""
+        """Return the same result with labels for its table, as in `to_frame`; None for numbers."""
         named = copy.copy(self)
         vars(named)["_labels"] = {**self._labels, **{name: own for name, own in labels.items() if own is not None}}
         return named
 
     def to_frame(self, **labels: Any) -> Any:
-        """Return the result as a `pandas.DataFrame`, whose rows and columns have names.
+        """Return the result as a `pandas.DataFrame` with named rows and columns.
 
         Args:
-            labels: Labels along an axis, by its name: `point=X.index`, `output=names`, `sample=X_train.index`. Of
-                suspicious labels, `sample` has one for each training point, whichever were judged, and `output` names
-                the expected classes. Where each point has one output (`classes=`), `chosen` has its name for each
-                point. Numbers by default.
+            labels: Labels along an axis, by its name: `point=X.index`, `output=names`, `sample=X_train.index`. For
+                suspicious labels, `sample` has one label per training point, including points that were not judged, and
+                `output` names the expected classes. If each point has one output (`classes=`), `chosen` has its name
+                for each point. Numbers by default.
 
         Raises:
             ModuleNotFoundError: pandas is not installed.
@@ -228,20 +228,20 @@ class Tabular(Displayed):
             heads += itertools.product(*head)
             frames.append(pandas.DataFrame(array.reshape(len(index), math.prod(sizes)), index=index))
         distinct = [pandas.Index(own, tupleize_cols=False).factorize() for own in zip(*heads, strict=True)]
-        codes, names = zip(*distinct, strict=True)  # not sorted: tuples may be beside text
+        codes, names = zip(*distinct, strict=True)  # not sorted, because tuples and text may be mixed
         heads = pandas.MultiIndex(names, codes, names=["term", *axes[len(rows) :]]) if columns else list(terms)
         return pandas.concat(frames, axis=1).set_axis(heads, axis=1)
 
 
 def require_labels(name: str, labels: Any, count: int, *, is_exact: bool) -> None:
-    """Raise if there are too few labels, or, of an axis that is there as a whole, another number of them."""
+    """Raise if an axis has too few labels, or, for an exact axis, another number of labels than its length."""
     if len(labels) < count or (is_exact and len(labels) != count):
         wanted = f"{count} label{'' if count == 1 else 's'}, one for each place along the axis"
         raise ValueError(f"{name} must have {'' if is_exact else 'at least '}{wanted}: got {len(labels)}.")
 
 
 def shortened(name: str, length: int) -> str:
-    """Return a name for a table; of a long one the middle is left out."""
+    """Return a name for a table; the middle of a long name is left out."""
     end = length // 2
     return name if len(name) <= length else f"{name[: length - end - 1]}…{name[-end:]}"
 
@@ -262,17 +262,17 @@ def kind_of(tensor: Tensor | TensorSpec) -> str:
 
 
 def certificate_entry(findings: Sequence[str], meaning: str) -> Entry:
-    """Return what a certificate says.
+    """Return the entry for a certificate.
 
     Args:
-        findings: Why the result is not certified; empty if it is.
-        meaning: What the certificate of a certified result says.
+        findings: Reasons that the result is not certified; empty if it is.
+        meaning: The statement of the certificate for a certified result.
     """
     return Entry("certificate", f"not certified: {'; '.join(findings)}" if findings else f"certified: {meaning}")
 
 
 def columns_note(num_shown: int, num_all: int, outputs: str = "") -> str:
-    """Return which points a table shows, and which of their outputs; empty if it shows all."""
+    """Describe the points and outputs that a table shows; empty if it shows all."""
     shown = "" if num_shown == num_all else f"the first {num_shown} of {count(num_all, 'point')}"
     parts = [part for part in (shown, outputs) if part]
     return f"Shown: {'; '.join(parts)}." if parts else ""
@@ -282,10 +282,22 @@ Item = TypeVar("Item")
 
 
 def tracked(items: Iterable[Item], desc: str, *, shown: bool = True, **options: Any) -> Iterator[Item]:
-    """Return items as tqdm shows how many are done, with tqdm's options `total`, `unit` and `initial`."""
-    return iter(tqdm(items, desc, disable=not shown or sys.stderr is None, dynamic_ncols=True, **options))
+    """Return items as a bar shows how many are done, with tqdm's options `total`, `unit` and `initial`."""
+    return iter(new_bar(items, desc, shown=shown, **options))
+
+
+def new_bar(items: Iterable[Any] | None, desc: str, *, shown: bool, **options: Any) -> std_tqdm:  # type: ignore[type-arg]
+    """Return tqdm's bar, which shows in a terminal and in a notebook; a file or a pipe gets none.
+
+    In a notebook it is a widget, or text where ipywidgets is not installed.
+    """
+    in_notebook = type(sys.stderr).__module__.startswith("ipykernel.")  # which is no terminal, but is seen
+    shown = shown and (in_notebook or getattr(sys.stderr, "isatty", bool)())
+    is_widget = shown and in_notebook and find_spec("ipywidgets") is not None
+    kind: Any = import_module("tqdm.notebook").tqdm if is_widget else std_tqdm
+    return kind(items, desc, disable=not shown, dynamic_ncols=True, **options)  # type: ignore[no-any-return]
 
 
 def write_line(line: str) -> None:
-    """Write a line to the standard error stream, above a bar that is shown there."""
+    """Write a line to the standard error stream, above any progress bar."""
     std_tqdm.write(line, file=sys.stderr)

@@ -1,6 +1,6 @@
-"""Weight states that are not read but computed: averaged weights, and states between kept ones.
+"""Computed weight states: averaged weights, and states between kept ones.
 
-Averaged weights (EMA, SWA) are a path of their own, which ends at the averaged network:
+Averaged weights (EMA, SWA) form their own path, which ends at the averaged network:
 
     wbar_0 = w_0,   wbar_{s+1} = (1 - a_s) wbar_s + a_s w_{s+1}
 
@@ -9,17 +9,17 @@ lead e_s = w_s - wbar_s of the trained weights,
 
     wbar_{s+1} - wbar_s = a_s (d_s + e_s),   e_{s+1} = (1 - a_s) (d_s + e_s),   e_0 = 0
 
-A run that keeps some of its states is computed again from each kept state to the next. From a kept state on the
+A run that keeps only some of its states is computed again from each kept state to the next. From a kept state, the
 recorded steps are made again on exact gradients, in the dtype of the computation,
 
     w~_{s+1} = w~_s + (step of the update rule on the gradient at w~_s),
 
-up to the next kept state. The path goes along these states and from the last of them to the kept one, so that the step
-that ends at a kept state is the law's step and a jump: the difference of kept and computed state. Sums along the path
-are exact whatever the jumps are; a jump belongs to no sample (docs/theory.md, section 4).
+up to the next kept state. The path follows these states, and goes from the last one to the kept state, so that the step
+that ends at a kept state is the law's step plus a jump: the difference of kept and computed state. Sums along the path
+are exact for any jumps; a jump belongs to no sample (docs/theory.md, section 4).
 
-Momentum and preconditioners follow from all gradients since the first step. What the optimizer keeps is therefore
-computed once, from the first stretch to the last, and held at the beginning of each.
+Momentum and preconditioners depend on all gradients since the first step. The optimizer's state is therefore computed
+once, from the first stretch to the last, and held at the start of each.
 """
 
 import hashlib
@@ -50,28 +50,28 @@ from epk_gp.core.trajectory import (
 from epk_gp.optimizers.library_rules import share_of_average
 from epk_gp.optimizers.update_rules import UpdateCoefficients
 
-# By how much a kept state may miss the computed one, relative to the way between two kept states, by norms. As for a
-# run that is trained again: rounding is amplified along the steps.
+# Largest allowed difference of a kept state from the computed one, relative to the distance between two kept states, by
+# norms. The same limit as for retrained runs: rounding is amplified along the steps.
 JUMP_SHARE = {torch.float64: 1e-6, torch.float32: 1e-2}
 
 
 def averaging_coefficients(
     num_steps: int, updates: Iterable[int] | None = None, *, decay: float | None = None, copies_first: bool = True
 ) -> Float64[Tensor, " S"]:
-    """Return the coefficients a_s of an average of the weights, as `torch.optim.swa_utils.AveragedModel` makes it.
+    """Return the coefficients a_s of an average of the weights, as `torch.optim.swa_utils.AveragedModel` computes it.
 
     Args:
         num_steps: Number S of steps of the run.
-        updates: How many steps of the run were made at each call of `update_parameters`; by default it is called after
-            every step, range(1, S + 1).
-        decay: The decay of an exponential average, of `get_ema_multi_avg_fn(decay)`. None for the equal average of the
-            weights at all updates, which is `AveragedModel`'s own.
-        copies_first: Whether the first update copies the weights, as that of `AveragedModel` does. Otherwise it counts
-            the initial weights as the average so far.
+        updates: The number of steps made before each call of `update_parameters`; by default it is called after every
+            step, range(1, S + 1).
+        decay: The decay of an exponential average, as in `get_ema_multi_avg_fn(decay)`. None for the equal average of
+            the weights at all updates, `AveragedModel`'s default.
+        copies_first: Whether the first update copies the weights, as `AveragedModel` does. Otherwise the average starts
+            with the initial weights.
 
     Returns:
-        One coefficient per step. Before a first update that copies, the average follows the weights (a_s = 1): it does
-        not matter for the average at the end.
+        One coefficient per step. Before a first update that copies, the average follows the weights (a_s = 1), which
+        does not change the average at the end.
 
     Raises:
         TypeError: A number is not an integer.
@@ -104,24 +104,24 @@ def averaged_trajectory(
     network: nn.Module | None = None,
     start: Float[Tensor, " P"] | None = None,
 ) -> Trajectory:
-    """Return the path of the averaged weights of a run, whose end is the averaged network.
+    """Return the path of the averaged weights of a run, which ends at the averaged network.
 
         wbar_0 = w_0,   wbar_{s+1} = (1 - a_s) wbar_s + a_s w_{s+1}
 
-    `reconstruct` and `attribute` explain the averaged network with it, exactly: every training gradient is that of the
-    recorded run, taken at w_s, and every test point is integrated along the average.
+    Pass it to `reconstruct` and `attribute`: they then explain the averaged network exactly. Every training gradient is
+    that of the recorded run, taken at w_s, and every test point is integrated along the average.
 
     Args:
         trajectory: Training run with S steps.
-        coefficients: a_s in [0, 1], as `averaging_coefficients` gives them.
-        network: The averaged network that the loop made, such as an `AveragedModel`. It is compared with the average.
-            Its moving statistics may be others than the run's (`update_bn`, averaged buffers): the last step of the
-            path leads to them, and what that adds is a part of the term `statistics`.
-        start: The average wbar_0 when recording began, where it is not w_0. What it adds to the predictions is a part
-            of the source "before the recording".
+        coefficients: a_s in [0, 1], as returned by `averaging_coefficients`.
+        network: The loop's averaged network, such as an `AveragedModel`. It is compared with the average. Its moving
+            statistics may differ from the run's (`update_bn`, averaged buffers): the last step of the path then leads
+            to them, and its contribution is included in the term `statistics`.
+        start: The average wbar_0 when recording began, if it is not w_0. Its contribution to the predictions is
+            included in the source "before the recording".
 
     Raises:
-        TypeError: The trajectory is no recorded run.
+        TypeError: The trajectory is not a recorded run.
         ValueError: The coefficients are not S numbers in [0, 1], the run is an average itself, or the network's weights
             are not the average.
     """
@@ -148,10 +148,10 @@ def averaged_trajectory(
 
 @door
 def schedule_free_average(trajectory: Trajectory, *, network: nn.Module | None = None) -> Trajectory:
-    """Return the path of the average x of a schedule-free run, which `optimizer.eval()` puts into the network.
+    """Return the path of the average x of a schedule-free run, the weights that `optimizer.eval()` sets.
 
     Args:
-        trajectory: The run; the weights of all parameters move at the same rate of averaging.
+        trajectory: The run; the weights of all parameters must be averaged at the same rate.
         network: The network in evaluation mode; see `averaged_trajectory`.
 
     Raises:
@@ -172,20 +172,20 @@ def schedule_free_average(trajectory: Trajectory, *, network: nn.Module | None =
 
 @dataclass(frozen=True, eq=False)
 class EndingWith(FirstOf):
-    """Moving statistics of which the last ones, `end`, are others than the run's."""
+    """Moving statistics whose last state `end` differs from the run's."""
 
     end: Any = None
 
     def __getitem__(self, place: int) -> Any:
-        """Read those of one state."""
+        """Return the statistics of one state."""
         return self.end if place == self.count - 1 else super().__getitem__(place)
 
 
 def _statistics_of_average(run: Trajectory, states: States, network: nn.Module) -> Tensor | None:
-    """Return the moving statistics of an averaged network, if they are not the run's last ones.
+    """Return the moving statistics of an averaged network if they differ from the run's last ones.
 
     Raises:
-        ValueError: Its weights are not the average, or a parameter is missing.
+        ValueError: The network's weights are not the average, or a parameter is missing.
     """
     model, S = run.model, run.num_steps
     named = {**dict(network.named_buffers()), **dict(network.named_parameters())}
@@ -209,13 +209,13 @@ def _statistics_of_average(run: Trajectory, states: States, network: nn.Module) 
 
 
 class AveragedStates:
-    """The averaged weights wbar_0 .. wbar_S, computed from those of a run in float64. Several threads may read at once.
+    """The averaged weights wbar_0 .. wbar_S, computed in float64 from a run's. Several threads may read at once.
 
     Args:
         states: The weights of the run.
         coefficients: a_s, (S,).
-        lead: By how much w_0 is ahead of the average there; None for nothing.
-        spec: Dtype of the averages; dtype and device in which states of the run are computed that were not kept.
+        lead: The difference of w_0 from the average at the start; None for zero.
+        spec: Dtype of the averages; also dtype and device of the run's recomputed states.
     """
 
     def __init__(
@@ -225,7 +225,7 @@ class AveragedStates:
         self._lock, self._computed = RLock(), dict[TensorSpec, Segments]()
 
     def __reduce__(self) -> tuple[object, ...]:
-        """Return the pickled form, without what was computed."""
+        """Return the pickled form, without computed values."""
         return AveragedStates, (self.states, self.coefficients, self._lead, self._spec)
 
     def __len__(self) -> int:
@@ -237,12 +237,12 @@ class AveragedStates:
         return self.at(state, self._spec)
 
     def until(self, run: Trajectory) -> Trajectory:
-        """Return the first steps of the average: the average of the first steps of the run."""
+        """Return the average of the first steps of the run."""
         S, start = run.num_steps, None if self._lead is None else self[0]
         return averaged_trajectory(run.trained.until(S), self.coefficients[:S], start=start)
 
     def at(self, state: int, spec: TensorSpec) -> Float[Tensor, " P"]:
-        """Read one state of a computation, whose dtype states may depend on that are computed again."""
+        """Read one state for a computation; recomputed states may depend on its dtype."""
         if not -len(self) <= state < len(self):
             raise IndexError(f"state must lie in 0..{len(self) - 1} (or be negative): got {state}.")
         spec = spec if hasattr(self.states, "at") else self._spec
@@ -264,9 +264,9 @@ class AveragedStates:
 
 
 class PredictedPath:
-    """The steps of the path whose end is evaluated, predicted from those that the training gradients give.
+    """The steps of the explained path, predicted from the steps that the training gradients give.
 
-    Of a recorded run they are the same. Those of an average follow from the lead e_s, which needs no recorded weights.
+    For a recorded run they are the same. For an average they follow from the lead e_s, which needs no recorded weights.
 
     Args:
         trajectory: The run, or its average.
@@ -279,7 +279,7 @@ class PredictedPath:
     def step(
         self, index: int, w: Float[Tensor, " P"], d: Float[Tensor, " P"]
     ) -> tuple[Float[Tensor, " P"], Float[Tensor, " P"]]:
-        """Return start and length of a step of the path; to be called for every step, in their order.
+        """Return start and length of a step of the path; call it for every step, in order.
 
         Args:
             index: Number of the step.
@@ -303,9 +303,9 @@ class Recomputation:
 
     Attributes:
         run: The run, whose states are the kept ones and whose coefficients are compact.
-        kept: The kept states, [s], which `numbers` names in ascending order: the first, the last, and others.
-        updates: The coefficients of each step, with one number per parameter where a scale says the others; `places(s)`
-            says of which weight it is.
+        kept: The kept states, [s], numbered by `numbers` in ascending order: the first, the last, and others.
+        updates: The coefficients of each step, with one number per parameter if a scale determines the others;
+            `places(s)` gives the weight of that number.
     """
 
     run: Trajectory
@@ -317,7 +317,7 @@ class Recomputation:
     _by_rule: dict[TensorSpec, Segments] = field(default_factory=dict, init=False, repr=False)
 
     def __reduce__(self) -> tuple[object, ...]:
-        """Return the pickled form, without what was computed."""
+        """Return the pickled form, without computed values."""
         return Recomputation, (self.run, self.kept, self.updates)
 
     def __len__(self) -> int:
@@ -346,25 +346,25 @@ class Recomputation:
         return bool(self.kept.numbers[bisect_right(self.kept.numbers, state) - 1] == state)
 
     def replay_row(self, state: int) -> Mapping[str, Any]:
-        """Return what is stored of a state so that steps can be made again."""
+        """Return the stored replay data of a state."""
         return self.kept.replay_row(state)  # type: ignore[no-any-return]
 
     def until(self, run: Trajectory) -> Trajectory:
-        """Return the first steps of the run, whose last state counts as a kept one, as it is computed."""
+        """Return the first steps of the run; their last state, even if computed, counts as kept."""
         S = run.num_steps
         numbers = (*(number for number in self.kept.numbers if number < S), S)
         kept, updates = FirstOf(self, S + 1, numbers), FirstOf(self.updates, S)
         return recomputed_run(replace(run, states=kept, updates=updates), kept, updates)
 
     def stretch(self, step: int, spec: TensorSpec) -> tuple[Segment, int]:
-        """Return the steps that are computed together with one, and its place in them."""
+        """Return the steps that are computed together with a step, and its position among them."""
         with self._lock:
             return self.computation(step, spec).segment(step)
 
     def missed(self, step: int, device: torch.device) -> str | None:
-        """Return why the steps between the kept states around a step are not the loop's bit by bit; None if they are.
+        """Return the reason that the stretch around a step is not the loop's bit by bit; None if it is.
 
-        The first ones that are read say by which plan all are made (`epk_gp.core.replay`).
+        The first stretch that is read determines the plan for all of them (`epk_gp.core.replay`).
         """
         place = device, bisect_right(self.kept.numbers, step) - 1
         with self._lock:
@@ -376,7 +376,7 @@ class Recomputation:
             return self._missed[place]
 
     def computation(self, step: int, spec: TensorSpec) -> Segments:
-        """Return what computes a step: the loop's own steps, or the update rule where they give other bits."""
+        """Return the steps of a computation: the loop's own, or the update rule's if those give other bits."""
         with self._lock:
             if self.missed(step, spec.device) is None:
                 return self._loops[spec.device][0]
@@ -386,23 +386,23 @@ class Recomputation:
 
     @property
     def finding(self) -> str | None:
-        """Why some stretches were not made again bit by bit; None if all that were read were."""
+        """The reason that some stretches differ from the loop's bits; None if all stretches read so far are equal."""
         return next((reason for reason in tuple(self._missed.values()) if reason is not None), None)
 
     def jump(self, state: int, spec: TensorSpec) -> float:
-        """Return the norm of the kept less the computed state; state >= 1."""
+        """Return the norm of the difference between the kept and the computed state; state >= 1."""
         made, place = self.stretch(state - 1, spec)
         end = self.at(state, spec)
         return float((end - made.states[place + 1].to(end)).norm())
 
     def allowed_jump(self, step: int, dtype: torch.dtype, w: Float[Tensor, " P"], share: float | None = None) -> float:
-        """Return the norm that the jump at the end of a step may have, for the results to be certified.
+        """Return the largest norm of the jump at the end of a step for which results are certified.
 
         Args:
             step: The step before a kept state.
             dtype: The coarser of the dtypes of run and computation.
-            w: The weights before the step, which say dtype and device.
-            share: Share of the steps that may be unexplained; None for what the run accepts.
+            w: The weights before the step, which determine dtype and device.
+            share: Share of the steps that may be unexplained; None for the run's own limit.
         """
         place = bisect_right(self.kept.numbers, step)
         start, end = (self.kept[self.kept.numbers[number]].to(w) for number in (place - 1, place))
@@ -411,7 +411,7 @@ class Recomputation:
 
 @dataclass(frozen=True, eq=False)
 class RecomputedUpdates:
-    """Coefficients of steps, computed with the states where a preconditioner scales them.
+    """Coefficients of steps, computed with the states if a preconditioner scales them.
 
     Attributes:
         recomputation: Computes the states.
@@ -443,7 +443,7 @@ class RecomputedUpdates:
         return made.updates[place]
 
     def held(self, step: int) -> UpdateCoefficients:
-        """Return what is held of one step's coefficients: one number per parameter where a scale says the others."""
+        """Return the stored coefficients of one step: one number per parameter if a scale determines the others."""
         update: UpdateCoefficients = self.recomputation.updates[step]
         return update
 
@@ -452,7 +452,7 @@ def recomputed_run(run: Trajectory, kept: Any, updates: Any) -> Trajectory:
     """Return a run whose states between kept ones are computed when they are read.
 
     Args:
-        run: The run with `kept` in the place of its states and `updates` in that of its coefficients.
+        run: The run, with `kept` in place of its states and `updates` in place of its coefficients.
         kept: The kept states.
         updates: The coefficients.
     """
@@ -461,19 +461,19 @@ def recomputed_run(run: Trajectory, kept: Any, updates: Any) -> Trajectory:
 
 
 def law_of_step(trajectory: Trajectory, step: int, spec: TensorSpec) -> Recomputation | None:
-    """Return how a step is computed, of a run whose states at both ends may miss the recorded ones; None if neither."""
+    """Return the recomputation of a step if its states may differ from the recorded ones at both ends; else None."""
     recomputation = recomputation_of(trajectory)
     return None if recomputation is None or recomputation.missed(step, spec.device) is None else recomputation
 
 
 def described_states(trajectory: Trajectory) -> str:
-    """Say how the states between kept ones were computed where they were not made again bit by bit; "" elsewhere."""
+    """Describe the computation of the states between kept ones if they differ from the loop's bits; otherwise ""."""
     recomputation = recomputation_of(trajectory)
     finding = None if recomputation is None else recomputation.finding
     return "" if finding is None else f"states between kept ones follow the update rule, for {finding}"
 
 
 def recomputation_of(trajectory: Trajectory) -> Recomputation | None:
-    """Return how the states of a run, or of the run that an average is made of, are computed; None if all are kept."""
+    """Return the recomputation of the states of a run, or of an average's run; None if all states are kept."""
     states = trajectory.trained.states
     return states if isinstance(states, Recomputation) else None

@@ -1,8 +1,8 @@
 """One recorded training step, and fingerprints of data and runs.
 
-The digest of a run is a chain of such checksums: the first covers the run's header, the frozen state of the network,
-its outputs at the initial weights and those weights; each further one covers the digest before it and one step. Equal
-runs have equal digests, in memory or on disk, resumed or not.
+The digest of a run is a chain of checksums: the first covers the run's header, the frozen state of the network, its
+outputs at the initial weights and those weights; each further one covers the previous digest and one step. Equal runs
+have equal digests, in memory or on disk, resumed or not.
 """
 
 import hashlib
@@ -23,10 +23,10 @@ from epk_gp.optimizers.update_rules import UpdateCoefficients
 
 @dataclass(frozen=True, eq=False)
 class SeenRows:
-    """Rows of a forward pass that are unlike the recorded data, as the network or the loss saw them.
+    """Rows of a forward pass that differ from the recorded data, as the network or the loss saw them.
 
     Attributes:
-        index: Which k rows of the pass.
+        index: Indices of the k rows in the pass.
         values: The rows.
     """
 
@@ -36,29 +36,28 @@ class SeenRows:
 
 @dataclass(frozen=True, eq=False)
 class ForwardPass:
-    """One training forward pass whose gradient a step uses; everything that the weights and the data do not say.
+    """One training forward pass of a step: everything that determines it apart from the weights and the data.
 
     Attributes:
-        num_rows: Number of rows of the batch that the pass saw; the passes of a step follow one another in
-            `Step.batch`.
-        modes: Which modules of the network, in the order of `modules()`, were in training mode. None where the network
-            in evaluation mode computes the same.
-        inputs: Rows of the input that are unlike X[batch] (augmented, mixed, adversarial), packed as X is.
-        targets: Rows of the loss's target that are unlike y[batch]. For class labels they are vectors q such that the
-            loss of a row is -<q, log softmax(outputs)>; labels of several positions are labels, where the loop left out
+        num_rows: Number of rows of the pass's batch; the passes of a step are consecutive in `Step.batch`.
+        modes: Flags for the modules of the network, in the order of `modules()`, that were in training mode. None if
+            the network in evaluation mode computes the same.
+        inputs: Rows of the input that differ from X[batch] (augmented, mixed, adversarial), packed as X is.
+        targets: Rows of the loss's target that differ from y[batch]. For class labels they are vectors q such that the
+            loss of a row is -<q, log softmax(outputs)>; labels of several positions stay labels if the loop left out
             positions.
-        random_state: State of torch's random numbers on the CPU when the pass began; None if it drew none.
-        device_random_state: The same of the network's accelerator.
+        random_state: State of torch's CPU generator when the pass began; None if it drew no random numbers.
+        device_random_state: State of the generator of the network's accelerator.
         statistics: The moving statistics when the pass began, (Q,); None if they are those at the start of the step.
-        statistics_after: Those when it ended; None if they are those at the end of the step.
+        statistics_after: The moving statistics when it ended; None if they are those at the end of the step.
         autocast: The dtype of automatic mixed precision; None without it.
-        memory_order: The dimensions of the input in the order in which they lay in memory, from the slowest to the
-            fastest: random numbers are drawn in that order. None if it is their own.
-        cotangents: The gradient of the loop's loss in all that the network returned for a row, (k, D), of rows that do
-            not follow the stated loss, which are all where none is stated: the loss of a row is then their product.
+        memory_order: The dimensions of the input in their memory order, from the slowest to the fastest: random numbers
+            are drawn in that order. None if it is the natural order.
+        cotangents: The gradient of the loop's loss in all numbers that the network returned for a row, (k, D), for rows
+            that do not follow the stated loss (all rows if none is stated): the loss of a row is then their product.
         weights: The weights at which the pass was computed, (P,); None if they are those at the start of the step.
-        settings: The network's numbers that are neither weights nor buffers (`model.setting_places`), such as rates of
-            dropout; None if they are those when recording began.
+        settings: The network's numbers that are neither weights nor buffers (`model.setting_places`), such as dropout
+            rates; None if they are those when recording began.
     """
 
     num_rows: int
@@ -77,23 +76,23 @@ class ForwardPass:
 
     @property
     def is_plain(self) -> bool:
-        """Whether everything that the pass depended on follows from weights, data and batch."""
+        """Whether weights, data and batch determine the pass completely."""
         return all(value is None for name, value in vars(self).items() if name != "num_rows")
 
     @property
     def is_deterministic(self) -> bool:
-        """Whether the network in evaluation mode, on the rows as seen, computes what the pass computed."""
+        """Whether the network in evaluation mode, on the rows as seen, reproduces the pass."""
         return self.modes is None and self.random_state is None and self.device_random_state is None
 
     @property
     def num_bytes(self) -> int:
-        """How many bytes its tensors take in memory."""
+        """Number of bytes of its tensors in memory."""
         rows = (self.inputs, self.targets, self.cotangents)
         seen = [own for each in rows if each is not None for own in (each.index, each.values)]
         return sum(value.nbytes for value in (*vars(self).values(), *seen) if isinstance(value, Tensor))
 
     def map(self, change: Callable[[Tensor], Tensor]) -> "ForwardPass":
-        """Return the pass with another tensor in the place of each of its own."""
+        """Return the pass with each of its tensors replaced by its `change`."""
         changed: dict[str, Any] = {}
         for name, value in vars(self).items():
             if isinstance(value, Tensor):
@@ -108,17 +107,18 @@ class Step:
     """Learning rate and batch of the step from the weights w_s to the weights w_{s+1}.
 
     Attributes:
-        index: The number s of the step, counted from 0.
-        lr: The learning rate eps_s, that of the optimizer's first parameter group.
-        batch: Indices into the training data, or None for all points in order; -1 for a row that is no training point.
+        index: The number s of the step, starting at 0.
+        lr: The learning rate eps_s of the optimizer's first parameter group.
+        batch: Indices into the training data, or None for all points in order; -1 for a row that is not a training
+            point.
         sample_weights: The weights c of the batch's samples in the loss. None stands for the weights that the loss
             gives to a single batch; other weights come from accumulated gradients or weighted samples.
-        passes: The forward passes on consecutive rows of the batch: a tuple, or read when they are indexed. Empty
-            if the network in evaluation mode, on X and y as recorded, computes the same.
-        groups: The optimizers' parameter groups from this step on, with the options that preconditioners depend on;
-            None where they are those of the step before.
-        move: How the loop moved the weights after the optimizer's step, without a gradient (Lookahead, a checkpoint
-            that is restored); w_{s+1} are the weights after it. None if it did not.
+        passes: The forward passes on consecutive rows of the batch: a tuple, or read on indexing. Empty if the network
+            in evaluation mode, on X and y as recorded, computes the same.
+        groups: The optimizers' parameter groups from this step on, with the options of preconditioners; None if they
+            are those of the step before.
+        move: The loop's change of the weights after the optimizer's step, without a gradient (Lookahead, a restored
+            checkpoint); w_{s+1} are the weights after it. None without one.
     """
 
     index: int
@@ -130,21 +130,21 @@ class Step:
     move: Move | None = None
 
     def map(self, change: Callable[[Tensor], Tensor]) -> "Step":
-        """Return the step with another tensor in the place of its batch and of each of its passes in memory."""
+        """Return the step with each tensor of its batch and of its passes in memory replaced by its `change`."""
         batch = None if self.batch is None else change(self.batch)
         passes = tuple(each.map(change) for each in self.passes) if isinstance(self.passes, tuple) else self.passes
         return replace(self, batch=batch, passes=passes)
 
 
 def not_following(steps: Sequence[Step]) -> str:
-    """Say which rows of which steps do not follow the stated loss, such as "steps 0 to 11: 30 of 30 rows"; "" of none.
+    """List the steps and rows that do not follow the stated loss, such as "steps 0 to 11: 30 of 30 rows"; "" if none.
 
     Args:
         steps: Consecutive steps.
     """
-    found = list[tuple[str, list[int]]]()  # rows, and the consecutive steps that have as many
+    found = list[tuple[str, list[int]]]()  # rows, and the consecutive steps with this number of rows
     for step in steps:
-        passes = tuple(step.passes)  # of a run on disk each is read once
+        passes = tuple(step.passes)  # each pass of a run on disk is read once
         stored = sum(len(own.cotangents.index) for own in passes if own.cotangents is not None)
         rows = f"{stored} of {sum(own.num_rows for own in passes)} rows"
         if stored and found and (found[-1][0], found[-1][1][-1]) == (rows, step.index - 1):
@@ -155,18 +155,18 @@ def not_following(steps: Sequence[Step]) -> str:
     return "; ".join(named + [f"and {len(found) - 3} more ranges of steps"] * (len(found) > 3))
 
 
-BEFORE = "before the recording"  # the contribution of what a loaded optimizer's momentum holds
-NOT_OF_DATA = "not of the data set"  # the contribution of rows that are no training points
+BEFORE = "before the recording"  # the contribution of a loaded optimizer's momentum
+NOT_OF_DATA = "not of the data set"  # the contribution of rows that are not training points
 
-_PLAIN = (torch.float64, torch.float32, torch.int64)  # dtypes whose arrays are hashed as they are
-_PART, _HASHING_THREADS = 1 << 22, 4  # bytes that a thread hashes at once, some 4 ms
+_PLAIN = (torch.float64, torch.float32, torch.int64)  # dtypes whose arrays are hashed directly
+_PART, _HASHING_THREADS = 1 << 22, 4  # bytes that a thread hashes at a time, about 4 ms
 DIGEST_BYTES = 16  # 128 bits: two different inputs agree by chance with probability 3e-39
 
 
 def tensor_bytes(value: Shaped[Tensor, "..."]) -> memoryview:
-    """Return the bytes of a tensor's entries in row-major order; no copy is made of a contiguous tensor on the CPU."""
+    """Return the bytes of a tensor's entries in row-major order; a contiguous tensor on the CPU is not copied."""
     value = value.detach()
-    if value.is_cuda:  # by way of pinned memory, which is several times as fast
+    if value.is_cuda:  # through pinned memory, which is several times faster
         value = torch.empty(value.shape, dtype=value.dtype, pin_memory=True).copy_(value)
     return value.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
 
@@ -174,8 +174,8 @@ def tensor_bytes(value: Shaped[Tensor, "..."]) -> memoryview:
 def fingerprint(*parts: object) -> str:
     """Hash everything that a result depends on: a tensor by shape, dtype and entries, any other object by its `repr`.
 
-    The number of threads is hashed too, because torch splits sums by it: results of another number of threads agree up
-    to rounding only.
+    The number of threads is hashed too, because torch splits sums by it: results for another number of threads agree
+    only up to rounding.
     """
     hasher = hashlib.blake2b(repr(torch.get_num_threads()).encode(), digest_size=DIGEST_BYTES)
     for part in parts:
@@ -189,14 +189,14 @@ def fingerprint(*parts: object) -> str:
 def content_key(*tensors: Shaped[Tensor, "..."]) -> str:
     """Return the fingerprint of tensors and of the devices they are on, as the key of a cache.
 
-    GPyTorch passes slices of fresh copies, so that object identity cannot serve as a key. An edit in place changes the
-    key, a clone does not, and the order of the tensors counts.
+    GPyTorch passes slices of fresh copies, so object identity cannot be the key. An edit in place changes the key, a
+    clone does not, and the order of the tensors counts.
     """
     return fingerprint(*(part for x in tensors for part in (x, x.device)))
 
 
 def fingerprint_data(*tensors: Shaped[Tensor, "..."]) -> str:
-    """Hash the shapes, dtypes and entries of tensors, such as those of the training data."""
+    """Hash the shapes, dtypes and entries of tensors, such as the training data."""
     hasher = hashlib.blake2b(digest_size=DIGEST_BYTES)
     for tensor in tensors:
         _hash_tensor(hasher, tensor)
@@ -211,15 +211,15 @@ def fingerprint_start(
     statistics: Float[Tensor, " Q"] | None = None,
     momentum: Float[Tensor, " B"] | None = None,
 ) -> str:
-    """Return the digest of a run of no steps.
+    """Return the digest of a run without steps.
 
     Args:
-        header: Description of the run, without what concerns its storage alone.
+        header: Description of the run, without entries that concern only its storage.
         model: The network; its frozen state is hashed.
         outputs: Its outputs near the initial weights (`fingerprint_outputs`); they stand for the forward function.
         start: The initial weights.
         statistics: The initial moving statistics; None for a network without them.
-        momentum: What momentum buffers held of earlier gradients; None where the optimizers were new.
+        momentum: The initial momentum buffers, from earlier gradients; None for new optimizers.
     """
     hasher = hashlib.blake2b(repr(header).encode(), digest_size=DIGEST_BYTES)
     for value in (*model.frozen_state().values(), outputs, start):
@@ -264,7 +264,7 @@ def fingerprint_step(
 def _hash_pass(hasher: hashlib.blake2b, forward: ForwardPass) -> None:
     hasher.update(repr(("pass", forward.num_rows, str(forward.autocast))).encode())
     for name, value in vars(forward).items():
-        if value is None and name in ("cotangents", "weights", "settings"):  # as before there were these
+        if value is None and name in ("cotangents", "weights", "settings"):  # older digests have no such entries
             continue
         for tensor in (value.index, value.values) if isinstance(value, SeenRows) else (value,):
             if isinstance(tensor, Tensor):
@@ -279,10 +279,10 @@ def _hash_tensor(hasher: hashlib.blake2b, value: Tensor) -> None:
 
 
 def _hash_bytes(hasher: hashlib.blake2b, value: Tensor) -> None:
-    """Hash a tensor's bytes; of a large one the digests of its parts, which several threads compute."""
+    """Hash a tensor's bytes; several threads compute the digests of a large tensor's pieces."""
     is_small = value.nbytes <= _PART and value.dtype in _PLAIN and value.device.type == "cpu"
     if is_small and value.is_contiguous() and not value.requires_grad:
-        hasher.update(value.numpy().data)  # without the calls that make bytes of any tensor
+        hasher.update(value.numpy().data)  # without the calls that convert any tensor to bytes
         return
     content = tensor_bytes(value)
     if len(content) <= _PART:

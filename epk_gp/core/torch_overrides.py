@@ -1,9 +1,9 @@
-"""Operations of torch that are replaced while a network is evaluated, and torch's level of forward-mode derivatives.
+"""Replacements of torch operations during the evaluation of a network, and torch's forward-mode level.
 
-Fused attention, normalisation by moving statistics, activation checkpointing.
+The replaced operations: fused attention, normalisation by moving statistics, activation checkpointing.
 
-A checkpointed function is called again in the backward pass, and takes the weights that its module holds then. Those of
-`torch.func.functional_call` are there during the forward pass only, so nothing may be left to be recomputed.
+A checkpointed function is called again in the backward pass, with the weights that its module holds then. Weights set
+by `torch.func.functional_call` exist during the forward pass only, so nothing may remain to be recomputed.
 """
 
 import math
@@ -29,7 +29,7 @@ from torch.utils.flop_counter import flop_registry
 
 from epk_gp.core.show import warn_caller
 
-_PLACES: list[Any] = [  # where torch says what may replace float32 inside of products and convolutions, since 2.9
+_PLACES: list[Any] = [  # torch's settings for replacing float32 inside products and convolutions, since 2.9
     place
     for backend in (torch.backends.cuda, torch.backends.cudnn, torch.backends.mkldnn)
     for place in (getattr(backend, name, None) for name in ("matmul", "conv", "rnn"))
@@ -40,7 +40,7 @@ _PLACES: list[Any] = [  # where torch says what may replace float32 inside of pr
 def _matmul_precision() -> str:
     try:
         return torch.get_float32_matmul_precision()
-    except RuntimeError:  # the user has set some of the places, which are restored on their own
+    except RuntimeError:  # the user has set some of these; they are restored separately
         return "highest"
 
 
@@ -58,8 +58,8 @@ def _set_precisions(values: Sequence[str]) -> None:
         place.fp32_precision = value
 
 
-# torch's switches: how each is read, how it is set, and what it must be so that attention is made of plain products,
-# numbers have the precision of the tensors, and the same sum has the same bytes.
+# torch's switches: how to read and set each, and its value for which attention consists of plain products, numbers have
+# the precision of the tensors, and the same sum has the same bytes.
 _SWITCHES: tuple[tuple[Callable[[], Any], Callable[[Any], Any], Any], ...] = (
     (_matmul_precision, torch.set_float32_matmul_precision, "highest"),
     (_cudnn_tf32, partial(setattr, torch.backends.cudnn, "allow_tf32"), False),
@@ -75,11 +75,11 @@ _SWITCHES: tuple[tuple[Callable[[], Any], Callable[[Any], Any], Any], ...] = (
     (torch.backends.cuda.math_sdp_enabled, torch.backends.cuda.enable_math_sdp, True),
 )
 
-_NUM_PRECISIONS = 3  # of them, the first
+_NUM_PRECISIONS = 3  # the first entries of the table
 
 
 class _User:
-    """One use of `disable_fused_attention` or `quiet_checkpoints`; it is gone with it, however that ends."""
+    """One use of `disable_fused_attention` or `quiet_checkpoints`; it ends with its owner, even after an error."""
 
     def __init__(self) -> None:
         self.thread = threading.get_ident()
@@ -90,7 +90,7 @@ def _write_switches(values: Sequence[Any]) -> None:
         write(value)
 
 
-# Who has fused attention switched off, and what torch's switches were: they are the process's, not the thread's.
+# Users that have fused attention switched off, and the saved switches: they belong to the process, not the thread.
 _USERS = weakref.WeakSet[_User]()
 _BEFORE = list[bool]()
 _LOCK = threading.RLock()
@@ -98,7 +98,7 @@ _LOCK = threading.RLock()
 
 @contextmanager
 def outside_autocast() -> Iterator[None]:
-    """Compute in the precision of the tensors, whatever the caller's `torch.autocast`."""
+    """Compute in the precision of the tensors, in spite of the caller's `torch.autocast`."""
     with ExitStack() as stack:
         for kind in ("cpu", "cuda", "xpu", "mps"):
             if torch.is_autocast_enabled(kind):
@@ -108,9 +108,9 @@ def outside_autocast() -> Iterator[None]:
 
 @contextmanager
 def disable_fused_attention() -> Iterator[None]:
-    """Keep torch to kernels that can be differentiated in every way and to the tensors' precision, without TF32.
+    """Restrict torch to kernels with all derivatives and the tensors' precision, without TF32 and autocast.
 
-    It lasts as long as any thread is in here. Nor is there any autocast.
+    The restriction lasts as long as any thread uses it.
     """
     user = _User()
     try:
@@ -131,12 +131,12 @@ def disable_fused_attention() -> Iterator[None]:
 
 @contextmanager
 def kernels_of_the_loop(*, in_full: bool = True) -> Iterator[None]:
-    """Let torch choose its kernels as in the user's own loop, where this thread has switched fused attention off.
+    """Let torch choose its kernels as in the user's own loop, if this thread has switched fused attention off.
 
-    Other threads that have done so keep it off, and those that are about to wait.
+    Other threads that have switched it off keep it off, and threads that are about to do so wait.
 
     Args:
-        in_full: Let it compute in the precision of the loop too.
+        in_full: Also compute in the precision of the loop.
     """
     own = threading.get_ident()
     with _LOCK:
@@ -151,20 +151,20 @@ def kernels_of_the_loop(*, in_full: bool = True) -> Iterator[None]:
                 _write_switches([value for *_, value in _SWITCHES])
 
 
-_NUM_COMPARED = 64  # rows that are evaluated without gradients too
+_NUM_COMPARED = 64  # rows that are also evaluated without gradients
 
 
 def warn_unless_plain(function: Callable[[Tensor], Tensor], X: Tensor, module: nn.Module, most: int) -> None:
-    """Warn if a network predicts otherwise without gradients, in the kernels that torch chooses then.
+    """Warn if a network predicts differently without gradients, in the kernels that torch then chooses.
 
     Args:
-        function: The network in evaluation mode, as it is explained.
-        X: Inputs; some, spread over them, are compared.
+        function: The explained network in evaluation mode.
+        X: Inputs; a spread selection of them is compared.
         module: The network.
-        most: Rows that it may be given at a time.
+        most: Largest number of rows per call.
     """
     rows = X[:: math.ceil(len(X) / min(_NUM_COMPARED, most))]
-    with disable_fused_attention(), suppress(RuntimeError, TypeError, ValueError):  # if it cannot predict so
+    with disable_fused_attention(), suppress(RuntimeError, TypeError, ValueError):  # it may fail without gradients
         with torch.enable_grad():
             explained = function(rows).detach()
         with torch.no_grad(), kernels_of_the_loop(in_full=False):
@@ -205,14 +205,15 @@ def normalise_by_statistics(
 
     Args:
         x: E inputs of G channels.
-        mean: One number per channel, (G,), or one per row and channel, (E, G); so are `variance`, `weight` and `bias`.
+        mean: One number per channel, (G,), or one per row and channel, (E, G); the same for `variance`, `weight`,
+            `bias`.
         variance: The variance.
         weight: The scale.
         bias: The shift.
-        eps: Added to the variance.
+        eps: Number added to the variance.
     """
     tensors = tuple(value for value in (x, mean, variance, weight, bias) if value is not None)
-    if has_torch_function(tensors):  # one call for those who intercept the functions of a forward pass
+    if has_torch_function(tensors):  # one call for modes that intercept a forward pass
         result: Tensor = handle_torch_function(normalise_by_statistics, tensors, x, mean, variance, weight, bias, eps)
         return result
     places = [1] * (x.ndim - 2)
@@ -227,10 +228,11 @@ def normalise_by_statistics(
 class WrittenOutNormalisation(TorchFunctionMode):
     """Replace batch and instance normalisation in evaluation mode by `normalise_by_statistics`.
 
-    Weight normalisation is written out too, because torch's second derivative of it (2.13) takes the norm as constant.
+    Weight normalisation is also written out, because torch's second derivative of it (2.13) treats the norm as
+    constant.
 
     Args:
-        statistics: The tensors that are moving statistics; normalisation by others is left to torch.
+        statistics: The moving statistics; normalisation by other tensors is left to torch.
     """
 
     def __init__(self, statistics: Iterable[Tensor]) -> None:
@@ -254,29 +256,29 @@ class WrittenOutNormalisation(TorchFunctionMode):
 
 @final
 class KeptActivations(TorchFunctionMode):
-    """Keep what a function saves for its backward pass, whatever hooks a checkpoint has set around it."""
+    """Keep the tensors that a function saves for its backward pass, in spite of a checkpoint's hooks."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # torch's protocol
         """Make the call."""
         if not torch.is_grad_enabled():  # nothing is saved, and a checkpoint sets no hooks
             return func(*args, **(kwargs or {}))
-        with saved_tensors_hooks(_pack, _unpack):  # the innermost hooks are those that are called
+        with saved_tensors_hooks(_pack, _unpack):  # torch calls the innermost hooks
             return func(*args, **(kwargs or {}))
 
 
 def _pack(x: Tensor) -> tuple[Tensor, int]:
-    return x.detach(), x._version  # an output that held itself would never be freed
+    return x.detach(), x._version  # an output that refers to itself would never be freed
 
 
 def _unpack(packed: tuple[Tensor, int]) -> Tensor:
     x, version = packed
-    if x._version != version:  # torch looks itself only where there are no hooks
+    if x._version != version:  # torch checks this itself only without hooks
         raise RuntimeError("a tensor that a gradient needs was changed in place after it had been used.")
     return x
 
 
 class _Thread(threading.local):
-    depth = 0  # how often the thread has torch's level of forward-mode derivatives
+    depth = 0  # number of times that the thread holds torch's forward-mode level
 
     def __init__(self) -> None:
         self.users = weakref.WeakSet[_User]()
@@ -286,7 +288,7 @@ _THREAD = _Thread()
 
 
 class _QuietCategory(type):
-    """Kind of a warning category that holds the warnings of a thread while it is quiet."""
+    """Metaclass of a warning category that matches the warnings of a thread while it is quiet."""
 
     def __subclasscheck__(cls, category: Any) -> bool:
         return bool(_THREAD.users)
@@ -297,9 +299,9 @@ _QUIET: Any = _QuietCategory("QuietWarning", (Warning,), {})
 
 @contextmanager
 def quiet_checkpoints() -> Iterator[None]:
-    """Leave out what re-entrant checkpoints say in this thread of inputs without gradients, and torch of nesting."""
-    # One entry in the process's list of filters that stays there: each change of the list would make Python forget
-    # which warnings it has shown, and show those of the user's own loop again.
+    """Silence this thread's warnings about re-entrant checkpoints without gradients and about nested tensors."""
+    # One permanent entry in the process's list of filters: each change of the list would make Python forget the
+    # warnings that it has shown, and repeat those of the user's own loop.
     if [category for _, _, category, *_ in warnings.filters[:1]] != [_QUIET]:
         said = "None of the inputs have requires_grad=True|The PyTorch API of nested tensors is in prototype"
         warnings.filterwarnings("ignore", said, _QUIET)
@@ -311,21 +313,21 @@ def quiet_checkpoints() -> Iterator[None]:
         _THREAD.users.discard(user)
 
 
-# torch has one level of forward-mode derivatives in a process: a second thread would fail, or end the first one's.
+# torch has one forward-mode level per process: a second thread would fail, or end the first one's.
 _FORWARD_MODE = threading.RLock()
 _interrupted = threading.Event()  # a computation may have left the level open; read and set under the lock
 
 
 @contextmanager
 def exclusive_forward_mode() -> Iterator[None]:
-    """Let one thread at a time use torch's level of forward-mode derivatives, which it enters itself.
+    """Let one thread at a time use torch's forward-mode level, which the caller enters itself.
 
-    A computation that is interrupted while torch enters or leaves the level can leave it open. The next one could not
-    enter it then: it closes it first.
+    A computation that is interrupted while torch enters or leaves the level can leave it open. The next computation
+    could not enter it, so it closes the level first.
     """
     with _FORWARD_MODE:
         if _interrupted.is_set():
-            with suppress(RuntimeError, AttributeError):  # only its number is left, or another torch has other names
+            with suppress(RuntimeError, AttributeError):  # only its number remains, or this torch has other names
                 torch._C._exit_dual_level(level=0)
             cast(Any, fwAD)._current_level = -1
         _interrupted.set()
@@ -334,7 +336,7 @@ def exclusive_forward_mode() -> Iterator[None]:
             _THREAD.depth = depth + 1
             yield
         except Exception:
-            _interrupted.clear()  # an error, and the level is closed
+            _interrupted.clear()  # after an error, the level is closed
             raise
         finally:
             _THREAD.depth = depth
@@ -349,10 +351,10 @@ def forward_mode() -> Iterator[None]:
 
 
 def split_dual(value: Tensor) -> tuple[Tensor, Tensor | None]:
-    """Return a tensor's value and its tangent, None if it has none.
+    """Return a tensor's value and its tangent; None if it has no tangent.
 
-    While another thread is at torch's level, torch would make a view of a tensor that has no tangent. Gradients through
-    the view are added up in another order, and would have other bytes than alone.
+    While another thread is at torch's level, torch would make a view of a tensor without a tangent. Gradients through
+    the view are added in another order, and would have other bytes.
     """
     if not _THREAD.depth:
         return value, None
@@ -363,7 +365,7 @@ def split_dual(value: Tensor) -> tuple[Tensor, Tensor | None]:
 class FlopCount(TorchDispatchMode):
     """Counts the floating-point operations of matrix products and convolutions in this thread.
 
-    `torch.utils.flop_counter.FlopCounterMode` hooks all modules of the process, those that other threads evaluate too.
+    `torch.utils.flop_counter.FlopCounterMode` hooks all modules of the process, including those of other threads.
     """
 
     def __init__(self) -> None:
@@ -390,7 +392,7 @@ class CopyingResults(TorchFunctionMode):
 
 @contextmanager
 def watching_normalisations(module: nn.Module, look: Callable[[str, nn.Module, Tensor], None]) -> Iterator[None]:
-    """Call a function with name, layer and input of each normalisation with moving statistics in a forward pass."""
+    """Call a function with name, layer and input of each normalisation by moving statistics in a forward pass."""
     handles = [
         layer.register_forward_pre_hook(lambda layer, args, name=name: look(name, layer, args[0]))
         for name, layer in module.named_modules()
@@ -404,10 +406,10 @@ def watching_normalisations(module: nn.Module, look: Callable[[str, nn.Module, T
 
 
 def with_tensors(module: nn.Module, named: dict[str, Tensor]) -> Callable[..., Any]:
-    """Return a function that calls a module with other tensors; buffers that the module moves are updated in `named`.
+    """Return a function that calls a module with other tensors; buffers that the module changes are updated in `named`.
 
-    Its own tensors are put back: `functional_call` leaves those of `named` in a module that stands under two names. A
-    tensor that the module replaced itself stays, as does what it noted about it.
+    The module's own tensors are restored: `functional_call` leaves tensors of `named` in a module that has two names. A
+    tensor that the module replaced itself stays, and so do its other notes about it.
     """
 
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -425,12 +427,12 @@ def with_tensors(module: nn.Module, named: dict[str, Tensor]) -> Callable[..., A
 
 @contextmanager
 def filter_own_warnings(action: Literal["error", "ignore"], kind: type[Warning]) -> Iterator[None]:
-    """Turn this thread's warnings into errors, or ignore them, and leave those of other threads alone.
+    """Turn this thread's warnings into errors, or ignore them; warnings of other threads are unchanged.
 
     `warnings.catch_warnings` replaces the process's list of filters: another thread would get errors in the middle of
-    its work, and two threads that leave in the order in which they came would keep the filters of one for good. Here
-    one more filter stands in that list for a while, which matches nothing in other threads, nor later, should another
-    thread's `catch_warnings` have copied it.
+    its work, and two threads that overlap would keep the filters of one for good. Here one more filter is in that list
+    for a while. It matches nothing in other threads, and nothing later, even if another thread's `catch_warnings` has
+    copied it.
 
     Args:
         action: "error" or "ignore".
@@ -439,7 +441,7 @@ def filter_own_warnings(action: Literal["error", "ignore"], kind: type[Warning])
     thread, is_active = threading.get_ident(), True
 
     class OwnCategory(type):
-        """Kind of a warning category to which this thread's warnings belong, as long as it is active."""
+        """Warning category that matches this thread's warnings while it is active."""
 
         def __subclasscheck__(cls, category: Any) -> bool:
             return is_active and threading.get_ident() == thread and issubclass(category, kind)
@@ -455,17 +457,17 @@ def filter_own_warnings(action: Literal["error", "ignore"], kind: type[Warning])
                 cast(Any, warnings.filters).remove(entry)
 
 
-# Relative difference of values computed alone and together with others, that is rounding.
+# Relative difference between values computed alone and together with others that counts as rounding.
 _ROUNDING = {torch.float64: 1e-9, torch.float32: 1e-3}
 
 
 @dataclass
 class MappedRows:
-    """Computes rows at once where torch maps the computation, and that gives what one row alone gives.
+    """Computes rows together if torch maps the computation and the result equals that of a single row.
 
     Attributes:
-        works: Whether it does; None as long as that is not known.
-        least: Of each value the least size that its difference is compared with; 0 by default.
+        works: Whether this holds; None while it is unknown.
+        least: For each value, the least size to which its difference is compared; 0 by default.
     """
 
     works: bool | None = None
@@ -479,13 +481,13 @@ class MappedRows:
         *,
         compares: bool = False,
     ) -> Sequence[Tensor]:
-        """Return the values of some rows: at once, or one after another.
+        """Return the values of some rows, computed together or one after another.
 
         Args:
             count: Number of rows.
-            mapped: Computes all of them at once.
-            single: Computes one.
-            compares: Whether the last row is compared in every call, not in the first one alone.
+            mapped: Computes all rows together.
+            single: Computes one row.
+            compares: Whether to compare the last row in every call, not only in the first.
         """
         if self.works is not False and count > 1:
             try:
@@ -495,7 +497,7 @@ class MappedRows:
             else:
                 if self.works is None or compares:
                     least = self.least or [0.0] * len(found)
-                    pairs = zip(found, single(count - 1), least, strict=True)  # a batch's first row may be another case
+                    pairs = zip(found, single(count - 1), least, strict=True)  # the first row may be special
                     self.works = all(_differ_by_rounding(a[-1], b, size) for a, b, size in pairs)
                 if self.works:
                     return found

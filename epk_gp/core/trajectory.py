@@ -29,10 +29,11 @@ BYTES = 64  # a cache line, and the widest register; torch allocates at multiple
 
 
 def aligned(x: Shaped[Tensor, "*shape"]) -> Shaped[Tensor, "*shape"]:
-    """Return a tensor whose memory begins at a multiple of 64 bytes: itself, or a copy.
+    """Return a tensor whose memory begins at a multiple of 64 bytes: the given one, or a copy.
 
-    Tensors that other libraries made, or that are rows of larger ones, begin anywhere; their copies in another process
-    begin elsewhere. Measured with MKL on AMD EPYC: 1,474 of 9 million entries of a Gram block differ in the last bit.
+    Tensors made by other libraries, or views of rows of larger ones, begin at any address; their copies in another
+    process begin at another one. Measured with MKL on AMD EPYC: 1,474 of 9 million entries of a Gram block differ in
+    the last bit.
     """
     return x.clone() if x.device.type == "cpu" and x.data_ptr() % BYTES else x
 
@@ -60,19 +61,19 @@ class Updates(Protocol):
 
 
 def read_state(states: States, state: int, spec: TensorSpec) -> Float[Tensor, " P"]:
-    """Read a state for a computation; some states depend on its dtype, and have a method `at` beside."""
+    """Read a state for a computation; states that depend on its dtype also have a method `at`."""
     read: Callable[[int, TensorSpec], Tensor] | None = getattr(states, "at", None)
     return states[state] if read is None else read(state, spec)
 
 
 @dataclass(frozen=True, eq=False)
 class FirstOf:
-    """The first of a run's states, coefficients or digests that lie elsewhere; what else they have is theirs.
+    """The first states, coefficients or digests of a run; other attributes are those of the whole sequence.
 
     Attributes:
-        whole: All of them.
-        count: How many of them.
-        numbers: Which states are kept, of a run that does not keep all.
+        whole: The whole sequence.
+        count: Length of this part.
+        numbers: Numbers of the kept states, for a run that does not keep all.
     """
 
     whole: Any
@@ -80,11 +81,11 @@ class FirstOf:
     numbers: tuple[int, ...] = ()
 
     def __len__(self) -> int:
-        """Return their number."""
+        """Return the length."""
         return self.count
 
     def __getitem__(self, place: int) -> Any:
-        """Read one.
+        """Read one item.
 
         Raises:
             IndexError: The run has no such state or step.
@@ -94,7 +95,7 @@ class FirstOf:
         return self.whole[place]
 
     def __getattr__(self, name: str) -> Any:
-        """Return an attribute of the whole, such as the folder that it lies in."""
+        """Return an attribute of the whole, such as its folder."""
         if name.startswith("__") or name == "whole":
             raise AttributeError(name)
         return getattr(self.whole, name)
@@ -102,12 +103,12 @@ class FirstOf:
 
 @dataclass(frozen=True, eq=False)
 class WeightAverage:
-    """How the path of a trajectory follows from another one: as the average of its weights.
+    """The relation of a trajectory to another one: its path is the average of the other's weights.
 
     Attributes:
         run: The recorded run, at whose weights the training gradients were taken.
         coefficients: The share a_s in [0, 1] of w_{s+1} in the average after step s.
-        lead: By how much the weights were ahead of the average when recording began; None where they were equal.
+        lead: The difference of the weights from the average when recording began; None if they were equal.
     """
 
     run: "Trajectory"
@@ -119,8 +120,8 @@ class WeightAverage:
 class Trajectory(Displayed):
     """A recorded training run w_0, .., w_S with its data, loss and update rule.
 
-    One trajectory may be used by several threads at once, and one on disk by several processes: every call returns the
-    bytes that it returns alone. Forward-mode derivatives (adaptive rules) are computed by one thread at a time.
+    Several threads may use one trajectory at once, and several processes may use one on disk: every call returns the
+    same bytes as alone. Forward-mode derivatives (adaptive rules) are computed by one thread at a time.
 
     Attributes:
         model: The network as a function of its weights.
@@ -135,22 +136,22 @@ class Trajectory(Displayed):
         digest: blake2b over data, layout, weights and steps: equal for equal runs, in memory or on disk.
         data_digest: blake2b over inputs and targets.
         statistics: The moving statistics of all S + 1 states, each flat, (Q,); None for a network without them.
-        unexplained: Share of a step that update rule and loss need not explain; None for rounding only.
+        unexplained: Share of a step that update rule and loss need not explain; None allows rounding only.
         average: The recorded run whose averaged weights `states` are; None where `states` are the trained weights.
-        optimizer_groups: The optimizers' parameter groups; empty for a run that an earlier version recorded.
+        optimizer_groups: The optimizers' parameter groups; empty for a run recorded by an earlier version.
         clip: The gradient clipping that the loop stated (`clip=` of the recorder), if any.
-        momentum: What the momentum buffers held when the recording began, the second ones last, of optimizers that had
-            made steps before; None of new ones.
-        digests: Digests of the runs up to each of the S + 1 states; empty for a run that an earlier version recorded.
-        recorded_steps: Number of steps of the recorded run that this one is the first part of (`until`); 0 for a run
-            that is no part.
-        live: The user's network, as long as it lives; None for a run that was not recorded in this process.
-        asked_of: The recorded run, where this one has the network and inputs of a question (`autodiff.scalars`).
+        momentum: The momentum buffers when the recording began, second buffers last, for optimizers that had made steps
+            before; None for new optimizers.
+        digests: Digests of the run up to each of the S + 1 states; empty for a run recorded by an earlier version.
+        recorded_steps: Number of steps of the longer recorded run from which this one was cut (`until`); 0 for a whole
+            run.
+        live: The user's network while it exists; None for a run that was not recorded in this process.
+        asked_of: The recorded run, if this one has the network and inputs of a question (`autodiff.scalars`).
     """
 
     model: FunctionalModel
     inputs: Shaped[Tensor, "M ..."]
-    targets: Shaped[Tensor, "_ ..."]  # M rows, where the inputs are not questions that are asked of the run
+    targets: Shaped[Tensor, "_ ..."]  # M rows, unless the inputs are questions about the run
     loss: Loss
     update_rule: str
     states: States
@@ -172,15 +173,15 @@ class Trajectory(Displayed):
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the pickled form, with copies of tensors that lie in a recorder's arena, whose blocks are large."""
-        if (recorded := self.asked_of) is not None:  # which has the rest
+        if (recorded := self.asked_of) is not None:  # the recorded run has the rest
             own = {entry.name: getattr(self, entry.name) for entry in fields(self)}
             return {name: value for name, value in own.items() if value is not getattr(recorded, name)}
-        state = self.__dict__.copy() | {"live": None}  # at once: another thread may be adding the cached property
+        state = self.__dict__.copy() | {"live": None}  # in one operation, as another thread may add the cached property
         for name in [name for name, value in vars(type(self)).items() if isinstance(value, cached_property)]:
-            state.pop(name, None)  # found out again
+            state.pop(name, None)  # computed again
         for name in ("states", "statistics"):
             if isinstance(state[name], tuple):
-                clones = {id(value): value.clone() for value in state[name]}  # one state that comes again stays one
+                clones = {id(value): value.clone() for value in state[name]}  # a repeated state stays one tensor
                 state[name] = tuple(clones[id(value)] for value in state[name])
         if isinstance(self.updates, tuple):
             state["updates"] = tuple(update.map(Tensor.clone) for update in self.updates)
@@ -193,7 +194,7 @@ class Trajectory(Displayed):
 
     @property
     def recorded(self) -> "Trajectory":
-        """The run that was recorded: the trajectory itself, or the run that it is asked of."""
+        """The recorded run: the trajectory itself, or the run that a question is about."""
         return self if self.asked_of is None else self.asked_of
 
     @property
@@ -203,17 +204,17 @@ class Trajectory(Displayed):
 
     @property
     def num_steps(self) -> int:
-        """S."""
+        """Number S of steps."""
         return len(self.steps)
 
     @property
     def num_weights(self) -> int:
-        """P."""
+        """Number P of weights."""
         return self.model.num_weights
 
     @property
     def num_points(self) -> int:
-        """M, the number of training points."""
+        """Number M of training points."""
         return self.inputs.shape[0]
 
     @property
@@ -233,20 +234,20 @@ class Trajectory(Displayed):
 
     @property
     def explained(self) -> str:
-        """The state whose network results explain, in words."""
+        """A description of the state of the explained network."""
         made = f"step {self.num_steps:,} of {max(self.num_steps, self.recorded_steps):,}"
         return f"weights after {made}" if self.average is None else f"the average of the weights up to {made}"
 
     def until(self, step: int) -> "Trajectory":
-        """Return the run up to a state, whose network results then explain, such as that of the best checkpoint.
+        """Return the run up to a state, so that results explain that network, such as the best checkpoint.
 
-        Nothing is copied. It has the digest of a run that was recorded no further.
+        Nothing is copied. The digest is that of a run recorded only up to this state.
 
         Args:
-            step: Number of steps s of the run, 0 .. S; the last state is w_s, that after s steps.
+            step: Number of steps s of the run, 0 .. S; the last state is w_s, after s steps.
 
         Raises:
-            TypeError: The number is no integer.
+            TypeError: The number is not an integer.
             ValueError: The run has fewer steps.
         """
         validate_count(step, "step", minimum=0)
@@ -269,17 +270,17 @@ class Trajectory(Displayed):
             digests=self.digests[: step + 1],
             recorded_steps=max(self.num_steps, self.recorded_steps),
         )
-        # averages, and states that are computed again, follow from others
+        # averages and recomputed states depend on others
         follow: Callable[[Trajectory], Trajectory] | None = getattr(self.states, "until", None)
         return run if follow is None else follow(run)
 
     @cached_property
     def moves(self) -> Mapping[int, Move]:
-        """The moves without a gradient by the steps after whose optimizer they came, ascending."""
+        """The moves without a gradient, by the number of the step that they follow, ascending."""
         return {step.index: step.move for step in self.steps if step.move is not None}
 
     def with_move(self, step: Step, w: Float[Tensor, " P"], d: Float[Tensor, " P"]) -> Float[Tensor, " P"]:
-        """Return the whole change of the weights w in a step, whose optimizer changes them by d: with its move."""
+        """Return the whole change of the weights w in a step: the optimizer's change d, and the step's move."""
         if step.move is None:
             return d
         return torch.lerp(d, flat_weights(self, step.move.anchor, w) - w, step.move.share)
@@ -288,7 +289,7 @@ class Trajectory(Displayed):
     def is_vanilla_gd(self) -> bool:
         """Whether every step is -eps_s times the batch gradient, with one eps_s for all weights.
 
-        The gradient is then that of the network in evaluation mode on the recorded data.
+        The gradient is then the one of the network in evaluation mode on the recorded data.
         """
         is_other = self.average is not None or self.statistics is not None
         if is_other or self.moves or any(step.passes for step in self.steps):
@@ -303,13 +304,13 @@ class Trajectory(Displayed):
 
     @cached_property
     def has_momentum(self) -> bool:
-        """Whether the steps take a buffer of earlier gradients."""
+        """Whether the steps use a buffer of earlier gradients."""
         updates = (held_coefficients(self, s) for s in range(self.num_steps))
         return any(bool(u.second or (u.momentum_lr.any() and u.beta.any())) for u in updates)
 
     @cached_property
     def loss_takes_outputs(self) -> bool:
-        """Whether the loss depends on the network through its outputs (n, C) alone, and not on what else it returns."""
+        """Whether the loss depends on the network only through its outputs (n, C), not on other parts of its result."""
         model = self.model_for(self.inputs)
         if model.signature.output is None:
             return True
@@ -319,24 +320,24 @@ class Trajectory(Displayed):
 
     @cached_property
     def identity_finding(self) -> str | None:
-        """Why samples may not be those whose names they have; None if the recorded rows and targets confirm them.
+        """The reason that names may belong to other samples; None if the recorded rows and targets confirm them.
 
-        Found out from the rows that the network saw, where they are unlike X (`epk_gp.core.step`).
+        It follows from the rows that the network saw, where they differ from X (`epk_gp.core.step`).
         """
         return RowIdentity(self.inputs, self.targets, self.loss).finding(self.trained.steps)
 
     @cached_property
     def sources(self) -> tuple[str, ...]:
-        """What else than training points, decay and statistics adds to predictions, by name."""
+        """Names of contributions to predictions other than training points, decay and statistics."""
         batches = (step.batch for step in self.trained.steps if step.batch is not None)
         outside = (NOT_OF_DATA,) if any(bool((batch < 0).any()) for batch in batches) else ()
         is_new = self.trained.momentum is None and (self.average is None or self.average.lead is None)
         return outside if is_new else (*outside, BEFORE)
 
     def pack(self, X: Inputs) -> Shaped[Tensor, "n ..."]:
-        """Return inputs of the structure of the training inputs as one tensor, as the engine takes them.
+        """Pack inputs with the structure of the training inputs into one tensor, the engine's form.
 
-        Every function that takes inputs does this itself. A single tensor is returned as it is.
+        Every function that takes inputs does this itself. A single tensor is returned unchanged.
 
         Raises:
             TypeError, ValueError: The network cannot take the inputs.
@@ -357,7 +358,7 @@ class Trajectory(Displayed):
         return torch.tensor([step.lr for step in self.steps], dtype=torch.float64)
 
     def weights(self, s: int) -> dict[str, Tensor]:
-        """Return the weights of state s, and its moving statistics, by name (0 .. S; negative counts from the end).
+        """Return the weights and moving statistics of state s by name (0 .. S; negative counts from the end).
 
         Raises:
             IndexError: There is no such state.
@@ -402,7 +403,7 @@ class Trajectory(Displayed):
         )
 
     def _described_steps(self) -> str:
-        """Say how large the batches are, and the learning rates."""
+        """Describe the sizes of the batches, and the learning rates."""
         if not self.steps:
             return ""
         sizes = [self.num_points if step.batch is None else len(step.batch) for step in self.steps]
@@ -425,7 +426,7 @@ def validate_trajectory(trajectory: object) -> None:
 
 
 def parse_inputs(trajectory: Trajectory, X: Inputs, name: str = "X") -> Shaped[Tensor, "n ..."]:
-    """Return inputs as one tensor: those of a network that takes several are packed, packed ones stay as they are.
+    """Return inputs as one tensor: several inputs are packed, packed ones stay unchanged.
 
     Raises:
         TypeError: X is not a dense tensor, or it holds integers for a network of floats (or the reverse).
@@ -455,7 +456,7 @@ def parse_inputs(trajectory: Trajectory, X: Inputs, name: str = "X") -> Shaped[T
 
 
 def has_coarse_steps(trajectory: Trajectory) -> bool:
-    """Return whether steps may be others because the run accepts it, or computed gradients in less precision."""
+    """Return whether the run accepts inexact steps, or computed gradients in lower precision."""
     passes = (forward for step in trajectory.steps for forward in step.passes)
     return trajectory.unexplained is not None or any(forward.autocast is not None for forward in passes)
 
@@ -478,7 +479,7 @@ def _joined(trajectory: Trajectory, state: int, spec: TensorSpec) -> Tensor:
 
 
 def warn_unless_live(trajectory: Trajectory) -> None:
-    """Warn if the user's network gives others than the explained outputs, and was not asked for by name."""
+    """Warn if the user's network differs from the explained one, which was not requested explicitly."""
     live, model, S = trajectory.live, trajectory.model, trajectory.num_steps
     net = None if live is None else live.network()
     if live is None or net is None:
@@ -487,7 +488,7 @@ def warn_unless_live(trajectory: Trajectory) -> None:
     try:
         w = model.weights_of(net)
         present = torch.cat([w, model.statistics_of(net).to(w)])
-    except (AttributeError, RuntimeError):  # its parameters have other names or shapes now, or several dtypes
+    except (AttributeError, RuntimeError):  # its parameters now have other names or shapes, or several dtypes
         return
     named, changed = {**dict(net.named_parameters()), **dict(net.named_buffers())}, dict[str, Tensor]()
     for name, recorded in model.frozen_state().items():
@@ -498,8 +499,8 @@ def warn_unless_live(trajectory: Trajectory) -> None:
         return
     b, states = trajectory.trained.statistics, live.samples.equal_to(present[:P])
     states = [s for s in states if b is None or s > S or torch.equal(b[s].to(present), present[P:])]
-    known = {S} if hasattr(trajectory.states, "at") else set[int]()  # states that are computed are so up to rounding
-    if trajectory.average is not None or trajectory.recorded_steps > S:  # the network is that of the whole run
+    known = {S} if hasattr(trajectory.states, "at") else set[int]()  # computed states are exact only up to rounding
+    if trajectory.average is not None or trajectory.recorded_steps > S:  # the network belongs to the whole run
         known.add(max(S, trajectory.recorded_steps))
     if not changed and not known.isdisjoint(states):
         return
@@ -531,19 +532,19 @@ def step_coefficients(trajectory: Trajectory, step: int, reference: Shaped[Tenso
 
 
 def held_coefficients(trajectory: Trajectory, step: int) -> UpdateCoefficients:
-    """Read what is held of the coefficients of a step: of one that a preconditioner scales perhaps one weight's."""
+    """Read the stored coefficients of a step: possibly one weight's per parameter if a preconditioner scales them."""
     read: Callable[[int], UpdateCoefficients] = getattr(trajectory.updates, "held", trajectory.updates.__getitem__)
     return read(step)
 
 
 def initial_momentum(trajectory: Trajectory, reference: Float[Tensor, " P"]) -> Float[Tensor, " B"]:
-    """Return what the momentum buffers hold before the first step."""
+    """Return the momentum buffers before the first step."""
     held = trajectory.trained.momentum
     return torch.zeros_like(reference) if held is None else held.to(reference)
 
 
 def has_memory(trajectory: Trajectory) -> bool:
-    """Whether a step follows from earlier steps too, beside the weights before it: of momentum, or of an average."""
+    """Whether a step depends on earlier steps, not only on the weights before it: with momentum, or for an average."""
     return trajectory.average is not None or trajectory.has_momentum
 
 
@@ -566,7 +567,7 @@ def network_outputs(
 
 
 def outputs_at(trajectory: Trajectory, X: Shaped[Tensor, "n ..."], state: int, head: Head) -> Float[Tensor, "n C"]:
-    """Evaluate the network of a state at parsed inputs, as `network_outputs`."""
+    """Evaluate the network of a state at parsed inputs, as in `network_outputs`."""
     model = trajectory.model_for(X)
     params = {k: v.to(dtype=model.spec.dtype, device=model.spec.device) for k, v in trajectory.weights(state).items()}
     if state in (-1, trajectory.num_steps):
@@ -593,5 +594,5 @@ def batch_of(
     if step.batch is not None:
         X, y = (values[step.batch.to(values.device)] for values in (X, y))
     c = losses.sample_weights(loss, y) if step.sample_weights is None else step.sample_weights
-    # all rows, of a file or of another library, may lie anywhere
+    # rows from a file or another library may begin at any address
     return aligned(TensorSpec(reference.dtype, reference.device).cast(X)), y.to(reference.device), c.to(reference)

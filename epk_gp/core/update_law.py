@@ -1,12 +1,12 @@
-"""The steps of a recorded run as functions of weights, gradients and what the optimizer keeps.
+"""The steps of a recorded run as functions of weights, gradients and the optimizer's state.
 
-Under Adam and its relatives a coefficient of a parameter's weights is proportional to a scale that follows from the
-gradients (`epk_gp.optimizers.torch_rules`). One of its values therefore says all of them, once the scale is
-computed again:
+For Adam and its relatives, the coefficients of a parameter's weights are proportional to a scale that follows from the
+gradients (`epk_gp.optimizers.torch_rules`). One coefficient therefore determines all others once the scale is computed
+again:
 
     coefficient[i] = coefficient[r] * scale[i] / scale[r],    r the weight with the smallest coefficient
 
-which is the weight with the largest gradients so far, whose scale suffers least from rounding.
+Weight r has the largest gradients so far, and its scale the least rounding error.
 
 With the coefficients of `epk_gp.optimizers.update_rules`, one step is
 
@@ -16,8 +16,8 @@ With the coefficients of `epk_gp.optimizers.update_rules`, one step is
     w' = w - left (momentum_lr * m' + lr * h) right - decoupled_decay * w
 
 where the coefficients that a preconditioner scales are the recorded ones times scale / (scale in the recorded run). At
-the recorded gradients that is the recorded step, whatever the schedule of the learning rate was, and whatever the
-scale is. `StepLaw.replayed` makes the step of the recorded run by the scale itself, which shows whether it is right.
+the recorded gradients that is the recorded step, for any schedule of the learning rate and any scale.
+`StepLaw.replayed` makes the step of the recorded run by the scale itself, which shows whether the scale is right.
 """
 
 from bisect import bisect_right
@@ -44,11 +44,11 @@ from epk_gp.optimizers.update_rules import (
     shown_clip,
 )
 
-_HELD_NUMBERS = 1 << 20  # of the coefficients of steps that were asked for, by field
+_HELD_NUMBERS = 1 << 20  # numbers kept of the coefficients of requested steps, by field
 
 
 def scaled_fields(groups: Sequence[OptimizerGroup], names: Sequence[str]) -> tuple[frozenset[str], ...]:
-    """Return which coefficients of each parameter a preconditioner scales that can be computed again.
+    """Return the coefficients of each parameter that a known preconditioner scales, so that they can be computed again.
 
     Args:
         groups: The optimizers' parameter groups.
@@ -65,11 +65,11 @@ def scaled_fields(groups: Sequence[OptimizerGroup], names: Sequence[str]) -> tup
 def compact_update(
     update: UpdateCoefficients, fields: Sequence[frozenset[str]], sizes: Sequence[int]
 ) -> UpdateCoefficients:
-    """Replace coefficients per weight by one number per parameter where the others can be computed again.
+    """Replace coefficients per weight by one number per parameter if the others can be computed again.
 
     Args:
         update: The coefficients of a step.
-        fields: Which of them a preconditioner scales, for each of the L parameters (`scaled_fields`).
+        fields: The scaled coefficients of each of the L parameters (`scaled_fields`).
         sizes: Number of weights of each parameter.
     """
     numbers: dict[str, Any] = {}
@@ -87,7 +87,7 @@ def compact_update(
 
 
 def _representative(values: Tensor, is_scaled: bool) -> tuple[int | None, float]:
-    """Return the place and the value of one weight's coefficient that says all others; no place if none does."""
+    """Return the index and the value of one weight's coefficient that determines all others; no index if none does."""
     if not is_scaled or not len(values):
         is_shared = not len(values) or bool((values == values[0]).all())
         return (-1, float(values[0]) if len(values) else 0.0) if is_shared else (None, 0.0)
@@ -98,13 +98,13 @@ def _representative(values: Tensor, is_scaled: bool) -> tuple[int | None, float]
 
 @dataclass(frozen=True, eq=False)
 class Part:
-    """Neighbouring weights that a preconditioner scales, each by its own numbers alone.
+    """Neighbouring weights that a preconditioner scales using only their own numbers.
 
     Attributes:
         preconditioner: The preconditioner.
-        options: The options of its optimizer.
-        columns: Which of the flat weights.
-        parameters: Which of the L parameters.
+        options: The options of the parameters' optimizer.
+        columns: The range of the flat weights.
+        parameters: The range of the L parameters.
         sizes: Their numbers of weights.
     """
 
@@ -120,7 +120,7 @@ class Part:
         return self.preconditioner.fields(self.options)
 
     def initial(self, reference: Float[Tensor, "... P"]) -> Memory:
-        """Return what the optimizer keeps of these weights before the first step."""
+        """Return the optimizer's initial state for these weights."""
         like = reference[..., self.columns]
         return tuple(torch.full_like(like, value) for value in self.preconditioner.initial(self.options))
 
@@ -131,8 +131,8 @@ def restore_update(
     """Compute the coefficients of all weights from those of one weight of each parameter, in the dtype of the scales.
 
     Args:
-        compact: What is held of the coefficients (`compact_update`).
-        parts: What preconditioners scale.
+        compact: The stored coefficients (`compact_update`).
+        parts: The ranges of weights with preconditioners.
         scales: The scale of the weights of each part.
         sizes: Number of weights of each of the L parameters.
     """
@@ -140,7 +140,7 @@ def restore_update(
     firsts = torch.tensor([0, *sizes]).cumsum(0)
     for name, places in compact.places.items():
         numbers = getattr(compact, name).to(scales[0])
-        if len(numbers) != len(sizes):  # held per weight beside steps that need it
+        if len(numbers) != len(sizes):  # stored per weight, next to steps that need it
             numbers = numbers[firsts[:-1].clamp(max=len(numbers) - 1)]
         restored[name] = broadcast_to_params(numbers, sizes, scales[0]).clone()
         for part, scale in zip(parts, scales, strict=True):
@@ -148,7 +148,7 @@ def restore_update(
             if name not in part.fields or not bool((at >= 0).any()):
                 continue
             r = firsts[:-1][part.parameters] + at.clamp(min=0) - part.columns.start
-            r = r.clamp(max=len(scale) - 1).to(scale.device)  # a parameter of no weights may be the last
+            r = r.clamp(max=len(scale) - 1).to(scale.device)  # the last parameter may have no weights
             values = (numbers[part.parameters] / scale[r]).repeat_interleave(repeats) * scale
             is_scaled = (at >= 0).to(scale.device).repeat_interleave(repeats)
             restored[name][part.columns] = torch.where(is_scaled, values, restored[name][part.columns])
@@ -157,11 +157,11 @@ def restore_update(
 
 @dataclass(frozen=True, eq=False)
 class OptimizerMemory:
-    """What an optimizer keeps between two steps.
+    """The optimizer's state between two steps.
 
     Attributes:
         momentum: The momentum buffer, (..., P).
-        kept: What the preconditioner of each part keeps.
+        kept: The state of each part's preconditioner.
         counts: Number of steps that each parameter has made, (..., L).
     """
 
@@ -179,14 +179,14 @@ class StepLaw:
     """One step of a run as a function, entry by entry but for matrix preconditioners.
 
     Attributes:
-        parts: What preconditioners scale.
+        parts: The ranges of weights with preconditioners.
         sizes: Number of weights of each of the L parameters.
         recorded: The recorded coefficients, by field one number per weight, (P,).
-        moves: Which parameters the step moved, (L,); the optimizer passed over the others.
-        is_moved: The same for each weight, (P,); None if all are.
-        is_known: Which parameters are in a recorded group at this step, (L,).
+        moves: A mask of the parameters that the step moved, (L,); the optimizer skipped the others.
+        is_moved: The same mask for the weights, (P,); None if all moved.
+        is_known: A mask of the parameters that are in a recorded group at this step, (L,).
         clip: The clipping of all steps: as stated, or as the first clipped step shows it (`UpdateLaw.see_clip`).
-        has_more: Whether it has a second buffer, or inner matrices.
+        has_more: Whether there is a second buffer, or inner matrices.
     """
 
     parts: tuple[Part, ...]
@@ -204,15 +204,15 @@ class StepLaw:
         """Make the step.
 
         Args:
-            memory: What the optimizer keeps before it.
+            memory: The optimizer's state before the step.
             w: The weights before it.
-            g: The gradient, as gradient clipping leaves it but for its recorded factor.
-            is_stacked: Whether there are several runs, (m, P), of which the first is the recorded one, whose scales
-                the recorded coefficients belong to. Otherwise the scales found here are those of the recorded run.
+            g: The gradient after clipping, but without its recorded factor.
+            is_stacked: Whether there are several runs, (m, P), the first of which is the recorded one, to whose scales
+                the recorded coefficients belong. Otherwise the scales found here are those of the recorded run.
 
         Returns:
-            Its direction momentum_lr * m' + lr * h; what the optimizer keeps afterwards; and the coefficients by field:
-            the recorded ones, (P,), or (..., P) where preconditioners scale them.
+            The direction momentum_lr * m' + lr * h; the optimizer's state afterwards; and the coefficients by field:
+            the recorded ones, (P,), or (..., P) if preconditioners scale them.
         """
         self.require_one_buffer()
         scales, after = self.scales(memory, h := self.decayed(w, g))
@@ -227,7 +227,7 @@ class StepLaw:
         return coefficients["momentum_lr"] * m + coefficients["lr"] * h, replace(after, momentum=m), coefficients
 
     def require_one_buffer(self) -> None:
-        """Raise if the step on other gradients is not known.
+        """Raise if the step for other gradients is unknown.
 
         Raises:
             ValueError: There is a second buffer, or there are inner matrices.
@@ -239,14 +239,14 @@ class StepLaw:
             )
 
     def decayed(self, w: Float[Tensor, "... P"], g: Float[Tensor, "... P"]) -> Float[Tensor, "... P"]:
-        """Return h of the weights and the gradient."""
+        """Return h for the weights and the gradient."""
         return self.recorded["grad_scale"] * g + self.recorded["weight_decay"] * w
 
     def scales(self, memory: OptimizerMemory, h: Float[Tensor, "... P"]) -> tuple[list[Tensor], OptimizerMemory]:
-        """Return the scale of each part, and what the optimizer keeps after the step but for its momentum.
+        """Return the scale of each part, and the optimizer's state after the step except for its momentum.
 
         Args:
-            memory: What it keeps before it.
+            memory: The optimizer's state before the step.
             h: The gradient with its factor and weight decay.
         """
         counts = memory.counts + self.moves.to(memory.counts)
@@ -255,7 +255,7 @@ class StepLaw:
             n = counts[..., part.parameters].clamp(min=1)
             count = (n[..., :1] if bool((n == n[..., :1]).all()) else n.repeat_interleave(part.sizes, -1)).to(h)
             scale, after = part.preconditioner.scale(before, h[..., part.columns], part.options, count)
-            if self.is_moved is not None:  # the optimizer passed over the weights that did not move
+            if self.is_moved is not None:  # the optimizer skipped the weights that did not move
                 moved = self.is_moved[part.columns]
                 scale = torch.where(moved, scale, 1.0)
                 after = tuple(torch.where(moved, new, old) for new, old in zip(after, before, strict=True))
@@ -266,17 +266,17 @@ class StepLaw:
     def replayed(
         self, update: UpdateCoefficients, memory: OptimizerMemory, w: Float[Tensor, " P"], g: Float[Tensor, " P"]
     ) -> tuple[Float[Tensor, " P"] | None, OptimizerMemory]:
-        """Make the step by what is recorded of the optimizer, not by the coefficients that it had.
+        """Make the step from the recorded optimizer options, not from its recorded coefficients.
 
         Args:
             update: The recorded coefficients.
-            memory: What the optimizer keeps before it; the momentum is that of the recorded coefficients.
+            memory: The optimizer's state before the step; its momentum follows the recorded coefficients.
             w: The weights before it.
             g: The gradient of the batch's loss.
 
         Returns:
-            The change of the weights, NaN where a parameter moves that is in no recorded group, and None where it has
-            the recorded coefficients; and what the optimizer keeps afterwards.
+            The change of the weights, NaN if a parameter moves that is in no recorded group, and None if the step has
+            the recorded coefficients; and the optimizer's state afterwards.
         """
         scales, after = self.scales(memory, self.decayed(w, g))
         coefficients, members = dict[str, Any](), dict[Any, list[tuple[Tensor, Tensor]]]()
@@ -288,7 +288,7 @@ class StepLaw:
                 members.setdefault((id(part.options), count, part.fields), []).append((columns[at], scale[at]))
         for (*_, names), pieces in members.items():
             columns, scale = (torch.cat(values) for values in zip(*pieces, strict=True))
-            for name in names:  # rates are a common factor: that of the smallest scale, which rounding moves least
+            for name in names:  # rates are a common factor; the smallest scale has the least rounding error
                 whole = coefficients.get(name, self.recorded[name])
                 if not bool((recorded := whole[columns]).any()):
                     continue
@@ -300,7 +300,7 @@ class StepLaw:
             sizes = torch.tensor(self.sizes, device=g.device)
             rates = coefficients.get("lr", self.recorded["lr"])
             coefficients["lr"] = torch.where(is_unknown.repeat_interleave(sizes), torch.nan, rates)
-        sign = (scale := self.recorded["grad_scale"]).sign()  # 0 where the loop sets gradients to 0
+        sign = (scale := self.recorded["grad_scale"]).sign()  # 0 if the loop sets gradients to 0
         if self.clip is not None or not torch.equal(sign, scale):
             coefficients["grad_scale"] = sign if self.clip is None else sign * self.clip.factors(sign.abs() * g)
         if not coefficients:
@@ -309,11 +309,11 @@ class StepLaw:
         return predict_step(made, self.sizes, w, g, memory.momentum)[0], after
 
 
-STILL = {"lr": 0.0, "momentum_lr": 0.0, "beta": 1.0, "one_minus_dampening": 0.0}  # of weights that are passed over
+STILL = {"lr": 0.0, "momentum_lr": 0.0, "beta": 1.0, "one_minus_dampening": 0.0}  # coefficients of skipped weights
 
 
 def still_weights(recorded: Mapping[str, Float[Tensor, " P"]]) -> Bool[Tensor, " P"]:
-    """Return which weights the optimizer passed over in a step, by its coefficients: neither they nor buffers moved."""
+    """Return the weights that the optimizer skipped in a step, by its coefficients: neither they nor buffers moved."""
     return torch.stack([recorded[name] == value for name, value in STILL.items()]).all(dim=0)
 
 
@@ -325,20 +325,19 @@ class UpdateLaw:
         reference: Tensor whose dtype and device the computation has.
 
     Attributes:
-        parts: What preconditioners scale.
-        held: Names of the update rules whose dependence on the gradients is not known here: their coefficients are
-            held as recorded, and steps on other gradients cannot be computed. A rule of the user's own counts among
-            them, as "own rule".
+        parts: The ranges of weights with preconditioners.
+        held: Names of update rules whose dependence on the gradients is not known here: their coefficients are held as
+            recorded, and steps on other gradients cannot be computed. A user's own rule is listed as "own rule".
 
     Raises:
-        ValueError: The run was recorded by a version that did not record the optimizer's options, and it needs them.
+        ValueError: The run needs the optimizer's options, and an earlier version recorded it without them.
     """
 
     def __init__(self, trajectory: Trajectory, reference: Tensor) -> None:
         run, model, rule = trajectory.trained, trajectory.model, trajectory.update_rule
         self.trajectory, self.reference, self.sizes, self.clip = run, reference, model.sizes, run.clip
         self._all_move = torch.ones(len(model.sizes), dtype=torch.bool, device=reference.device)
-        self._laws = dict[int, StepLaw]()  # which are asked for several times
+        self._laws = dict[int, StepLaw]()  # requested several times
         if run.momentum is not None:
             raise ValueError(
                 "the run must begin with a new optimizer, so that its steps follow from the recorded gradients: its "
@@ -349,7 +348,7 @@ class UpdateLaw:
         changes = [(step.index, step.groups) for step in run.steps if step.groups is not None]
         recorded = [(0, run.optimizer_groups), *changes]
         self._starts = [start for start, _ in recorded]
-        # the group of each parameter from each of these steps on; a parameter may join one later, or leave it
+        # the group of each parameter from each of these steps on; a parameter may join a group later, or leave it
         groups = [{name: own for own in several for name in own.names} for _, several in recorded]
         firsts, held = [0, *torch.tensor(self.sizes).cumsum(0).tolist()], set[str]()
         parts: list[tuple[Part, list[OptimizerGroup | None]]] = []
@@ -370,7 +369,7 @@ class UpdateLaw:
             columns = slice(firsts[members.start], firsts[members.stop])
             parts.append((Part(own, options, columns, members, sizes), history))
         self.parts, self.held = tuple(part for part, _ in parts), tuple(sorted(held))
-        self._at = []  # with the options from each change on; and which parameters are in a group, (L,)
+        self._at = []  # the options from each change on, and the parameters in a group, (L,)
         for place, named in enumerate(groups):
             known_at = [(part, history[place]) for part, history in parts]
             of_step = [part if group is None else replace(part, options=group.options) for part, group in known_at]
@@ -384,14 +383,14 @@ class UpdateLaw:
         return tuple(s for s in range(run.num_steps) if is_clipped(held_coefficients(run, s)))
 
     def see_clip(self, index: int, g: Float[Tensor, " P"]) -> None:
-        """Take the clipping that a step shows on the gradient of its loss, if none is known."""
+        """Store the clipping that a step shows on the gradient of its loss, if none is known."""
         if self.clip is None and index in self.clipped_steps:
             update = held_coefficients(self.trajectory, index)
             self.clip = shown_clip(update, broadcast_to_params(update.grad_scale, self.sizes, g), g)
 
     @cached_property
     def clipping(self) -> str:
-        """How the bound of gradient clipping is known, in words."""
+        """The source of the bound of gradient clipping, in words."""
         run = self.trajectory
         if run.clip is not None:
             return f"{run.clip}, as stated"
@@ -400,10 +399,10 @@ class UpdateLaw:
         return "none: no bound was stated or reached. One that other weights of the samples reach is not known"
 
     def initial(self, leading: tuple[int, ...] = ()) -> OptimizerMemory:
-        """Return what the optimizer keeps before the first step.
+        """Return the optimizer's state before the first step.
 
         Args:
-            leading: Dimensions in front of that of the weights.
+            leading: Leading dimensions, before the dimension of the weights.
         """
         momentum = self.reference.new_zeros(*leading, sum(self.sizes))
         counts = torch.zeros(len(self.sizes), dtype=torch.float64, device=self.reference.device)

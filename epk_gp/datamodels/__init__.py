@@ -1,1 +1,1 @@
-"""What would change without many of the training points: path training and path ridge."""
+"""Predictions of a training without many of its points: path training and path ridge."""

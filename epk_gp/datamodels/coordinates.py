@@ -1,12 +1,12 @@
-"""The numbers that the loss of a sample depends on, and the forces that training exerts on them.
+"""The coordinates that the loss of a sample depends on, and the forces of training on them.
 
-With cross entropy of one class a sample, the loss log(1 + e^-m) depends on the margin alone,
+For cross entropy with one class per sample, the loss log(1 + e^-m) depends only on the margin,
 
     m = log p_y - log(1 - p_y) = z_y - log sum_{c != y} e^{z_c},   force -dloss / dm = sigmoid(-m);
 
-with any other loss of outputs (n, C) on the C outputs, whose forces are -dloss / dz. Scores of many positions, as of
-words, are too many: there the curvature of the loss is that of labels which are drawn from the network's own
-probabilities, whose gradients stand beside that of the sample's loss.
+For any other loss of outputs (n, C) it depends on the C outputs, whose forces are -dloss / dz. Scores of many
+positions, such as words, are too many: for them the curvature of the loss is that of labels drawn from the network's
+own probabilities, whose gradients are added to that of the sample's loss.
 """
 
 from dataclasses import dataclass, replace
@@ -31,7 +31,7 @@ from epk_gp.core.losses import (
 
 
 def log_odds(z: Float[Tensor, "n C"], classes: Int64[Tensor, " n"]) -> Float[Tensor, " n"]:
-    """Return the log-odds of one class of each row, of logits, of log-probabilities, or of the one logit of class 1."""
+    """Return the log-odds of one class of each row, from logits, log-probabilities, or a single logit of class 1."""
     if z.shape[1] == 1:
         return z[:, 0] * (2 * classes - 1)
     own = classes[:, None]
@@ -52,7 +52,7 @@ def log_odds_cotangents(classes: Int64[Tensor, " n"]) -> Cotangents:
 
 @dataclass(frozen=True, eq=False)
 class Coordinates:
-    """The numbers that the losses of M samples depend on, K of each: number k of sample i is entry k M + i.
+    """The K coordinates of each of M samples, on which its loss depends: coordinate k of sample i is entry k M + i.
 
     Attributes:
         loss: The loss of the run.
@@ -66,50 +66,50 @@ class Coordinates:
 
     @property
     def are_margins(self) -> bool:
-        """Whether they are margins: of cross entropy with one class a sample, without label smoothing."""
+        """Whether they are margins: for cross entropy with one class per sample, without label smoothing."""
         is_smooth = isinstance(self.loss, CrossEntropy) and self.loss.label_smoothing > 0
         has_classes = isinstance(self.loss, ClassLoss) and not self.targets.is_floating_point()
         return has_classes and not is_smooth and self.num_outputs > 1
 
     @property
     def is_logit(self) -> bool:
-        """Whether the one output is the logit of class 1 against class 0."""
+        """Whether the single output is the logit of class 1 against class 0."""
         is_binary = isinstance(self.loss, PerSampleLoss) and isinstance(self.loss.function, nn.BCEWithLogitsLoss)
         return is_binary and self.num_outputs == 1
 
     @property
     def per_sample(self) -> int:
-        """K."""
+        """Number K of coordinates per sample."""
         return 1 if self.are_margins else self.num_outputs
 
     @cached_property
     def _weighted_classes(self) -> tuple[Int64[Tensor, " M"], Float[Tensor, " M"]]:
-        """The class of each sample, and its weight in the loss: 0 of one that is left out."""
+        """The class of each sample, and its weight in the loss: 0 for a sample that is left out."""
         like = torch.empty(0, self.num_outputs, dtype=torch.float64, device=self.targets.device)
         q = soft_targets(self.loss, self.targets, like)  # type: ignore[arg-type]  # `are_margins`
         return q.argmax(dim=1), q.sum(dim=1)
 
     def at(self, z: Float[Tensor, "M C"], node: int) -> "Coordinates":
-        """Return the coordinates at a node, which are the same at all."""
+        """Return the coordinates at a node, which are the same at all nodes."""
         return self
 
     def cotangents(self, rows: slice) -> Cotangents:
         """Return the derivatives of the coordinates of some samples in their outputs."""
         if self.are_margins:
             return log_odds_cotangents(self._weighted_classes[0][rows])
-        return Cotangents(all_outputs("logits").of_logits)  # without the last layer's form for a head
+        return Cotangents(all_outputs("logits").of_logits)  # without the special form of the last layer for a head
 
     def of(self, z: Float[Tensor, "M C"]) -> Float[Tensor, " KM"]:
         """Return the coordinates of all samples."""
         return log_odds(z, self._weighted_classes[0]) if self.are_margins else z.T.flatten()
 
     def forces(self, u: Float[Tensor, "KM s"]) -> Float[Tensor, "KM s"]:
-        """Return the forces on the coordinates in s trainings, which can be differentiated."""
+        """Return the forces on the coordinates in s trainings, in a differentiable form."""
         if self.are_margins:
             return self._weighted_classes[1].to(u)[:, None] * torch.sigmoid(-u)
         with torch.enable_grad():
             leaf = u if u.requires_grad else u.detach().requires_grad_()
-            z = leaf.T.unflatten(1, (self.num_outputs, -1)).transpose(1, 2).flatten(0, 1)  # s M rows of C
+            z = leaf.T.unflatten(1, (self.num_outputs, -1)).transpose(1, 2).flatten(0, 1)  # s M rows of C outputs
             y = self.targets.repeat(u.shape[1], *[1] * (self.targets.ndim - 1))
             loss = per_sample_losses(self.loss, z, y).sum()
             (slope,) = torch.autograd.grad(loss, leaf, create_graph=u.requires_grad)
@@ -136,7 +136,7 @@ class Coordinates:
 
 
 def random_signs(u: Float[Tensor, "N s"]) -> Float[Tensor, "N s"]:
-    """Return random signs for the rows, the same in every call: with them v . A v is the trace of A in the mean."""
+    """Return random signs for the rows, the same in every call: with them the mean of v . A v is the trace of A."""
     signs = torch.randint(0, 2, (len(u), 1), generator=torch.Generator().manual_seed(0)).mul(2).sub(1)
     return signs.to(u).expand_as(u)
 
@@ -149,7 +149,7 @@ class PseudoLabels:
         loss: The loss of the run.
         targets: Targets of the samples.
         shape: Shape of a sample's scores.
-        draws: K - 1.
+        draws: Number K - 1 of drawn labels per sample.
         labels: The drawn labels, (K - 1, M, ...); None before they are drawn.
     """
 
@@ -161,11 +161,11 @@ class PseudoLabels:
 
     @property
     def per_sample(self) -> int:
-        """K."""
+        """Number K of gradients per sample."""
         return self.draws + 1
 
     def at(self, z: Float[Tensor, "M D"], node: int) -> "PseudoLabels":
-        """Draw labels from the probabilities of a network that gives these scores; the same in every call."""
+        """Draw labels from the probabilities of a network with these scores; the same labels in every call."""
         p = classes_second(self.loss, z.unflatten(1, self.shape), self.targets).movedim(1, -1).softmax(dim=-1)
         generator = torch.Generator().manual_seed(node)
         drawn = torch.multinomial(p.flatten(0, -2).cpu(), self.draws, replacement=True, generator=generator)

@@ -1,4 +1,4 @@
-"""The datamodel of a recorded run, of several, or of anybody's checkpoints."""
+"""The datamodel of a recorded run, of several runs, or of any checkpoints."""
 
 import os
 from collections.abc import Callable, Sequence
@@ -38,10 +38,10 @@ from epk_gp.trained.between import CHECKPOINTS, path_of_checkpoints
 from epk_gp.trained.checkpoints import Checkpoint, listed
 from epk_gp.work.run import run as run_pieces
 
-_DRAWS = 8  # labels that are drawn for each sample, at most: measured, 1 to 8 give LDS .69, .74, .76, .78 (letters)
-_MISSED = 0.5  # of the numbers' change: measured, 10 to 15 % come with LDS above .75, 30 % with .6
-_LARGEST_SHARE = 2.0  # of an exact derivative's size to that of path training's: where training amplifies, it is noise
-_EXACT = 1e10  # multiplications of all kernels up to which the metric goes into outer products exactly: some .3 s
+_DRAWS = 8  # most labels drawn per sample: measured, 1 to 8 give LDS .69, .74, .76, .78 (letters)
+_MISSED = 0.5  # share of the numbers' change: measured, 10 to 15 % occur with LDS above .75, 30 % with .6
+_LARGEST_SHARE = 2.0  # largest ratio of an exact derivative to path training's: if training amplifies, it is noise
+_EXACT = 1e10  # multiplications of all kernels up to which the metric enters outer products exactly: about .3 s
 
 
 @door
@@ -63,43 +63,44 @@ def datamodel(
     output: Callable[[Any], Tensor] | None = None,
     **options: Unpack[ComputeSettings],
 ) -> Datamodel:
-    """Predict what a network would say after training on other subsets of its samples: all of them, all questions.
+    """Predict a network's answers after training on other subsets of its samples: for all subsets and questions.
 
     One pass over six states of the recorded run gives the path kernel of its loss in the metric of its optimizer. The
     kernel simulates the training on any subset (`Datamodel.predict`), and its ridge scores each sample
     (`Datamodel.scores`). docs/theory.md, section 12, has the derivation.
 
     Args:
-        trajectory: Recorded run on M samples; or several on the same samples, such as on random halves of them, whose
-            predictions are averaged. Or six checkpoints, or more, as `between` takes them, at even times from the
-            initial network to the trained one.
-        X: n inputs, of the structure of the training inputs.
-        y: The class of each input, whose log-odds is explained. Not needed with classes or a function; with squared
-            error the outputs are explained, whatever y is.
+        trajectory: Recorded run on M samples; or several runs on the same samples, such as on random halves of them,
+            whose predictions are averaged. Or at least six checkpoints, as in `between`, at even times from the initial
+            network to the trained one.
+        X: n inputs, with the structure of the training inputs.
+        y: The class of each input, whose log-odds is explained. Not needed with classes or a function; for squared
+            error the outputs are explained, for any y.
         head: "logits" or "log_softmax" of outputs; None follows the loss.
-        classes: Explain one output of each input in place of log-odds.
-        function: Explain what a function makes of what the network returns, as of `attribute`: (n,) or (n, K) numbers,
+        classes: Explain one output of each input instead of log-odds.
+        function: Explain the results of a function of the network's result, as in `attribute`: (n,) or (n, K) numbers,
             which are n K questions, input by input.
-        derivative: Add a quarter of the difference of an exact derivative from that of the path training, which is best
-            where few samples are left out: what `influence` returned for the same questions, or True to compute it.
-            Of one that is more than twice as large, which training amplifies, so much.
-        pairs: So many pairs of complementary random halves are trained again (`retrain`): for the unit of predictions,
-            the better method, and a forecast of the linear datamodeling score.
-        seed: Draws the halves.
+        derivative: Add a quarter of the difference between an exact derivative and that of the path training, which is
+            best if few samples are left out: the result of `influence` for the same questions, or True to compute it.
+            An exact derivative that is more than twice as large, because training amplifies it, is scaled down to this
+            size.
+        pairs: Number of pairs of complementary random halves to retrain (`retrain`): for the unit of predictions, the
+            better method, and a forecast of the linear datamodeling score.
+        seed: Seed of the halves.
         data: With checkpoints, training inputs and targets.
         network: With checkpoints, the network.
         loss: With checkpoints, the loss; cross entropy by default.
-        optimizer: With checkpoints, whose steps were scaled as "Adam" or "SGD" does; None takes the one whose steps go
-            along the ways between checkpoints.
-        output: With checkpoints, as of `Recorder`.
+        optimizer: With checkpoints, the optimizer that scaled the steps, "Adam" or "SGD"; None takes the one whose
+            steps best follow the changes between checkpoints.
+        output: With checkpoints, the argument of `Recorder`.
         options: `memory_budget`, `progress`, `checkpoint` and `executor`; see `ComputeOptions`.
 
     Returns:
         The datamodel, in the dtype of X (of the weights, for integers).
 
     Raises:
-        TypeError, ValueError: As `attribute`; or the loss is not stated; the run is shorter than six steps; its steps
-            have no number for each weight (Muon, Shampoo, SOAP); runs are of other data; or the kernel does not fit
+        TypeError, ValueError: As in `attribute`; or the loss is not stated; the run has fewer than six steps; its steps
+            do not have one number per weight (Muon, Shampoo, SOAP); runs have other data; or the kernel does not fit
             into half of `memory_budget`.
     """
     parsed = parse_options("datamodel", ("accumulate",), **options)
@@ -133,7 +134,7 @@ def datamodel(
 
 
 def _in_folder(options: ComputeOptions, name: str) -> ComputeOptions:
-    """Return the options of a part of the computation, whose checkpoint is a folder in that of the whole."""
+    """Return the options of a part of the computation; its checkpoint is a folder inside that of the whole."""
     return options if options.checkpoint is None else replace(options, checkpoint=Path(options.checkpoint) / name)
 
 
@@ -175,7 +176,7 @@ def _of_run(
 
 
 def _training_side(run: Trajectory, targets: Shaped[Tensor, "M ..."]) -> tuple[Trajectory, Coordinates | PseudoLabels]:
-    """Return what the loss of the samples depends on, and the run whose network gives it."""
+    """Return the coordinates of the samples' loss, and the run whose network gives them."""
     if run.loss_takes_outputs:
         return run, Coordinates(run.loss, targets, run.num_outputs)
     found, loss = scores_of_loss(run, run.inputs, run.targets), run.loss
@@ -218,7 +219,7 @@ def _questions(
 
 
 def _fitted(work: KernelWork, options: ComputeOptions) -> Datamodel:
-    """Compute the kernels of a run, and what is made of them."""
+    """Compute the kernels of a run, and the datamodel from them."""
     nodes, questions, coordinates, size = work.nodes, work.questions, work.coordinates, work.piece_bytes
     N, count, fitting = work.shape[1], work.num_nodes, options.memory_budget // 2 // work.piece_bytes
     groups = max((number for number in (1, 2, FEW_STATES, NUM_STATES) if number <= min(fitting, count)), default=0)
@@ -270,7 +271,7 @@ def _fitted(work: KernelWork, options: ComputeOptions) -> Datamodel:
 
 
 def _corrected(model: Datamodel, X: Any, asked: dict[str, Any], derivative: Any, options: ComputeSettings) -> Datamodel:
-    """Return a datamodel with a share of an exact derivative's difference from its own."""
+    """Return a datamodel with a share of the difference between an exact derivative and its own."""
     if derivative is True:
         log_odds = model.questions.as_function
         explained = asked if log_odds is None else {"function": log_odds}

@@ -2,8 +2,8 @@
 
     K_l = J_l H_l J_l^T      rows of J_l: gradients of the coordinates of training samples, and of the questions
 
-H_l has one number for each weight. Its square root goes into the layer Jacobians: exactly into gradients that are
-written out, and into the two factors of an outer product by (row means)(column means) / mean of 1 / H.
+H_l has one number per weight. Its square root enters the layer Jacobians: exactly for dense gradients, and for the two
+factors of an outer product by (row means)(column means) / mean of 1 / H.
 """
 
 import math
@@ -38,12 +38,12 @@ from epk_gp.work.run import Piece, Place, RunWork, Sums
 
 @dataclass(frozen=True, eq=False)
 class Questions:
-    """What is asked: one number of each of n inputs, or K.
+    """The requested numbers: one number for each of n inputs, or K.
 
     Attributes:
         run: The run whose network gives the numbers (`autodiff.scalars`).
         X: The inputs.
-        classes: One class of each input, whose log-odds or output is asked for; None for all K outputs.
+        classes: The class of each input whose log-odds or output is requested; None for all K outputs.
         head: Head of the outputs; None for log-odds.
     """
 
@@ -54,7 +54,7 @@ class Questions:
 
     @property
     def per_input(self) -> int:
-        """K."""
+        """Number K of numbers per input."""
         return self.run.num_outputs if self.classes is None else 1
 
     def cotangents(self, rows: slice) -> Cotangents:
@@ -72,17 +72,17 @@ class Questions:
         return log_odds(z, own) if self.head is None else apply_head(z, self.head).gather(1, own[:, None])[:, 0]
 
     def values(self, state: int) -> Float[Tensor, " nK"]:
-        """Return the numbers that the network of a state gives."""
+        """Return the numbers of the network of a state."""
         return self.numbers(outputs_at(self.run, self.X, state, "logits"))
 
     @property
     def kind(self) -> str:
-        """What a number is called."""
+        """The word for a number."""
         return "number" if self.run.asked_of is not None else "output" if self.head is not None else "log-odds"
 
     @property
     def as_function(self) -> RowFunction | None:
-        """The log-odds as a function that `influence` takes; None where outputs or numbers are asked for."""
+        """The log-odds as a function for `influence`; None if outputs or numbers are requested."""
         return None if self.head is not None or self.classes is None else RowFunction(log_odds, self.classes)
 
 
@@ -93,12 +93,12 @@ class KernelWork(RunWork):
     Attributes:
         nodes: The nodes.
         first: The first node whose kernel is computed.
-        groups: Pieces: neighbouring nodes have one kernel, the sum of theirs.
-        trained: The run whose network gives what the coordinates are made of.
-        coordinates: Of the training samples, K' of each of M.
-        questions: What is asked.
-        is_exact: Whether the metric goes into outer products exactly, which are written out then.
-        memory_budget: Bytes.
+        groups: Pieces: neighbouring nodes share one kernel, the sum of theirs.
+        trained: The run whose network gives the coordinates.
+        coordinates: The coordinates of the training samples, K' for each of M.
+        questions: The requested numbers.
+        is_exact: Whether the metric enters outer products exactly, which makes them dense.
+        memory_budget: Bytes for the computation.
     """
 
     nodes: PathNodes
@@ -117,7 +117,7 @@ class KernelWork(RunWork):
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Rows and columns of a kernel: questions behind training coordinates, and training coordinates."""
+        """Rows and columns of a kernel: training coordinates followed by questions, and training coordinates."""
         columns = self.coordinates.per_sample * self.nodes.run.num_points
         return columns + len(self.questions.X) * self.questions.per_input, columns
 
@@ -149,17 +149,17 @@ class KernelWork(RunWork):
 
     @cached_property
     def inputs(self) -> Shaped[Tensor, "M ..."]:
-        """Its inputs."""
+        """Inputs of the training side."""
         return self.net.model.spec.cast(self.trained.inputs)
 
     @cached_property
     def cost(self) -> ContractionCost:
-        """Decides the representations of layers, alike on both sides."""
+        """The cost model that picks the representations of layers, the same on both sides."""
         plans = [(net.plan.bias_of, net.plan.dense_params) for net in (self.net, self.trained_net)]
         return ContractionCost(self.coordinates.per_sample**2, 1, all_dense=plans[0] != plans[1])
 
     def compute(self, place: Place, saved: Sums) -> Iterator[Sums]:
-        """Sum the kernels of a group, and give each one's mean diagonal and the coordinates of the samples there."""
+        """Sum the kernels of a group, and yield each one's mean diagonal and the coordinates of the samples there."""
         numbers = [k for k in range(self.num_nodes) if k * self.groups // self.num_nodes == place[0]]
         total, along, traces = Sums(steps=1), list[Tensor](), list[Tensor]()
         for number in numbers:
@@ -172,7 +172,7 @@ class KernelWork(RunWork):
         yield total
 
     def _add(self, side: "_NodeSide", kernel: Float[Tensor, "NQ N"] | None) -> Float[Tensor, "NQ N"]:
-        """Add the kernel at a node to a sum, which is begun if there is none."""
+        """Add the kernel at a node to a sum, which is created if it is None."""
         (rows, columns), M, n = self.shape, self.nodes.run.num_points, len(self.questions.X)
         K, per_input = self.coordinates.per_sample, self.questions.per_input
         kernel = empty_huge_pages((rows, columns), side.weights).zero_() if kernel is None else kernel
@@ -192,7 +192,7 @@ class KernelWork(RunWork):
 
 
 class _NodeSide:
-    """Layer Jacobians at a node, with the square root of the metric in them."""
+    """Layer Jacobians at a node, including the square root of the metric."""
 
     def __init__(self, work: KernelWork, node: int) -> None:
         self.work, net = work, work.trained_net
@@ -206,17 +206,17 @@ class _NodeSide:
 
     @cached_property
     def tile_points(self) -> int:
-        """Points on each side of a tile: an eighth of the budget each for Jacobians, and for three sums of products."""
+        """Number of points on each side of a tile: an eighth of the budget for Jacobians, one for sums of products."""
         budget, K = self.work.memory_budget // 8, self.work.coordinates.per_sample
         by_jacobians = budget // sum(jacobian.nbytes for jacobian in self.train(slice(0, 1)))
         return max(1, min(by_jacobians, math.isqrt(budget // (3 * self.work.net.itemsize)) // K))
 
     def train(self, rows: slice) -> list[LayerJacobian]:
-        """Return those of the coordinates of training samples."""
+        """Return the layer Jacobians of the coordinates of training samples."""
         return self._weighted(self.work.trained_net, self.work.inputs, self._coordinates, rows)
 
     def asked(self, rows: slice) -> list[LayerJacobian]:
-        """Return those of the questions."""
+        """Return the layer Jacobians of the questions."""
         return self._weighted(self.work.net, self.work.questions.X, self.work.questions, rows)
 
     def _weighted(
@@ -246,13 +246,13 @@ def weighted(jacobian: LayerJacobian, h: Float[Tensor, " P"], *, is_exact: bool)
 
     Args:
         jacobian: The gradients.
-        h: The metric, in the order of gradients that are written out.
-        is_exact: Write outer products out where their two factors cannot take the metric exactly.
+        h: The metric, in the order of dense gradients.
+        is_exact: Whether to make outer products dense if their two factors cannot take the metric exactly.
     """
     if isinstance(jacobian, OuterProductJacobian) and (not is_exact or bool((h == h[0]).all())):
         inverse = (1 / h).masked_fill(h == 0, torch.nan).view(jacobian.output_grads.shape[3], -1)
         rows, columns = inverse.nanmean(dim=1).rsqrt(), (inverse.nanmean(dim=0) / inverse.nanmean()).rsqrt()
-        rows, columns = (factor.nan_to_num(0.0) for factor in (rows, columns))  # weights that do not move
+        rows, columns = (factor.nan_to_num(0.0) for factor in (rows, columns))  # for weights that do not move
         a = append_bias_column(jacobian.inputs) if jacobian.has_bias else jacobian.inputs
         return OuterProductJacobian(a * columns, jacobian.output_grads * rows, False, False, False)
     return DenseJacobian(jacobian.to_dense() * h.sqrt())

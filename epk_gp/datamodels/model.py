@@ -1,4 +1,4 @@
-"""A datamodel: what a network would say after training on other weights of its samples, for all of them together."""
+"""A datamodel: predictions of a network's answers for other weights of its samples, for all samples together."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -23,20 +23,20 @@ from epk_gp.kernel_machine.retrain import retrain
 from epk_gp.trained.between import CHECKPOINTS
 
 TRAINING, RIDGE, LINEAR = "path training", "path ridge", "linearised training"
-CORRECTION = 0.25  # of an exact derivative's difference from that of path training (docs/capabilities/datamodel.md)
-LEAST_PAIRS = 3  # of halves: fewer tell nothing of the spread
+CORRECTION = 0.25  # share of the difference between exact derivative and path training (docs/capabilities/datamodel.md)
+LEAST_PAIRS = 3  # pairs of halves: fewer do not show the spread
 
 
 @dataclass(frozen=True, eq=False)
 class Forecast:
-    """What predictions are worth, measured on networks that were trained on random halves of the samples.
+    """The quality of predictions, measured on networks that were trained on random halves of the samples.
 
     Attributes:
-        method: The better method; the default unless another is better by two standard errors of their difference.
-        lds: The linear datamodeling score that is to be expected: mean rank correlation over questions.
-        interval: Where it lies with 95 %, by a jackknife over the pairs of halves.
-        slope: Change of the measured numbers for each predicted one.
-        scatter: Root mean square of what the predictions leave, in the unit of the numbers.
+        method: The better method; the default unless another one is better by two standard errors of their difference.
+        lds: The expected linear datamodeling score: mean rank correlation over questions.
+        interval: Its 95 % interval, by a jackknife over the pairs of halves.
+        slope: Change of the measured numbers per unit of predicted change.
+        scatter: Root mean square of the prediction errors, in the unit of the numbers.
         measured: The numbers of the trained networks, (m, Q).
         sample_weights: Their halves, (m, M).
     """
@@ -51,7 +51,7 @@ class Forecast:
 
 
 def _complementary_halves(num_samples: int, pairs: int, seed: int) -> Float64[Tensor, "m M"]:
-    """Draw pairs of random halves, the second of which has the samples that the first has not."""
+    """Draw pairs of random halves; the second half has the samples that the first does not have."""
     generator = torch.Generator().manual_seed(seed)
     first = torch.zeros(pairs, num_samples, dtype=torch.float64)
     for row in first:
@@ -62,7 +62,7 @@ def _complementary_halves(num_samples: int, pairs: int, seed: int) -> Float64[Te
 def _forecast(
     predicted: Mapping[str, Float[Tensor, "m Q"]], measured: Float[Tensor, "m Q"], sample_weights: Float[Tensor, "m M"]
 ) -> Forecast:
-    """Compare the predictions of each method, the default first, with networks that were trained on pairs of halves."""
+    """Compare the predictions of each method, the default first, with networks trained on pairs of halves."""
     place = torch.arange(len(measured)) // 2
     rest: list[Any] = [slice(None), *(place != pair for pair in range(len(measured) // 2))]
     found = {name: [_rank_agreement(own[k], measured[k]) for k in rest] for name, own in predicted.items()}
@@ -80,16 +80,16 @@ def _forecast(
 
 
 def _jackknife(without: Sequence[float]) -> float:
-    """Return the standard error of a number, from those without each of its parts."""
+    """Return the standard error of a number, from its values without each part."""
     values = torch.tensor(without, dtype=torch.float64)
     return float(((len(values) - 1) * values.var(correction=0)) ** 0.5)
 
 
 def _rank_agreement(predicted: Float[Tensor, "m Q"], measured: Float[Tensor, "m Q"]) -> float:
-    """Return the mean rank correlation over questions that have one, as of many networks where there are few.
+    """Return the mean rank correlation over questions that have one, corrected for a small number of networks.
 
-    Of m normal pairs with correlation rho its mean is 6 / (pi (m + 1)) (arcsin rho + (m - 2) arcsin(rho / 2)), and of
-    infinitely many it is 6 / pi arcsin(rho / 2) (Moran, 1948).
+    For m normal pairs with correlation rho its mean is 6 / (pi (m + 1)) (arcsin rho + (m - 2) arcsin(rho / 2)), and for
+    infinitely many pairs it is 6 / pi arcsin(rho / 2) (Moran, 1948).
     """
     ranks = [torch.from_numpy(rankdata(value.double().cpu(), axis=0)) for value in (predicted, measured)]
     a, b = (own - own.mean(dim=0) for own in ranks)
@@ -106,13 +106,13 @@ def _rank_agreement(predicted: Float[Tensor, "m Q"], measured: Float[Tensor, "m 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Verification(Tabular):
-    """Predictions beside the networks that they are about; `epk_gp.plots.scores.verification_figure` draws them.
+    """Predictions next to measured networks; `epk_gp.plots.scores.verification_figure` draws them.
 
     Attributes:
         predicted: The predicted numbers, (s, Q).
-        measured: Those of the trained networks, (s, Q).
-        outputs: Those of the recorded network, (Q,).
-        findings: Why the retraining is not certified; empty if it is.
+        measured: The numbers of the trained networks, (s, Q).
+        outputs: The numbers of the recorded network, (Q,).
+        findings: Reasons that the retraining is not certified; empty if it is certified.
     """
 
     predicted: Float[Tensor, "s Q"]
@@ -134,7 +134,7 @@ class Verification(Tabular):
 
     @property
     def slope(self) -> float:
-        """Measured change for each predicted one, by least squares."""
+        """Measured change per unit of predicted change, by least squares."""
         x, y = self._changes
         return float((x * y).sum() / x.square().sum().clamp(min=1e-300))
 
@@ -167,22 +167,22 @@ class Datamodel(Tabular):
     """A function from the training samples that are kept to numbers of a network: Q questions about M samples.
 
     Attributes:
-        outputs: The numbers of the trained network, (Q,): log-odds, unless others were asked for.
+        outputs: The numbers of the trained network, (Q,): log-odds, unless others were requested.
         scores: Change of each number by the whole of each sample, (Q, M), by path ridge: the change of the number
-            without samples is minus the sum of their scores.
-        present: The weights of the samples at which predictions are `outputs`, (M,): 1, or 0 of those that a run did
-            not see.
-        states: The states along the run that were looked at, of the first run.
-        num_gradients: Gradients that were computed.
+            without some samples is minus the sum of their scores.
+        present: The weights of the samples for which predictions equal `outputs`, (M,): 1, or 0 for samples that a run
+            did not see.
+        states: The examined states along the run, for the first run.
+        num_gradients: Number of computed gradients.
         trajectories: The runs.
-        questions: What was asked, of the first run.
-        method: How numbers are predicted: "path training", or "path ridge" where there are more than 5,000 samples, or
-            "linearised training" for losses of positions.
-        metric: How the optimizer's metric goes into outer products: "exact" or "factored".
+        questions: The requested numbers, for the first run.
+        method: The method of prediction: "path training", "path ridge" for more than 5,000 samples, or "linearised
+            training" for losses of positions.
+        metric: The form of the optimizer's metric in outer products: "exact" or "factored".
         trainings: The path training of each run, whose predictions are averaged.
-        correction: What an exact derivative adds to the change by the whole of each sample, (Q, M); None without.
-        forecast: What predictions are worth; None if it was not asked for (`pairs=`).
-        findings: What the result does not stand for, in words; empty if nothing was found.
+        correction: Addition by an exact derivative to the change by the whole of each sample, (Q, M); None without.
+        forecast: The measured quality of predictions; None if it was not requested (`pairs=`).
+        findings: Limits of the result, in words; empty if none were found.
     """
 
     outputs: Float[Tensor, " Q"]
@@ -204,10 +204,10 @@ class Datamodel(Tabular):
         """Predict the numbers of networks that are trained on some of the samples.
 
         Args:
-            kept: Which samples are kept, (M,) or (s, M) booleans; or their weights >= 0, 1 as recorded.
+            kept: Booleans of the kept samples, (M,) or (s, M); or their weights >= 0, 1 as recorded.
 
         Raises:
-            TypeError: It is no tensor of booleans or numbers.
+            TypeError: `kept` is not a tensor of booleans or numbers.
             ValueError: There is not one finite weight >= 0 per sample.
         """
         change = self._changes(self._weights(kept), self.method)
@@ -224,7 +224,7 @@ class Datamodel(Tabular):
 
     @property
     def miss(self) -> float:
-        """How far path training of the recorded samples is from `outputs`, relative to what training changed."""
+        """Distance between path training of the recorded samples and `outputs`, relative to the change by training."""
         parts = [(own.repeated - own.recorded, own.recorded - own.asked_start) for own in self.trainings]
         missed, change = (torch.cat(values).norm() for values in zip(*parts, strict=True))
         return float(missed / change.clamp(min=torch.finfo(change.dtype).tiny))
@@ -240,12 +240,12 @@ class Datamodel(Tabular):
         """Return the k samples whose presence raises a number most.
 
         Args:
-            question: Which number, 0 .. Q - 1.
-            k: How many.
+            question: Index of the number, 0 .. Q - 1.
+            k: Number of samples.
 
         Raises:
-            TypeError: A number is no integer.
-            ValueError: There is no such question, or there are fewer samples.
+            TypeError: A number is not an integer.
+            ValueError: The question does not exist, or there are fewer samples.
         """
         validate_count(question, "question", minimum=0)
         validate_count(k, "k")
@@ -257,21 +257,21 @@ class Datamodel(Tabular):
 
     @door
     def verify(self, kept: Shaped[Tensor, "*s M"], **options: Unpack[ComputeSettings]) -> Verification:
-        """Train again on some of the samples (`retrain`), and set what was predicted beside what is measured.
+        """Retrain on some of the samples (`retrain`), and compare predictions with measured numbers.
 
         Args:
-            kept: As of `predict`.
-            options: As of `retrain`.
+            kept: The argument of `predict`.
+            options: The options of `retrain`.
 
         Raises:
-            TypeError, ValueError: As `predict` and `retrain`; or the run did not see all samples.
+            TypeError, ValueError: As in `predict` and `retrain`; or the run did not see all samples.
         """
         weights = self._weights(kept)
         measured, findings = self._measured(weights, options)
         return Verification(self.predict(weights), measured, self.outputs, findings)
 
     def with_forecast(self, pairs: int, seed: int, **options: Unpack[ComputeSettings]) -> "Datamodel":
-        """Return the same datamodel with a forecast, and the method and the unit that it shows; see `datamodel`."""
+        """Return the same datamodel with a forecast, and the method and unit that it shows; see `datamodel`."""
         halves = _complementary_halves(self.scores.shape[1], pairs, seed).to(self.scores)
         measured, findings = self._measured(halves, options)
         methods = (TRAINING, RIDGE) if self.method == TRAINING else (self.method,)
@@ -281,7 +281,7 @@ class Datamodel(Tabular):
     def _measured(
         self, weights: Float[Tensor, "s M"], options: ComputeSettings
     ) -> tuple[Float[Tensor, "s Q"], tuple[str, ...]]:
-        """Train again, and return the numbers of these networks, and why they are not certified."""
+        """Retrain, and return the numbers of these networks, and the reasons that they are not certified."""
         if not bool((self.present == 1).all()) or self.trajectories[0].update_rule == CHECKPOINTS:
             raise ValueError(
                 "networks are trained again as a recorded run that saw all samples: got a run that saw some of them, "
@@ -345,7 +345,7 @@ class Datamodel(Tabular):
 
 
 def joined(models: Sequence[Datamodel]) -> Datamodel:
-    """Return one datamodel of several runs: means of their numbers, scores and predictions."""
+    """Return one datamodel for several runs: means of their numbers, scores and predictions."""
     if len(models) == 1:
         return models[0]
 

@@ -1,12 +1,12 @@
-"""What path training takes from a run: a few of its states, the metric of the steps there, and the weights of samples.
+"""Nodes of path training: a few states of a run, the metric of the steps there, and the weights of samples.
 
-Near step s the weights move by -H_s g for a gradient g that changes slowly, with one number for each weight,
+Near step s the weights move by -H_s g for a gradient g that changes slowly, with one number per weight,
 
     H_s = grad_scale (lr + momentum_lr q_s),   q_s = beta q_{s-1} + one_minus_dampening,
 
-of the recorded coefficients (`epk_gp.optimizers.update_rules`): eps / (sqrt(v) + delta) under Adam, and under SGD
-eps / (1 - momentum) once its momentum has grown. A run of T = sum_s eps_s is divided into parts of equal time, each of
-which has the metric and the gradients of the state in its middle.
+from the recorded coefficients (`epk_gp.optimizers.update_rules`): eps / (sqrt(v) + delta) for Adam, and for SGD eps /
+(1 - momentum) once its momentum has grown. A run of length T = sum_s eps_s is divided into parts of equal time, each
+with the metric and the gradients of the state in its middle.
 """
 
 from collections.abc import Iterator, Mapping
@@ -24,24 +24,24 @@ from epk_gp.core.trajectory import Trajectory, flat_state, flat_weights, held_co
 from epk_gp.core.update_law import scaled_fields
 from epk_gp.optimizers.update_rules import broadcast_to_params
 
-# Of the path, and where six kernels have no room: docs/capabilities/datamodel.md has what 3, 6, 12 and 24 are worth.
+# Number of nodes of the path, and if six kernels do not fit: docs/capabilities/datamodel.md compares 3, 6, 12 and 24.
 NUM_STATES, FEW_STATES = 6, 3
-# Rates a step beyond which no optimizer moves a weight whose gradient it has seen: Adam some 3, RMSprop 10, and with
-# momentum ten times as many.
+# Rates per step above which no optimizer moves a weight whose gradient it has seen: about 3 for Adam, 10 for RMSprop,
+# and ten times as many with momentum.
 _MOST_RATES = 100
 
 
 @dataclass(frozen=True, eq=False)
 class PathNodes:
-    """Some states of a run, each of which stands for an equal part of its time.
+    """Some states of a run, each of which represents an equal part of its time.
 
     Attributes:
         run: The run.
         steps: The steps s that begin at these states.
         factors: The momentum's q_s at these steps, (L,) or (P,).
-        times: How many steps like it each of them stands for, sum of eps over the part divided by eps_s.
+        times: Number of similar steps that each represents: sum of eps over the part, divided by eps_s.
         time: T, the sum of the learning rates of all steps.
-        sample_weights: Mean weight of each sample's loss in the loss of a step, (M,): 1 / M of an even training.
+        sample_weights: Mean weight of each sample's loss in the loss of a step, (M,): 1 / M for an even training.
     """
 
     run: Trajectory
@@ -53,27 +53,27 @@ class PathNodes:
 
     @property
     def scaled(self) -> list[bool]:
-        """Which parameters a preconditioner scales."""
+        """Whether a preconditioner scales each parameter."""
         return [bool(own) for own in scaled_fields(self.run.optimizer_groups, self.run.model.names)]
 
     @property
     def is_even(self) -> bool:
-        """Whether all weights of a parameter have the same number, as under SGD."""
+        """Whether all weights of a parameter have the same number, as for SGD."""
         L, updates = len(self.run.model.sizes), (held_coefficients(self.run, s) for s in self.steps)
         return not any(self.scaled) and all(len(v) == L for u in updates for v in (u.lr, u.momentum_lr, u.grad_scale))
 
     def metric(self, node: int, state: Float[Tensor, " PQ"]) -> Float[Tensor, " P"]:
-        """Return the sum of H_s over the part of the run that a node stands for.
+        """Return the sum of H_s over the part of the run that a node represents.
 
-        Where a preconditioner has seen no gradient yet, it divides by nothing, and H_s is huge: the gradient g of the
-        whole loss would move the weight by more than 100 rates. It would move it by one, with H_s = eps_s / |g|.
+        If a preconditioner has seen no gradient yet, it divides by almost zero, and H_s is huge: the gradient g of the
+        whole loss would move the weight by more than 100 rates. Then H_s = eps_s / |g|, which moves it by one rate.
 
         Args:
             node: The node.
-            state: The weights there, and moving statistics behind them.
+            state: The weights there, followed by moving statistics.
 
         Raises:
-            ValueError: A step moves weights up the gradient, or passes over some weights of a parameter.
+            ValueError: A step moves weights up the gradient, or skips some weights of a parameter.
         """
         run, s, sizes = self.run, self.steps[node], self.run.model.sizes
         update, reference = step_coefficients(run, s, state), state[: run.num_weights]
@@ -92,27 +92,27 @@ class PathNodes:
         if any(scaled := self.scaled):
             step = Step(index=s, lr=0.0, batch=None, sample_weights=self.sample_weights)
             g, _ = RunReplay(run, run.model_for(state), state).gradient_at(step, state)
-            moved = g.abs() / self.rate(node)  # times H: rates
+            moved = g.abs() / self.rate(node)  # times H, in rates
             is_scaled = torch.tensor(scaled, device=H.device).repeat_interleave(torch.tensor(sizes, device=H.device))
             H = torch.where(is_scaled & (H * moved > _MOST_RATES), 1 / moved, H)
         return H * self.times[node]
 
     def rate(self, node: int) -> float:
-        """Return the rate of the step of a node: part of the time of the run over the number of such steps."""
+        """Return the rate of the step of a node: part of the time of the run divided by the number of such steps."""
         return self.time / (len(self.steps) * self.times[node])
 
 
 def path_nodes(run: Trajectory, count: int = NUM_STATES) -> PathNodes:
-    """Return the nodes of a run's path: so many.
+    """Return this many nodes of a run's path.
 
     Raises:
-        ValueError: The run is too short, or its steps have no number for each weight.
+        ValueError: The run is too short, or its steps do not have one number per weight.
     """
     S, rates = run.num_steps, torch.tensor([step.lr for step in run.steps], dtype=torch.float64)
     if S < NUM_STATES or not bool((rates >= 0).all()) or not float(rates.sum()) < float("inf"):
         raise ValueError(f"a datamodel needs {NUM_STATES} steps at least, with learning rates >= 0: got a run of {S}.")
-    rates = rates if bool(rates.any()) else torch.ones_like(rates)  # of a first group that rests: all steps alike
-    time, ends = float(rates.sum()), rates.cumsum(0) * (1 + 1e-12)  # on a tie the step that ends there
+    rates = rates if bool(rates.any()) else torch.ones_like(rates)  # if the first group rests, steps are equal
+    time, ends = float(rates.sum()), rates.cumsum(0) * (1 + 1e-12)  # for a tie, the step that ends there
     middles = (torch.arange(count, dtype=torch.float64) + 0.5) * time / count
     steps = torch.searchsorted(ends, middles).clamp(max=S - 1).tolist()
     factors = dict[int, Tensor]()
@@ -138,7 +138,7 @@ def path_nodes(run: Trajectory, count: int = NUM_STATES) -> PathNodes:
 
 
 def _mean_weights(run: Trajectory, rates: Float64[Tensor, " S"]) -> Float64[Tensor, " M"]:
-    total = torch.zeros(run.num_points + 1, dtype=torch.float64)  # the last one of rows that are no training points
+    total = torch.zeros(run.num_points + 1, dtype=torch.float64)  # the last entry is for rows outside the training data
     for samples, weights, rate in _batches(run, rates):
         total.index_add_(0, samples, weights * rate)
     return total[:-1] / rates.sum()
@@ -156,15 +156,15 @@ def _batches(run: Trajectory, rates: Float64[Tensor, " S"]) -> Iterator[tuple[Te
 
 @dataclass(frozen=True, eq=False)
 class CheckpointNodes(PathNodes):
-    """Checkpoints at even times, of a training of which nothing else is known; its time is found out later.
+    """Checkpoints at even times, of a training without further information; its time is determined later.
 
-    Adam's metric is that of the gradient of the whole loss, squared and averaged over the checkpoints; what it loses
-    against the recorded one stands in docs/attribution_benchmarks.md.
+    Adam's metric uses the gradient of the whole loss, squared and averaged over the checkpoints; docs/judging.md
+    compares it with the recorded metric.
 
     Attributes:
         diagonal: The metric of a whole run of time 1, (P,).
         rule: "Adam" or "SGD".
-        observed: How far the ways between checkpoints go along the steps of each rule, by cosines.
+        observed: Cosines between the changes between checkpoints and the steps of each rule.
     """
 
     diagonal: Float[Tensor, " P"]
@@ -177,7 +177,7 @@ class CheckpointNodes(PathNodes):
         return self.rule == "SGD"
 
     def metric(self, node: int, state: Float[Tensor, " PQ"]) -> Float[Tensor, " P"]:
-        """Return the metric times the share of the run that a node stands for."""
+        """Return the metric times the share of the run that a node represents."""
         return self.diagonal.to(state) * self.times[node]
 
 
@@ -186,7 +186,7 @@ def checkpoint_nodes(run: Trajectory, rule: str | None) -> CheckpointNodes:
 
     Args:
         run: The path.
-        rule: "Adam" or "SGD"; None takes the one whose steps go along the ways between checkpoints.
+        rule: "Adam" or "SGD"; None takes the one whose steps best follow the changes between checkpoints.
 
     Raises:
         ValueError: There are too few checkpoints.

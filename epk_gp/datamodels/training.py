@@ -1,16 +1,16 @@
-"""Training in the path kernel: what the network would give with other weights of the samples, from kernels alone.
+"""Training in the path kernel: the network's numbers for other weights of the samples, from kernels alone.
 
     du / dt = K_l (w * a * force(u)),   0 <= t <= 1 in each part l of the run, one after the other,
 
-with u the coordinates of all samples and the numbers that are asked, from their recorded values before the first step;
-K_l the kernel of part l times its time, a the weights of the samples in the loss, w those that are asked about. The
+with u the coordinates of all samples and the requested numbers, starting at their recorded values before the first
+step; K_l the kernel of part l times its time, a the weights of the samples in the loss, w the requested weights. The
 equation is stiff: a step of Euler's method is at most 1.2 / (largest eigenvalue of K_l a times the loss's curvature).
 
-Path ridge is its closed form with means over the path in the place of kernels, forces and curvatures:
+Path ridge is its closed form with means over the path instead of kernels, forces and curvatures:
 
     scores = k A (K A + 1 / c)^-1 r / c,   K = sum_l K_l, A = diag(a), r the mean force, c = alpha * mean curvature
 
-for a share alpha of the samples that stays: the mean of a Gaussian process with the path kernel as prior covariance.
+for a kept share alpha of the samples: the mean of a Gaussian process with the path kernel as prior covariance.
 """
 
 import math
@@ -26,12 +26,12 @@ from torch import Tensor
 from epk_gp.datamodels.coordinates import Coordinates
 
 LARGEST_DENSE = 5000  # coordinates up to which the ridge is solved by Cholesky
-SHARE = 0.5  # alpha: of the samples that stay, in the curvature of the ridge
-_EULER, _FARTHEST = 1.2, 2.0  # of 2, where Euler's method is stable; how far a margin goes in a step
-# The logarithm of a time, in units of the fastest change: range, steps and error. Steps of outputs do not grow longer.
+SHARE = 0.5  # alpha: kept share of the samples, in the curvature of the ridge
+_EULER, _FARTHEST = 1.2, 2.0  # below 2, the limit of Euler's method; largest change of a margin in a step
+# Logarithm of a time, in units of the fastest change: range, steps and error. Steps of outputs do not grow longer.
 _SHORTEST, _LONGEST, _LONGEST_OF_OUTPUTS, _LOG_STEP, _LOG_ERROR = -12, 24, 8, 2, 0.02
 _POWERS, _EVERY = 4, 4  # iterations for the largest eigenvalue at the beginning of a part; steps between others
-_CG_STEPS = 11  # fewer steps than ten are not made; eleven are enough with this damping
+_CG_STEPS = 11  # at least ten steps are made; eleven are enough with this damping
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,11 +39,11 @@ class PathTraining:
     """The training of a run in its path kernel.
 
     Attributes:
-        kernels: Of consecutive parts of the run, each times its time; questions behind the N training coordinates.
-        start: Coordinates and asked numbers before the first step.
-        recorded: The asked numbers of the trained network.
-        coordinates: Of the samples.
-        sample_weights: Mean weight of each sample in the loss of a step; 0 of one that the training did not see.
+        kernels: Kernels of consecutive parts of the run, each times its time; N training coordinates, then questions.
+        start: Coordinates and requested numbers before the first step.
+        recorded: The requested numbers of the trained network.
+        coordinates: Coordinates of the samples.
+        sample_weights: Mean weight of each sample in the loss of a step; 0 for samples that the training did not see.
         forces: Mean force on each coordinate along the recorded path, (N,).
         curvature: Mean curvature of the loss along the path.
     """
@@ -63,29 +63,29 @@ class PathTraining:
 
     @cached_property
     def share(self) -> Float[Tensor, " N"]:
-        """Weight of the loss of each coordinate; of a sample that was not seen the mean of the others."""
+        """Weight of the loss of each coordinate; for a sample that was not seen, the mean of the others."""
         seen = self.sample_weights[self.sample_weights > 0]
         own = torch.where(self.sample_weights > 0, self.sample_weights, seen.mean())
         return own.to(self.start).repeat(self.coordinates.per_sample)
 
     @property
     def num_coordinates(self) -> int:
-        """N."""
+        """Number N of training coordinates."""
         return len(self.forces)
 
     @cached_property
     def repeated(self) -> Float[Tensor, " Q"]:
-        """What training in the path kernel gives with the samples of the recorded training."""
+        """The numbers after training in the path kernel with the samples of the recorded training."""
         found: Tensor = self.simulate(self.present[None])[0]
         return found
 
     @property
     def asked_start(self) -> Float[Tensor, " Q"]:
-        """The asked numbers before the first step."""
+        """The requested numbers before the first step."""
         return self.start[self.num_coordinates :]
 
     def changes(self, weights: Float[Tensor, "s M"]) -> Float[Tensor, "s Q"]:
-        """Return how training with other weights of the samples changes the asked numbers."""
+        """Return the changes of the requested numbers by training with other weights of the samples."""
         return self.simulate(weights) - self.repeated
 
     def of_samples(self, scores: Float[Tensor, "Q N"]) -> Float[Tensor, "Q M"]:
@@ -94,14 +94,14 @@ class PathTraining:
         return found
 
     def simulate(self, weights: Float[Tensor, "s M"]) -> Float[Tensor, "s Q"]:
-        """Train with other weights of the samples, s times, and return the numbers that are asked."""
+        """Train with other weights of the samples, s times, and return the requested numbers."""
         found: Tensor = self._steps(weights)[0][self.num_coordinates :].T
         return found
 
     def with_time(self, last: Float[Tensor, " N"]) -> tuple["PathTraining", bool]:
-        """Return the training whose kernels are those of unit time, at the time at which it has the last residuals.
+        """Return the training with kernels of unit time scaled to the time at which it has the last residuals.
 
-        Where it does not come to residuals so small, it is at the time at which it is nearest; and False.
+        If its residuals never become this small, the time at which they are closest is used, and the flag is False.
 
         Args:
             last: The coordinates at the end of the recorded training.
@@ -114,7 +114,7 @@ class PathTraining:
             return float(self.coordinates.forces(u[:, None]).square().mean().log())
 
         def end(log_time: float) -> Float[Tensor, " N"]:
-            timed = replace(self, sample_weights=self.sample_weights * math.exp(log_time))  # a time goes with either
+            timed = replace(self, sample_weights=self.sample_weights * math.exp(log_time))  # time scales either one
             return timed._steps(self.present[None])[0][: self.num_coordinates, 0]
 
         center = -math.log(sum(float(kernel.diagonal() @ self.share) for kernel in self.kernels))
@@ -137,7 +137,7 @@ class PathTraining:
         return replace(self, kernels=tuple(kernel.mul_(math.exp(found)) for kernel in self.kernels)), is_reached
 
     def derivative(self) -> Float[Tensor, "Q M"]:
-        """Differentiate what training gives in the weight of each sample, at those of the recorded training."""
+        """Differentiate the numbers after training in the weight of each sample, at those of the recorded training."""
         N = self.num_coordinates
         _, steps = self._steps(self.present[None], keeps=True)
         Q, present = len(self.start) - N, self.present.repeat(self.coordinates.per_sample)[:, None]
@@ -176,7 +176,7 @@ class PathTraining:
 
     @property
     def damping(self) -> float:
-        """The damping of the ridge, relative to the mean diagonal of what it is added to."""
+        """The damping of the ridge, relative to the mean diagonal of the damped matrix."""
         N = self.num_coordinates
         return 1 / (SHARE * self.curvature * float(sum(k[:N].diagonal() @ self.share for k in self.kernels)) / N)
 
@@ -190,7 +190,7 @@ class PathTraining:
 
 
 def _solve(K: Float[Tensor, "N N"], root: Float[Tensor, " N"], shift: float, b: Float[Tensor, "N r"]) -> Tensor:
-    """Solve (S K S + shift I) x = b, S = diag(root): by Cholesky, or of many rows by conjugate gradients."""
+    """Solve (S K S + shift I) x = b, S = diag(root): by Cholesky, or for many rows by conjugate gradients."""
     if len(K) <= LARGEST_DENSE:
         A = root[:, None] * K * root
         A.diagonal().add_(shift)
@@ -210,13 +210,13 @@ def gauss_newton_scores(
 
         scores = a_i g_x^T (alpha sum_j a_j R_j R_j^T / s + G^-1)^-1 g_i,   G = T H
 
-    with g_i minus the gradient of a sample's loss, R_j those of s drawn labels, H the metric at one state.
+    where g_i is minus the gradient of a sample's loss, R_j those of s drawn labels, and H the metric at one state.
 
     Args:
-        kernel: Products of the gradients of M samples in the metric G, draw by draw, those of the losses last; the
-            questions behind.
+        kernel: Products of the gradients of M samples in the metric G: drawn labels first, then the losses, then the
+            questions.
         sample_weights: Mean weight of each sample in the loss of a step.
-        draws: Labels that were drawn for each sample.
+        draws: Number of labels drawn per sample.
     """
     M = len(sample_weights)
     N, end = draws * M, (draws + 1) * M

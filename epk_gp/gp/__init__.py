@@ -1,9 +1,9 @@
 """Gaussian processes on logits and on labels; imports core, gram and kernels.
 
-On logits start with `models.LogitGP`: `data` says what it regresses on, `output_coupling` how its outputs covary,
-`posterior` is what it predicts, `softmax` samples class probabilities, `regression` predicts targets. On labels start
-with `uncertain_classifier.UncertainClassifier`: a `label_process` conditioned on the labels, and `stacking` of network
-and process.
+For logits start with `models.LogitGP`: `data` provides its targets, `output_coupling` the covariance of its outputs,
+`posterior` holds its predictions, `softmax` samples class probabilities, `regression` predicts targets. For labels
+start with `uncertain_classifier.UncertainClassifier`: a `label_process` conditioned on the labels, and `stacking` of
+network and process.
 """
 
 from epk_gp.gp.posterior import LogitPosterior as LogitPosterior

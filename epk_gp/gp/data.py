@@ -1,4 +1,4 @@
-"""Points, labels and targets that processes are conditioned on."""
+"""Points, labels and targets on which processes are conditioned."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
@@ -21,17 +21,17 @@ from epk_gp.storage.rows import map_data
 from epk_gp.storage.run import recorded_loss, validate_forward_function
 
 TargetKind = Literal["network", "dirichlet", "labels"]
-MIN_VALIDATION_POINTS = 20  # they weigh two numbers, and half of them or all are ranked
-ALPHA_EPSILON = 0.01  # concentration of the classes that are not the label
+MIN_VALIDATION_POINTS = 20  # they determine two weights, and half or all of them are ranked
+ALPHA_EPSILON = 0.01  # concentration of the classes other than the label
 
 
 class InUnits(nn.Module):
-    """A network of the rows of a table: it takes standardised columns, and its outputs are in units of the targets.
+    """A network for the rows of a table: it takes standardised columns, and its outputs are in units of the targets.
 
         f(x) = scale * net((x - column_mean) / column_scale) + mean
 
     Args:
-        net: The network in between, from (n, D) to (n, C).
+        net: The network inside, from (n, D) to (n, C).
         columns: Mean and scale of each column, (2, D).
         outputs: Mean and scale of each output, (2, C).
     """
@@ -47,7 +47,7 @@ class InUnits(nn.Module):
 
     @property
     def epk_gp_output_size(self) -> float:
-        """How large outputs are in the units of the targets: their rounding is of this size, also where they are 0."""
+        """Size of the outputs in the units of the targets: their rounding has this size, even where they are 0."""
         mean, scale = self.outputs
         return float((mean.abs() + scale).max())
 
@@ -64,15 +64,15 @@ class InUnits(nn.Module):
 
 
 def in_network_units(trajectory: Trajectory, X: Shaped[Tensor, "n ..."]) -> Shaped[Tensor, "n ..."]:
-    """Return inputs as a network behind `InUnits` takes them, so that columns of other units have one scale."""
+    """Return inputs in the form of a network inside `InUnits`, so that columns of different units have one scale."""
     module = trajectory.model.module
     return module.standardized(X) if isinstance(module, InUnits) else X
 
 
 class NodesWithoutData(Trajectory):
-    """What a classifier that was read from a file has in place of its run: the nodes of the path.
+    """The nodes of the path, which replace the run of a classifier that was read from a file.
 
-    Its inputs are a few training points, by which the network is recognised, not the training data.
+    Its inputs are a few training points by which the network is recognised, not the training data.
     """
 
 
@@ -82,16 +82,16 @@ def read_nodes(
     """Build the run of nodes that a file describes.
 
     Args:
-        header: What `run_header` says of the run.
+        header: The run's description by `run_header`.
         data: The tensors of the file.
         model: The network.
         count: Number of nodes, if all have one state.
         lr: Length of a step.
-        digest: Of the run of nodes.
+        digest: Digest of the run of nodes.
     """
     states = tuple(data["states"])
     statistics = tuple(data["statistics"]) if "statistics" in data else None
-    if len(states) == 1:  # which all nodes share
+    if len(states) == 1:  # all nodes share it
         states, statistics = states * (1 + count), None if statistics is None else statistics * (1 + count)
     coefficients = stack_coefficients([LinearStep(lr=lr)] * len(model.sizes), model.sizes)
     trajectory = NodesWithoutData(
@@ -113,14 +113,14 @@ def read_nodes(
 
 
 def parse_train_indices(points: Int[Tensor, " N"] | Sequence[int] | None, trajectory: Trajectory) -> Int[Tensor, " N"]:
-    """Return the indices of the training points that a GP is conditioned on.
+    """Return the indices of the training points on which a GP is conditioned.
 
     Args:
-        points: N different indices; None for all training points.
+        points: N distinct indices; None for all training points.
         trajectory: The run.
 
     Raises:
-        TypeError: `points` is not a list or tensor of whole numbers.
+        TypeError: `points` is not a list or tensor of integers.
         ValueError: An index is out of range or repeated, or there are none; or the run has no training data.
     """
     if isinstance(trajectory, NodesWithoutData):
@@ -141,7 +141,7 @@ def make_targets(
     *,
     prior_is_zero: bool = True,
 ) -> tuple[Float[Tensor, "N C"], Float[Tensor, "N C"] | None, Float[Tensor, " C"]]:
-    """Return what the GP regresses on.
+    """Return the regression targets of the GP.
 
     Args:
         trajectory: The run.
@@ -149,15 +149,15 @@ def make_targets(
         targets: "network" - the trained network's outputs (section 4.2, Bell et al. 2023); "dirichlet" - transformed
             labels; "labels" - the run's own targets, centred (`label_values`).
         head: The network's head.
-        prior_is_zero: The prior mean is zero: of real targets their mean is subtracted then. Another prior mean says
-            where they lie.
+        prior_is_zero: Whether the prior mean is zero: the mean of real targets is then subtracted. Any other prior mean
+            determines their location.
 
     Returns:
-        Targets; for "dirichlet" the variances of their noise; and what was subtracted from "labels". Float64.
+        Targets; for "dirichlet" the variances of their noise; and the mean that was subtracted from "labels". Float64.
 
     Raises:
-        ValueError: `targets` is none of these, "dirichlet" is asked for and the run has no class labels, or "labels"
-            and the run's targets are neither class labels nor a number for every output.
+        ValueError: `targets` is unknown, "dirichlet" is requested and the run has no class labels, or "labels" is
+            requested and the run's targets are neither class labels nor one number per output.
     """
     zero = torch.zeros(trajectory.num_outputs, dtype=torch.float64, device=trajectory.device)
     if targets == "network":
@@ -177,19 +177,19 @@ def make_targets(
 def label_values(
     trajectory: Trajectory, train_indices: Int[Tensor, " N"]
 ) -> tuple[Float[Tensor, "N C"], Float[Tensor, " C"]]:
-    """Return the run's own targets as a number for every output, and the mean that a process is centred at.
+    """Return the run's own targets as one number per output, and the mean around which a process is centred.
 
     Args:
         trajectory: The run.
         train_indices: Indices of N training points.
 
     Returns:
-        Of class labels, one-hot vectors and 1 / C; of real targets, as of `MeanSquaredError`, themselves and their mean
-        over the N points. Float64.
+        For class labels, one-hot vectors and 1 / C; for real targets, as in `MeanSquaredError`, themselves and their
+        mean over the N points. Float64.
 
     Raises:
-        ValueError: The targets are neither class labels nor a number for every output, a label is out of range, or a
-            number is missing.
+        ValueError: The targets are neither class labels nor one number per output, a label is out of range, or a number
+            is missing.
     """
     targets, C = trajectory.targets[train_indices], trajectory.num_outputs
     if targets.ndim == 1 and C > 1 and not targets.is_floating_point():
@@ -207,10 +207,10 @@ def label_values(
 
 
 def validate_known(is_known: Bool[Tensor, "N ..."], points: Int[Tensor, " N"]) -> None:
-    """Raise if what a process regresses on is missing at one of N training points.
+    """Raise if a process's target is missing at one of N training points.
 
     Args:
-        is_known: Which of each point's numbers there are.
+        is_known: Whether each point's numbers exist.
         points: The points' indices in the run.
 
     Raises:
@@ -226,13 +226,13 @@ def dirichlet_targets(labels: Int[Tensor, " n"], num_classes: int) -> tuple[Floa
     """Transform class labels to regression targets with known noise.
 
     Milios et al. (2018), as in GPyTorch's `DirichletClassificationLikelihood`: the label's Dirichlet concentration
-    alpha = 0.01 + [class is the label] gives Gamma variables that log-normals match in mean and variance:
+    alpha = 0.01 + [class is the label] gives Gamma variables, which log-normals match in mean and variance:
 
         sigma^2 = log(1 / alpha + 1),   y = log(alpha) - sigma^2 / 2
 
     Args:
         labels: Class of each of n points.
-        num_classes: C. GPyTorch infers it from the largest label, and misses classes without a point.
+        num_classes: C. GPyTorch infers it from the largest label, and misses classes without points.
 
     Returns:
         Targets y and variances sigma^2, float64.
@@ -255,10 +255,10 @@ def _class_labels(trajectory: Trajectory, caller: str, advice: str = "") -> Tens
 
 
 def training_labels(trajectory: Trajectory, caller: str) -> Int64[Tensor, " M"]:
-    """Return the class labels of a run; those that its loss leaves out are no classes.
+    """Return the class labels of a run; labels that its loss ignores are not classes.
 
     Raises:
-        ValueError: The run has no class labels, one per point, or its outputs are no logits.
+        ValueError: The run does not have one class label per point, or its outputs are not logits.
     """
     loss = trajectory.loss
     if not isinstance(loss, CrossEntropy | NegativeLogLikelihood):
@@ -273,10 +273,10 @@ def training_labels(trajectory: Trajectory, caller: str) -> Int64[Tensor, " M"]:
 
 
 def validate_classifier(run: Trajectory) -> None:
-    """Raise if a network that was not recorded has no logit for each class, or its targets are no classes.
+    """Raise if a network that was not recorded does not have one logit per class, or its targets are not classes.
 
     Raises:
-        ValueError: It returns one number per point, or probabilities; or a target is no class of it.
+        ValueError: It returns one number per point, or probabilities; or a target is not one of its classes.
     """
     z = network_outputs(run, run.inputs[:64]).double()
     if z.shape[1] == 1:
@@ -292,16 +292,16 @@ def validate_classifier(run: Trajectory) -> None:
 def labelled_points(
     trajectory: Trajectory, points: Int[Tensor, " N"] | Sequence[int] | None, caller: str
 ) -> tuple[Int64[Tensor, " N"], Int64[Tensor, " N"]]:
-    """Return the indices of the training points that a process on labels is conditioned on, and their labels.
+    """Return the indices of the training points on which a process on labels is conditioned, and their labels.
 
     Args:
         trajectory: The run.
-        points: Indices; None for all points whose labels the loss takes. Of a graph, whose points are all nodes, only
-            those that a step was trained on: the labels of the others may be what is asked for.
-        caller: Who asks, in a message.
+        points: Indices; None for all points whose labels the loss uses. For a graph, whose points are all nodes, only
+            those on which a step was trained: the labels of the others may be the ones to predict.
+        caller: Name of the calling function, for messages.
 
     Raises:
-        TypeError: `points` are no indices.
+        TypeError: `points` are not indices.
         ValueError: The run has no class labels (`training_labels`); an index is out of range or repeated, its point has
             no label, or there are none.
     """
@@ -321,7 +321,7 @@ def labelled_points(
 
 
 def _is_trained_on(trajectory: Trajectory) -> Bool[Tensor, " M"]:
-    """Return which points are in the batch of any step, with a weight other than 0."""
+    """Return a mask of the points that are in the batch of any step, with a weight other than 0."""
     trained = torch.zeros(trajectory.num_points, dtype=torch.bool)
     for step in trajectory.steps:
         rows = torch.arange(len(trained)) if step.batch is None else step.batch.cpu()
@@ -335,16 +335,16 @@ def _is_trained_on(trajectory: Trajectory) -> Bool[Tensor, " M"]:
 def out_of_fold_logits(
     logits: object, trajectory: Trajectory, points: Int64[Tensor, " N"]
 ) -> Float[Tensor, "N C"] | None:
-    """Return logits of training points by networks that have not seen them, float64, or None where there are not 20.
+    """Return logits of training points by networks that have not seen them, float64; None if there are fewer than 20.
 
     Args:
-        logits: Those of all M training points; a row of NaN where there are none.
+        logits: Logits of all M training points; a row of NaN for points without any.
         trajectory: The run.
-        points: Which of them are used.
+        points: The points that are used.
 
     Raises:
-        TypeError: They are no array of numbers.
-        ValueError: Their shape is another one, one that is used is not finite, or they are those of the run's network.
+        TypeError: They are not an array of numbers.
+        ValueError: They have another shape, a used one is not finite, or they are those of the run's network.
     """
     if logits is None:
         return None
@@ -370,13 +370,13 @@ def out_of_fold_logits(
 
 
 def class_inputs(trajectory: Trajectory, X: object, name: str = "X") -> Shaped[Tensor, "n ..."]:
-    """Return points as one tensor; those of an array are on the run's device.
+    """Return points as one tensor; points from an array are moved to the run's device.
 
     Args:
         trajectory: The run.
-        X: n inputs as the run takes them, or a data set or loader of them; or an array with a row per point, whose
+        X: n inputs as the run takes them, or a data set or loader of them; or an array with one row per point, whose
             columns are the flattened input.
-        name: Name of the points in a message.
+        name: Name of the points in messages.
 
     Raises:
         TypeError, ValueError: The network cannot take the points.
@@ -406,8 +406,8 @@ def as_numbers(X: object, name: str = "X") -> Shaped[Tensor, "n ..."]:
     """Return an array, a list of rows or a data frame as a tensor.
 
     Raises:
-        TypeError: It holds something else than real numbers, or is sparse.
-        ValueError: A column of a data frame holds a value that is missing or infinite.
+        TypeError: It contains other values than real numbers, or is sparse.
+        ValueError: A column of a data frame has a missing or infinite value.
     """
     if hasattr(X, "toarray"):
         raise TypeError(f"{name} must be dense: got {type(X).__name__}. Pass {name}.toarray().")
@@ -422,15 +422,15 @@ def as_numbers(X: object, name: str = "X") -> Shaped[Tensor, "n ..."]:
 
 
 def plain_frame(X: Any, name: str = "X") -> Any:
-    """Return a data frame whose columns are of NumPy's numbers, whatever they were stored as; else X as it is.
+    """Return a data frame with columns of NumPy numbers, for any storage of its columns; other objects unchanged.
 
     Args:
-        X: A pandas data frame, of numbers, Booleans, nullable, sparse or categorical columns; or something else.
-        name: Its name in a message.
+        X: A pandas data frame with numeric, Boolean, nullable, sparse or categorical columns; or another object.
+        name: Its name in messages.
 
     Raises:
-        TypeError: A column holds no real numbers: text, dates.
-        ValueError: A column holds a value that is missing or infinite.
+        TypeError: A column contains other values than real numbers, such as text or dates.
+        ValueError: A column has a missing or infinite value.
     """
     if not (hasattr(X, "iloc") and hasattr(X, "columns")) or not len(X.columns):
         return X
@@ -459,12 +459,12 @@ def row_labels(X: Any) -> Any:
 
 
 def compare_columns(model: BaseEstimator, X: object, *, is_first: bool = False) -> Any:
-    """Compare a data frame's columns with those that a model knows, as scikit-learn does, and return their names.
+    """Compare a data frame's columns with those of a model, as scikit-learn does, and return their names.
 
     Args:
-        model: What has `feature_names_in_`, if it knows names.
+        model: The object with `feature_names_in_`, if it knows names.
         X: The points. Tensors have no names.
-        is_first: Whether the model takes the names of these.
+        is_first: Whether the model takes over the names of these points.
     """
     if is_first or is_array(X):
         validate_data(model, X, reset=is_first, skip_check_array=True, ensure_2d=False)
@@ -472,11 +472,11 @@ def compare_columns(model: BaseEstimator, X: object, *, is_first: bool = False) 
 
 
 def class_names(classes: object, num_outputs: int) -> Shaped[np.ndarray, " C"]:
-    """Return the names of the classes, in the order of the outputs: 0 .. C - 1 if there are none.
+    """Return the names of the classes, in the order of the outputs: 0 .. C - 1 if `classes` is None.
 
     Raises:
         TypeError: They are neither numbers nor text.
-        ValueError: There is not one for each output, or one stands for two.
+        ValueError: There is not one name per output, or one name occurs twice.
     """
     if classes is None:
         return np.arange(num_outputs)
@@ -501,12 +501,12 @@ def class_labels(
         trajectory: The run.
         y: The labels.
         count: Number of points.
-        name: Name of the labels in a message.
-        classes: Names of the classes that the labels are of; None for the numbers 0 .. C - 1.
+        name: Name of the labels in messages.
+        classes: Names of the classes in the labels; None for the numbers 0 .. C - 1.
 
     Raises:
-        TypeError: The labels are no whole numbers, where classes have no names.
-        ValueError: There is not one label for each point, or a label is no class of the network.
+        TypeError: The labels are not integers, although classes have no names.
+        ValueError: There is not one label per point, or a label is not a class of the network.
     """
     names = None if classes is None else class_names(classes, trajectory.num_outputs)
     labels = as_labels(y, names, name)
@@ -515,11 +515,11 @@ def class_labels(
 
 
 def as_labels(y: object, names: Shaped[np.ndarray, " C"] | None, name: str = "y") -> Shaped[Tensor, "..."]:
-    """Return labels as a tensor, by names of classes as their numbers.
+    """Return labels as a tensor; names of classes become their numbers.
 
     Raises:
-        TypeError: The labels are no numbers, where classes have no names.
-        ValueError: A label is no name.
+        TypeError: The labels are not numbers, although classes have no names.
+        ValueError: A label is not a name of a class.
     """
     if names is None:
         try:
@@ -540,38 +540,38 @@ def as_labels(y: object, names: Shaped[np.ndarray, " C"] | None, name: str = "y"
 
 
 def is_array(X: object) -> bool:
-    """Return whether points were given as scikit-learn takes them: an array, a list of rows or a data frame."""
-    has_rows = hasattr(X, "__array__") or hasattr(X, "toarray")  # the latter are sparse: `as_numbers` refuses them
+    """Return whether points are in a form of scikit-learn: an array, a list of rows or a data frame."""
+    has_rows = hasattr(X, "__array__") or hasattr(X, "toarray")  # the latter are sparse, refused later
     return isinstance(X, list) or (has_rows and not isinstance(X, Tensor))
 
 
 def like_inputs(values: Shaped[Tensor, "n ..."], X: object) -> Shaped[Tensor, "n ..."] | Shaped[np.ndarray, "n ..."]:
-    """Return values as an array if the points were given as one, else as a tensor."""
+    """Return values as an array if the points were given as one, otherwise as a tensor."""
     return values.cpu().numpy() if is_array(X) else values
 
 
 def float_inputs(X: Shaped[Tensor, "n ..."], dtype: torch.dtype) -> Shaped[Tensor, "n ..."]:
-    """Return floating-point inputs in a dtype, and integers as they are."""
+    """Return floating-point inputs in a dtype, and integers unchanged."""
     return X.to(dtype) if X.is_floating_point() else X
 
 
 def count_seen(X: Shaped[Tensor, "n ..."], trajectory: Trajectory, points: Tensor | slice = slice(None)) -> int:
-    """Return how many validation points are training points, up to the rounding of a narrower dtype.
+    """Return the number of validation points that are training points, up to the rounding of a narrower dtype.
 
-    Warns of more than a twentieth.
+    Warn if they are more than a twentieth.
 
     Args:
         X: The validation points.
         trajectory: The run.
-        points: What a process is conditioned on, beside what the steps were trained on; all by default.
+        points: The points on which a process is conditioned, in addition to those of the steps; all by default.
 
     Raises:
-        ValueError: Most of them are.
+        ValueError: Most of the validation points are training points.
     """
     used = _is_trained_on(trajectory)
     used[points] = True
     inputs, narrow = trajectory.inputs[used], trajectory.inputs.dtype
-    if narrow.is_floating_point:  # the narrowest dtype that holds the points: a copy in it differs from the data by it
+    if narrow.is_floating_point:  # the points' narrowest dtype: a copy in it differs from the data by it
         kinds = (torch.bfloat16, torch.float16, torch.float32)
         narrow = next((kind for kind in kinds if torch.equal(X.to(kind).to(X.dtype), X)), torch.float32)
     known, unseen = ((part.to(narrow).double() + 0.0).cpu().contiguous().numpy() for part in (inputs, X))  # -0 is 0

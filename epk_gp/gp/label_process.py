@@ -29,51 +29,53 @@ from epk_gp.quadrature.rules import WeightPath, straight
 
 InputsKernel = Literal["rbf"] | None
 
-# A process is conditioned through the kernel matrix of up to 5000 points, whose eigenvalues take less time than the
-# features of many, if the matrix costs at most so many multiplications: some ten minutes on one core.
+# Largest number of multiplications for which a process on up to 5000 points is conditioned through the kernel matrix,
+# whose eigenvalues take less time than the features of many points: about ten minutes on one core.
 EXACT_POINTS = 5000
 EXACT_MULTIPLICATIONS = 10**13
 NUM_FEATURES = 4096
-MAX_NODES = 256  # by default, for networks of many outputs
+MAX_NODES = 256  # default maximum, for networks with many outputs
 
-# Powers of the kernel, by the likelihood of validation labels (nats lost per label, one seed each). For 2000 images of
-# MNIST and Fashion-MNIST and an MLP or a CNN the square is better than the kernel itself: 0.131 and 0.139, 0.099 and
-# 0.107, 0.440 and 0.444, 0.400 and 0.401. Sketched in 4096 features it is worse (20,000 of MNIST: 0.080 and 0.073).
+# Powers of the kernel, compared by the likelihood of validation labels (nats lost per label, one seed each). For 2000
+# images of MNIST and Fashion-MNIST and an MLP or a CNN the square is better than the kernel itself: 0.131 and 0.139,
+# 0.099 and 0.107, 0.440 and 0.444, 0.400 and 0.401. Sketched in 4096 features it is worse (20,000 of MNIST: 0.080 and
+# 0.073).
 EXACT_POWER, SKETCHED_POWER = 2, 1
 
-FEATURE_BLOCK = 4096  # points whose features are turned to float64, and into predictions, at a time
-_MAX_LOG_NOISE = log(1e4)  # labels that the kernel says nothing about
-_LOG_TOLERANCE = 1e-3  # of the logarithm of the noise: the marginal likelihood is flat there
-_LOSS_TOLERANCE = 3e-6  # nats per target that a foretold value may be wrong by: less than the tolerance moves it
-_FIRST_STEP = 0.5  # of it: from 1000 rows to 4000 the most likely noise grows by a factor of 1.8
-_SQUARE_ROUNDING = 1e-8  # of a sum of squares that is a difference of two
-_INVERSE_COLUMNS = 512  # of the inverse of a triangular matrix, at a time
+FEATURE_BLOCK = 4096  # points whose features are converted to float64, and to predictions, at a time
+_MAX_LOG_NOISE = log(1e4)  # for labels that do not depend on the kernel
+_LOG_TOLERANCE = 1e-3  # tolerance of the logarithm of the noise: the marginal likelihood is flat there
+_LOSS_TOLERANCE = 3e-6  # allowed error of a predicted value in nats per target: less than the effect of the tolerance
+_FIRST_STEP = 0.5  # step of the logarithm: from 1000 rows to 4000 the most likely noise grows by a factor of 1.8
+_SQUARE_ROUNDING = 1e-8  # rounding of a sum of squares that is a difference of two
+_INVERSE_COLUMNS = 512  # columns of the inverse of a triangular matrix, at a time
 
 
-# Training inputs whose distances give the lengthscale: half a million pairs, whose median has a standard error below
-# 0.2 % of the spread, whatever the number of inputs. Their likelihood says where to look for that of all.
+# Number of training inputs whose distances give the lengthscale: half a million pairs, whose median has a standard
+# error below 0.2 % of the spread, for any number of inputs. The likelihood of these inputs tells where to search for
+# the maximum of the likelihood of all.
 _FEW_POINTS = 1000
 
-# The median squared distance must be so many times the rounding of one, so that kernel values have six digits.
+# Least ratio of the median squared distance to its rounding, so that kernel values have six digits.
 _LEAST_DISTANCE = 1e6
 
 
 @dataclass(frozen=True, eq=False)
 class LabelKernel:
-    """A scalar kernel between inputs, with the value 1 between an input and itself. Values are float64.
+    """A scalar kernel between inputs, with value 1 between an input and itself. Values are float64.
 
-    They have the precision of the inputs, and of the weights where inputs are integers. The trace is that of one
-    combination of the outputs at each node, v_n^T K_n(x, x') v_n with rows v_n of a Hadamard matrix in turn, for a C-th
-    of the cost: exact for kernels that do not change from node to node (docs/theory.md, section 9).
+    They have the precision of the inputs, or of the weights if the inputs are integers. The trace is replaced by one
+    combination of the outputs at each node, v_n^T K_n(x, x') v_n with rows v_n of a Hadamard matrix in turn, at 1 / C
+    of the cost: this is exact for kernels that are the same at all nodes (docs/theory.md, section 9).
 
         k(x, x') = (tr K(x, x') / sqrt(tr K(x, x) tr K(x', x'))  exp(-|x - x'|^2 / 2 l^2))^p
 
     Attributes:
-        nodes: Few steps that stand for the whole run (`nodes_trajectory`).
+        nodes: A run of few steps that represents the whole run (`nodes_trajectory`).
         lengthscale: l of the RBF kernel; None leaves that factor out.
-        options: How blocks are computed.
-        seed: Draws the combinations of the outputs.
-        power: p, a whole number from 1 on.
+        options: Options of the computation of blocks.
+        seed: Seed of the combinations of the outputs.
+        power: p, an integer of at least 1.
     """
 
     nodes: Trajectory
@@ -95,17 +97,17 @@ class LabelKernel:
         """Evaluate the kernel between all pairs of n inputs.
 
         Raises:
-            ValueError: An input's gradients are all zero: it has no direction that a cosine could compare.
+            ValueError: An input's gradients are all zero: it has no direction for a cosine.
         """
         K = self.block(X, X)
-        K.diagonal().fill_(1)  # up to rounding it is 1 already
+        K.diagonal().fill_(1)  # it is 1 up to rounding
         return K
 
     def block(self, X: Shaped[Tensor, "n ..."], Y: Shaped[Tensor, "m ..."]) -> Float[Tensor, "n m"]:
         """Evaluate the kernel between n and m inputs.
 
         Raises:
-            ValueError: As for `gram`.
+            ValueError: As in `gram`.
         """
         a = Points(X, is_train=False)
         b = a if X is Y else Points(Y, is_train=False)
@@ -124,7 +126,7 @@ class LabelKernel:
 
 
 def require_direction(has_gradient: Bool[Tensor, " n"]) -> None:
-    """Raise if the gradients of a point are all zero, so that there is no direction that a cosine could compare.
+    """Raise if the gradients of a point are all zero, so that it has no direction for a cosine.
 
     Raises:
         ValueError: There is such a point.
@@ -144,7 +146,7 @@ def squared_distances(X: Shaped[Tensor, "n ..."], Y: Shaped[Tensor, "m ..."]) ->
 
 
 def few_rows(num_points: int, device: torch.device) -> Int64[Tensor, " s"]:
-    """Return the numbers of at most 1000 evenly spaced ones of all points."""
+    """Return the indices of at most 1000 evenly spaced points."""
     count = min(num_points, _FEW_POINTS)
     return torch.arange(count, device=device) * num_points // max(1, count)
 
@@ -160,8 +162,8 @@ def median_lengthscale(X: Shaped[Tensor, "n ..."]) -> float:
     squares = squared_distances(some, some)
     above = torch.triu_indices(count, count, 1, device=X.device)
     median = float(squares[above[0], above[1]].median()) if count > 1 else 0.0
-    length = float(some.flatten(1).square().sum(1).median())  # squared; few inputs far from the others do no harm
-    rounding = some[0].numel() * torch.finfo(squares.dtype).eps * length  # of equal inputs' distance 0
+    length = float(some.flatten(1).square().sum(1).median())  # squared; a few distant inputs do no harm
+    rounding = some[0].numel() * torch.finfo(squares.dtype).eps * length  # of the distance 0 of equal inputs
     if not median > rounding:
         raise ValueError("inputs must differ for a kernel on distances: their median is 0. Use inputs_kernel=None.")
     if not median > _LEAST_DISTANCE * rounding:
@@ -175,16 +177,16 @@ def median_lengthscale(X: Shaped[Tensor, "n ..."]) -> float:
 
 @dataclass(frozen=True, eq=False)
 class InputFeatures:
-    """Features of inputs, each row of length 1, in float32: their error is that of the sketch, not of rounding.
+    """Features of inputs, each row of length 1, in float32: the sketch causes their error, not rounding.
 
     Attributes:
         nodes: The nodes of the path, as a run.
         num_features: k.
-        seed: Of the sketch.
-        lengthscale: Of the RBF kernel on the inputs; None without one.
-        options: How they are computed.
-        power: Of the product of both kernels, a whole number from 1 on. Every further factor is another sketch, with
-            its noise.
+        seed: Seed of the sketch.
+        lengthscale: Lengthscale of the RBF kernel on the inputs; None without one.
+        options: Options of the computation.
+        power: Power of the product of both kernels, an integer of at least 1. Every further factor is another sketch,
+            with its own noise.
     """
 
     nodes: Trajectory
@@ -198,9 +200,9 @@ class InputFeatures:
         """Compute the features of n inputs.
 
         Raises:
-            ValueError: An input's gradients are all zero: it has no direction, as for `LabelKernel`.
+            ValueError: An input's gradients are all zero: it has no direction, as in `LabelKernel`.
         """
-        has_units = isinstance(self.nodes.model.module, InUnits)  # float32 may not tell a table's rows apart
+        has_units = isinstance(self.nodes.model.module, InUnits)  # float32 may not distinguish a table's rows
         X = parse_inputs(self.nodes, X if has_units else float_inputs(X, torch.float32))
         sketch = trace_sketch(self.nodes, self.num_features, nodes=None, seed=self.seed, head="logits")
         z = sketch.features(Points(X, is_train=False), self.options)
@@ -227,15 +229,15 @@ def most_likely(
     """Return factor, weights and numbers (`LabelProcess`) of the most likely process on N targets.
 
     For each noise the outputscale is the best one, s = sum_c y_c^T (K + noise)^-1 y_c / (N C), and the negative
-    logarithm of the likelihood that of N(targets; 0, s (K + noise)), per target. Every noise that is tried costs a
-    Cholesky factorisation; the likelihood of some of the points says where to look (`_search`).
+    log-likelihood is that of N(targets; 0, s (K + noise)), per target. Every tested noise costs a Cholesky
+    factorisation; the likelihood of some of the points tells where to search (`_search`).
 
     Args:
         matrix: The kernel matrix K, or the scatter matrix F^T F of features with K = F F^T.
         targets: Targets of all points.
         few: The kernel matrix of the points `few_rows(N)`.
         rounding: Rounding error of the matrix's entries: the noise is at least N times as large.
-        products: F^T targets, of features.
+        products: F^T targets, for features.
     """
     N, C = targets.shape
     values, vectors = torch.linalg.eigh(few)
@@ -259,7 +261,7 @@ def most_likely(
             )
         weights = torch.linalg.solve_triangular(factor, targets if products is None else products, upper=False)
         quadratic, log_determinant = float(weights.square().sum()), 2 * float(factor.diagonal().log().sum())
-        if products is not None:  # of F F^T + noise
+        if products is not None:  # for F F^T + noise
             total = targets.square().sum()
             left = without_rounding((total - quadratic)[None], float(total) * _SQUARE_ROUNDING, "remainders")
             quadratic, log_determinant = float(left) / noise, log_determinant + (N - len(matrix)) * log_noise
@@ -286,8 +288,8 @@ def _search(guess: Callable[[float], float], loss: Callable[[float], float], bou
     """Evaluate a smooth, costly function of the noise's logarithm until its minimum is among the values.
 
     Another function that resembles it, and costs nothing, is corrected by the polynomial through their differences at
-    the values nearest to the lowest one. The search ends where this corrected function has its minimum, if it foretold
-    the last value; a value that it did not foretell is followed by one in the wider half of the interval.
+    the values nearest to the lowest one. The search ends at the minimum of this corrected function if it predicted the
+    last value correctly; after a wrong prediction, the next value is in the wider half of the interval.
     """
     x, expected = _minimum(guess, *bounds), nan
     tried = {x: loss(x)}
@@ -320,21 +322,21 @@ def _likelihood(quadratic: float, log_determinant: float, num_points: int, num_c
 
 
 def _minimum(loss: Callable[[float], float], lowest: float, highest: float) -> float:
-    """Return where a function of the noise's logarithm is least, the ends of its range included."""
+    """Return the position of the minimum of a function of the noise's logarithm, including the ends of its range."""
     found = minimize_scalar(loss, bounds=(lowest, highest), method="bounded", options={"xatol": _LOG_TOLERANCE})
     return min([float(found.x), lowest, highest], key=loss)
 
 
 def without_rounding(values: Float[Tensor, " n"], rounding: float, what: str) -> Float[Tensor, " n"]:
-    """Return numbers that cannot be negative with those set to 0 that rounding has made so.
+    """Return numbers that cannot be negative, with those that are negative by rounding set to 0.
 
     Args:
         values: The numbers.
-        rounding: How far below 0 rounding may have brought them.
-        what: Their name in a message.
+        rounding: Largest negative size that rounding can cause.
+        what: Their name in messages.
 
     Raises:
-        ValueError: One is further below 0, which rounding does not explain.
+        ValueError: A number is more negative than rounding explains.
     """
     lowest = float(values.min()) if len(values) else 0.0
     if lowest < -rounding:
@@ -349,19 +351,19 @@ def without_rounding(values: Float[Tensor, " n"], rounding: float, what: str) ->
 class LabelProcess:
     """A Gaussian process for each class, all with the same kernel, conditioned on N labels.
 
-    Targets are 1 - 1/C for a point's own class, and -1/C for the others. Conditioned through the Cholesky factor L of
-    the N x N kernel matrix plus the noise; or Bayesian linear regression on k features F of each point, with the factor
-    of F^T F + noise.
+    Targets are 1 - 1/C for a point's own class, and -1/C for the others. The process is conditioned through the
+    Cholesky factor L of the N x N kernel matrix plus the noise; or it is a Bayesian linear regression on k features F
+    of each point, with the factor of F^T F + noise.
 
     Attributes:
-        kernel: The kernel, or what maps n inputs to their features, (n, k), each row of length 1.
-        training: The N inputs, or their features F, (N, k), of which a process that was read from a file has none.
+        kernel: The kernel, or the map from n inputs to their features, (n, k), each row of length 1.
+        training: The N inputs, or their features F, (N, k); None for features of a process that was read from a file.
         targets: (N, C).
         factor: L, (r, r) with r = N or k, lower triangular.
         weights: L^-1 times the targets, or times F^T targets, (r, C).
         noise: Variance of the targets' noise, relative to the outputscale.
         outputscale: Prior variance of the processes.
-        negative_log_likelihood: Of the targets, per target, in nats.
+        negative_log_likelihood: Negative log-likelihood of the targets, per target, in nats.
     """
 
     kernel: LabelKernel | InputFeatures
@@ -375,17 +377,17 @@ class LabelProcess:
 
     @property
     def rounding(self) -> float:
-        """How far below 0 rounding may bring a variance, relative to the outputscale.
+        """Largest negative variance that rounding can cause, relative to the outputscale.
 
-        Of N kernel values, divided by the smallest variance of an observation; or of features in float32: another
-        place of a point in its block of points gives other last digits.
+        It depends on N kernel values, divided by the smallest variance of an observation; or on features in float32:
+        another position of a point in its block of points changes the last digits.
         """
         if isinstance(self.kernel, InputFeatures):
             return 8 * torch.finfo(torch.float32).eps
         return len(self.training) * self.kernel.rounding(self.training) * max(1.0, 1 / self.noise)
 
     def coordinates(self, X: Shaped[Tensor, "n ..."]) -> Float[Tensor, "n r"]:
-        """Return what predictions at n inputs depend on: rows b = L^-1 k(inputs, x), or L^-1 times their features."""
+        """Return the coordinates of n inputs for predictions: b = L^-1 k(inputs, x), or L^-1 times their features."""
         if isinstance(self.kernel, InputFeatures):
             return self._whitened(self.kernel(X))
         return self._whitened(self.kernel.block(X, self.training))
@@ -422,18 +424,18 @@ class LabelProcess:
     def leave_one_out(self) -> tuple[Float[Tensor, "N C"], Float[Tensor, " N"]]:
         """Predict each conditioning point from the others: mean, and variance relative to the outputscale.
 
-        Equation (5.12) of Rasmussen & Williams (2006), with the hyperparameters as they are: residuals are divided by
+        Equation (5.12) of Rasmussen & Williams (2006), without changing the hyperparameters: residuals are divided by
         the diagonal of (K + noise)^-1, or by 1 - h with h the leverage of each point.
 
         Raises:
-            ValueError: The process was read from a file, which does not hold the training features.
+            ValueError: The process was read from a file, which does not contain the training features.
         """
         if not len(self.targets):
             raise ValueError("a process that was read from a file has no features of training points: fit it again.")
         if not isinstance(self.kernel, InputFeatures):
             L, N = self.factor, len(self.factor)
             inverse_diagonal = L.new_empty(N)
-            for first in range(0, N, _INVERSE_COLUMNS):  # columns of L^-1, which are 0 above the diagonal
+            for first in range(0, N, _INVERSE_COLUMNS):  # columns of L^-1, which is 0 above the diagonal
                 identity = torch.eye(N - first, min(_INVERSE_COLUMNS, N - first), dtype=L.dtype, device=L.device)
                 columns = torch.linalg.solve_triangular(L[first:, first:], identity, upper=False)
                 inverse_diagonal[first : first + _INVERSE_COLUMNS] = columns.square().sum(0)
@@ -463,7 +465,7 @@ def condition_on_features(
 
     Args:
         features: Maps n inputs to their features.
-        training_features: Those of the N points.
+        training_features: Features of the N points.
         targets: (N, C).
     """
     N, k = training_features.shape
@@ -479,18 +481,19 @@ def condition_on_features(
 
 @dataclass(frozen=True)
 class LabelSettings:
-    """What a process on labels is made of.
+    """The settings of a process on labels.
 
     Attributes:
-        nodes: Nodes of the path that stand for all its steps; None for 20, or for as many more as outputs need, up to
-            256: at each node one combination of them is taken. Of a run of one state as many as there are outputs.
-        features: Sketched features of each point; "exact" for the kernel matrix itself; None for "exact" up to 5000
-            conditioning points where the matrix takes at most 10^13 multiplications, and 4096 features else.
+        nodes: Number of nodes of the path that represent all its steps; None for 20, or for as many as there are
+            outputs, up to 256: one combination of the outputs is used at each node. For a run of one state, as many as
+            there are outputs.
+        features: Number of sketched features of each point; "exact" for the kernel matrix itself; None for "exact" up
+            to 5000 conditioning points if the matrix takes at most 10^13 multiplications, and otherwise 4096 features.
         inputs_kernel: "rbf" multiplies the path kernel's cosine by an RBF kernel on the inputs, with the median
-            distance between training inputs as its lengthscale; None leaves it out, as integers as inputs do.
+            distance between training inputs as its lengthscale; None leaves it out, and so do integer inputs.
         seed: Seed of the sketch.
-        power: Of the product of both kernels; None for 2 with the kernel matrix itself, and 1 with features.
-        path: Which the nodes lie on.
+        power: Power of the product of both kernels; None for 2 with the kernel matrix itself, and 1 with features.
+        path: The path that contains the nodes.
     """
 
     nodes: int | None = None
@@ -501,11 +504,11 @@ class LabelSettings:
     path: WeightPath = straight()
 
     def __post_init__(self) -> None:
-        """Raise if a setting cannot be used; nodes and path are checked by `nodes_trajectory`.
+        """Raise if a setting is invalid; nodes and path are checked by `nodes_trajectory`.
 
         Raises:
-            TypeError: A number is of the wrong kind.
-            ValueError: A number is out of range, or a name is not known.
+            TypeError: A number has a wrong type.
+            ValueError: A number is out of range, or a name is unknown.
         """
         validate_integer(self.seed, "seed")
         if self.power is not None:
@@ -539,9 +542,9 @@ def fit_labels(
 
     Args:
         trajectory: The run.
-        settings: What the process is made of.
-        points: Indices of the N training points to condition on; on the device that computes.
-        options: How it is computed.
+        settings: The settings of the process.
+        points: Indices of the N conditioning points, on the device of the computation.
+        options: Options of the computation.
     """
     count = settings.num_nodes(trajectory.num_outputs, is_one_state=is_one_state(trajectory))
     nodes = nodes_trajectory(trajectory, count, path=settings.path)

@@ -43,15 +43,15 @@ from epk_gp.work.run import progress_bar
 class LogitGP(gpytorch.models.ExactGP):  # type: ignore[misc]  # gpytorch ships no types
     """A Gaussian process over the network's outputs, conditioned on training points.
 
-    The prior is mean + outputscale * EPK, the kernel normalised to (mean) diagonal 1 (its raw scale is arbitrary). All
-    computation is in float64. Call `fit`, then `logit_posterior`; `gp(X)`, X flattened, in evaluation mode is the same
-    posterior in GPyTorch's terms, which joins the points. Both are conditioned anew in each call, by Cholesky for any
-    number of rows, with hyperparameters and targets as they are. In training mode `gp(X)` is the prior, for GPyTorch's
-    own marginal likelihood, which from 800 rows on estimates; `fit` does not.
+    The prior is mean + outputscale * EPK, with the kernel normalised to (mean) diagonal 1 (its raw scale is arbitrary).
+    All computation is in float64. Call `fit`, then `logit_posterior`; `gp(X)`, X flattened, in evaluation mode is the
+    same posterior in GPyTorch's terms, which joins the points. Both are conditioned again in each call, by Cholesky for
+    any number of rows, with the present hyperparameters and targets. In training mode `gp(X)` is the prior, for
+    GPyTorch's own marginal likelihood, which is an estimate from 800 rows on; `fit` does not estimate.
 
     The posterior mean of a GP is not the network. With mean="network" and targets="network" it is: the residual is
-    zero, and the covariance is that of the exact path kernel around the network as it stands. Nothing can be learned
-    from a zero residual, so take the hyperparameters from a GP with another mean:
+    zero, and the covariance is that of the exact path kernel around the given network. Nothing can be learned from a
+    zero residual, so take the hyperparameters from a GP with another mean:
 
         gp = LogitGP(trajectory)
         gp.fit()
@@ -61,9 +61,9 @@ class LogitGP(gpytorch.models.ExactGP):  # type: ignore[misc]  # gpytorch ships 
 
     Args:
         trajectory: Training run with C outputs.
-        outputs: "full" - one process whose C outputs covary; "independent" - one process per output, each with an
-            outputscale and noise of its own; "trace" - one process per output, all with the scalar kernel
-            sum_c K(x, x')[c, c], one outputscale and one noise, so that one factorisation of N rows serves all.
+        outputs: "full" - one process whose C outputs covary; "independent" - one process per output, each with its own
+            outputscale and noise; "trace" - one process per output, all with the scalar kernel sum_c K(x, x')[c, c],
+            one outputscale and one noise, so that one factorisation of N rows serves all.
         mean: "initial" (f_{w_0}, the b of the kernel machine), "constant" (learned, one per output), "zero" (for
             targets="labels"), "network".
         targets: "network" - the trained network's outputs at the points (the paper); "dirichlet" - transformed labels
@@ -72,29 +72,29 @@ class LogitGP(gpytorch.models.ExactGP):  # type: ignore[misc]  # gpytorch ships 
         points: Indices of the training points to condition on; all by default.
         head: "logits" or "log_softmax"; None follows the run's loss (`EPKKernel`).
         rule: Quadrature rule.
-        path: Along which test points move (`EPKKernel`). `chords(every=k)` evaluates them once for k steps.
-        nodes: Nodes of the whole path that stand for all its steps in the kernel, of training and test points alike
-            (`epk_gp.gram.sketch.nodes_trajectory`), with one evaluation at each: what makes maps of many points
-            cheap. None for all steps, by the rule; with nodes there is no other rule.
+        path: The path of test points (`EPKKernel`). `chords(every=k)` evaluates them once for k steps.
+        nodes: Number of nodes of the whole path that represent all its steps in the kernel, for training and test
+            points (`epk_gp.gram.sketch.nodes_trajectory`), with one evaluation at each: this makes maps of many points
+            cheap. None for all steps, by the rule; with nodes there is no rule.
         normalize: "mean_diagonal", or "cosine" (`EPKKernel`).
-        noise: Initial noise variance, relative to the kernel's mean diagonal, to be learned. Not used with
+        noise: Initial noise variance, relative to the kernel's mean diagonal; it is learned. Not used with
             targets="dirichlet", whose variances are known.
-        options: `memory_budget`, for kernel blocks and posteriors beside the factorisation; see `ComputeOptions`.
+        options: `memory_budget`, for kernel blocks and posteriors, without the factorisation; see `ComputeOptions`.
 
-    Threads may share a process that none of them changes (`fit`).
+    Threads may share a process as long as none of them changes it (`fit`).
 
     Attributes:
-        coupling: How the process over C outputs is put together.
+        coupling: The structure of the process over C outputs.
         train_inputs: One tensor of N training copies, (N, D + 1).
         train_targets: (N, C) for "full", (C, N) for "independent" and "trace".
-        target_mean: What was subtracted from the labels, (C,): add it to predictions. Zero for other targets.
+        target_mean: The mean that was subtracted from the labels, (C,): add it to predictions. Zero for other targets.
         points: The N indices.
-        trajectory: The run; with nodes, `kernel.trajectory` is the run of these.
+        trajectory: The run; with nodes, `kernel.trajectory` is the run of the nodes.
 
     Raises:
-        TypeError: `points` are not indices, `noise` is not a number, or an option is not known.
+        TypeError: `points` are not indices, `noise` is not a number, or an option is unknown.
         ValueError: An argument has an unknown value, `points` are out of range or repeated, targets="dirichlet" is
-            asked for without class labels, or there are nodes and a rule.
+            requested without class labels, or there are nodes and a rule.
     """
 
     def __init__(
@@ -144,14 +144,14 @@ class LogitGP(gpytorch.models.ExactGP):  # type: ignore[misc]  # gpytorch ships 
         return kernel
 
     def __call__(self, *args: Shaped[Tensor, "*b n columns"]) -> MultivariateNormal:
-        """Evaluate as GPyTorch does: the prior in training mode, else the posterior.
+        """Evaluate as GPyTorch does: the prior in training mode, otherwise the posterior.
 
         Args:
             args: One tensor of points, (*b, n, D + 1), or (*b, n, D) for test copies.
 
         Raises:
-            TypeError: The points are not a tensor, or of a kind that the network cannot take.
-            ValueError: There is more or less than one argument, the points are neither flattened inputs nor made with
+            TypeError: The points are not a tensor, or the network cannot take points of this kind.
+            ValueError: There is not exactly one argument, the points are neither flattened inputs nor made with
                 `train_copy` or `test_copy`, their batch does not fit the processes, or in training mode they are not
                 the training points; or the process cannot be conditioned (`factorize`).
         """
@@ -163,7 +163,7 @@ class LogitGP(gpytorch.models.ExactGP):  # type: ignore[misc]  # gpytorch ships 
             raise ValueError("in training mode call a LogitGP with gp.train_inputs[0]; to predict, gp.eval() first.")
         if self.training or gpytorch.settings.prior_mode.on():
             return super().__call__(x.rows)
-        # GPyTorch would keep what it found for earlier hyperparameters, and approximate from 800 rows on
+        # GPyTorch would keep results of earlier hyperparameters, and approximate from 800 rows on
         (L, weights), scale = self.factorize(), self._scale().reshape(*self.kernel.batch_shape, 1, 1)
         mean, cross = self._mean(x), scale * self._values(self._train_points(), x)
         V = torch.linalg.solve_triangular(L.reshape(self.kernel.batch_shape + L.shape[1:]), cross, upper=False)
@@ -181,12 +181,12 @@ class LogitGP(gpytorch.models.ExactGP):  # type: ignore[misc]  # gpytorch ships 
 
         Args:
             inputs: None.
-            targets: As `train_targets`.
-            strict: Whether GPyTorch demands the targets' shape, dtype and device.
+            targets: Targets in the form of `train_targets`.
+            strict: Whether to require the targets' shape, dtype and device, as in GPyTorch.
 
         Raises:
             ValueError: There are inputs.
-            RuntimeError: The targets are not as `strict` demands.
+            RuntimeError: The targets do not meet the requirements of `strict`.
         """
         if inputs is not None:
             raise ValueError("a LogitGP keeps its points: got inputs. Make another, LogitGP(trajectory, points=...).")
@@ -207,9 +207,9 @@ class LogitGP(gpytorch.models.ExactGP):  # type: ignore[misc]  # gpytorch ships 
             Over (n, C) for "full"; over n with batch shape [C] for "independent" and "trace".
 
         Raises:
-            TypeError, ValueError: As for a call.
+            TypeError, ValueError: As in a call.
         """
-        x = tag_points(self.trajectory, x)  # GPyTorch's mean comes first, with an error of its own
+        x = tag_points(self.trajectory, x)  # before GPyTorch's mean, which has its own error
         return self.coupling.distribution(self.mean_module(x), self.covar_module(x))
 
     @torch.enable_grad()
@@ -217,7 +217,7 @@ class LogitGP(gpytorch.models.ExactGP):  # type: ignore[misc]  # gpytorch ships 
         """Maximise the exact marginal likelihood over outputscale, noise and constant, with Adam.
 
         The value is that of GPyTorch's `ExactMarginalLogLikelihood` by Cholesky. The Gram matrix, and a prior mean
-        without parameters, do not depend on what is learned: both are evaluated once, and a step costs little.
+        without parameters, do not depend on the learned parameters: both are evaluated once, and a step costs little.
 
         Args:
             steps: Number of Adam steps.
@@ -229,8 +229,8 @@ class LogitGP(gpytorch.models.ExactGP):  # type: ignore[misc]  # gpytorch ships 
             covary).
 
         Raises:
-            TypeError: `steps` is not a whole number, or `lr` is not a number.
-            ValueError: `steps` or `lr` is not positive; the residual is zero by construction, so that the likelihood
+            TypeError: `steps` is not an integer, or `lr` is not a number.
+            ValueError: `steps` or `lr` is not positive; the residual is always zero, so that the likelihood
                 grows without bound as the scale shrinks; or the covariance is not positive definite (no jitter is
                 added).
         """
@@ -244,7 +244,7 @@ class LogitGP(gpytorch.models.ExactGP):  # type: ignore[misc]  # gpytorch ships 
         validate_positive(lr, "lr")
         self.eval()
         spectrum, squares = self._spectrum(), None
-        if not any(p.requires_grad for p in self.mean_module.parameters()):  # the residual is a constant
+        if not any(p.requires_grad for p in self.mean_module.parameters()):  # the residual is constant
             squares = spectrum.squares(self._residual())
         optimizer = torch.optim.Adam(self.parameters(), lr=lr)
         losses = []
@@ -260,14 +260,14 @@ class LogitGP(gpytorch.models.ExactGP):  # type: ignore[misc]  # gpytorch ships 
         """Evaluate the posterior of the latent outputs at test copies.
 
         Args:
-            X_test: n inputs, of the structure of the training inputs.
+            X_test: n inputs, with the structure of the training inputs.
             progress: Show a progress bar.
 
         Returns:
-            Mean (n, C) and covariance (n, C, C), diagonal unless "full", float64. No noise of observations in it.
+            Mean (n, C) and covariance (n, C, C), diagonal unless "full", float64, without the noise of observations.
 
         Raises:
-            TypeError: The points are of a kind that the network cannot take.
+            TypeError: The network cannot take points of this kind.
             ValueError: The points have a shape or values that the network cannot take, or the observations' covariance
                 is not positive definite.
         """
@@ -276,22 +276,22 @@ class LogitGP(gpytorch.models.ExactGP):  # type: ignore[misc]  # gpytorch ships 
         return self._posterior(as_test_points(X, torch.float64), progress)
 
     def posterior_at(self, x: Shaped[Tensor, "n columns"], *, progress: bool = False) -> LogitPosterior:
-        """Evaluate the posterior of the latent outputs at points, (n, D + 1), whose copy column says what they are.
+        """Evaluate the posterior of the latent outputs at points, (n, D + 1), whose copy column marks their kind.
 
         Raises:
-            TypeError, ValueError: As `logit_posterior`.
+            TypeError, ValueError: As in `logit_posterior`.
         """
         return self._posterior(parse_points(self.trajectory, x, self.train_inputs[0].dtype), progress)
 
     def _posterior(self, x: PointSets, progress: bool) -> LogitPosterior:
-        """Evaluate the posterior block by block: factorise once, and never make a matrix over all test points.
+        """Evaluate the posterior block by block: factorise once, and never build a matrix over all test points.
 
         Section 4.2, Bell et al. (2023), with equations (2.25) and (2.26) of Rasmussen & Williams (2006):
 
             mean(x) = m(x) + k(x)^T (K + noise)^-1 (y - m),   cov(x) = K(x, x) - k(x)^T (K + noise)^-1 k(x)
         """
         coupling, own = self.coupling, self._train_points()
-        config = replace(self.kernel.config, cache=BlockCache(0))  # blocks with test points are not asked for again
+        config = replace(self.kernel.config, cache=BlockCache(0))  # blocks with test points are not needed again
         means, covariances, variances = [], [], []
         with torch.no_grad(), progress_bar(x.count, "posterior", unit="point", shown=progress) as bar:
             factor, weights = self.factorize()
@@ -313,9 +313,9 @@ class LogitGP(gpytorch.models.ExactGP):  # type: ignore[misc]  # gpytorch ships 
         return LogitPosterior(torch.cat(means), torch.cat(covariances), tolerance, link, variance)
 
     def _updates(self, cross: Tensor, factor: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
-        """Compute what the observations add to the mean, (n, C), and take from the covariance, (n, C, C).
+        """Compute the observations' addition to the mean, (n, C), and their reduction of the covariance, (n, C, C).
 
-        The large arrays live in this function only: those of one block of test points are freed before the next.
+        The large arrays exist only in this function: those of one block of test points are freed before the next block.
         """
         cross.mul_(self._scale()[:, None, None])
         updates = (cross @ _by_matrix(weights, len(cross))).mT.reshape(len(weights), -1)  # (B, n R)
@@ -337,14 +337,14 @@ class LogitGP(gpytorch.models.ExactGP):  # type: ignore[misc]  # gpytorch ships 
         return variances.expand(self.target_rows().shape)
 
     def factorize(self) -> tuple[Float[Tensor, "K rows rows"], Float[Tensor, "B rows"]]:
-        """Factorise the covariance of the observations, with the hyperparameters as they are.
+        """Factorise the covariance of the observations, with the present hyperparameters.
 
         Returns:
             The lower Cholesky factors of scale * K + noise, one per output or one for all of them, and the weights
-            (scale * K + noise)^-1 (targets - mean), arranged as `OutputCoupling` says.
+            (scale * K + noise)^-1 (targets - mean), in the arrangement of `OutputCoupling`.
 
         Raises:
-            ValueError: The covariance is not positive definite, as no jitter is added; or a target is not finite.
+            ValueError: The covariance is not positive definite (no jitter is added), or a target is not finite.
         """
         gram, scale = self._gram(), self.covar_module.outputscale.reshape(-1)[:, None, None]
         covariance = gram * scale if torch.is_grad_enabled() else gram.mul_(scale)
@@ -359,7 +359,7 @@ class LogitGP(gpytorch.models.ExactGP):  # type: ignore[misc]  # gpytorch ships 
         return factor, torch.cholesky_solve(_by_matrix(residual, len(factor)), factor).mT.reshape(residual.shape)
 
     def _scale(self) -> Tensor:
-        """Return what kernel values without a scale are multiplied by, one number per matrix."""
+        """Return the scale of the kernel values, one number per matrix."""
         scale: Tensor = self.covar_module.outputscale.reshape(-1) / self.kernel.scale
         return scale
 
@@ -373,7 +373,7 @@ class LogitGP(gpytorch.models.ExactGP):  # type: ignore[misc]  # gpytorch ships 
         return self._rows(self.train_targets - self._mean(self._train_points()))
 
     def _train_points(self) -> PointSets:
-        """Return the training copies; they are parsed anew where they were moved or edited."""
+        """Return the training copies; they are parsed again after they were moved or edited."""
         (rows,) = self.train_inputs
         if self._parsed.rows is not rows or self._parsed_version != rows._version:
             self._parsed, self._parsed_version = parse_points(self.trajectory, rows), rows._version
@@ -397,8 +397,8 @@ class LogitGP(gpytorch.models.ExactGP):  # type: ignore[misc]  # gpytorch ships 
     def _spectrum(self) -> "_Spectrum":
         """Decompose the kernel matrix over the training copies.
 
-        A Cholesky factorisation with its gradient takes seconds at 3000 rows, in every step of an optimizer; from the
-        spectrum a step costs no product of matrices.
+        A Cholesky factorisation with its gradient takes seconds for 3000 rows, in every step of an optimizer; with the
+        spectrum a step needs no matrix product.
         """
         gram = self._gram()
         if self._noise_is_known:
@@ -406,7 +406,7 @@ class LogitGP(gpytorch.models.ExactGP):  # type: ignore[misc]  # gpytorch ships 
             gram = whitening[..., :, None] * gram * whitening[..., None, :]
         else:
             whitening = gram.new_ones(gram.shape[:-1])
-        values, vectors = torch.linalg.eigh(gram)  # negative eigenvalues come from rounding only
+        values, vectors = torch.linalg.eigh(gram)  # negative eigenvalues are rounding errors
         return _Spectrum(values, vectors, whitening)
 
     def _loss(self, spectrum: "_Spectrum", squares: Float[Tensor, "K rows"]) -> Float[Tensor, ""]:
@@ -424,14 +424,14 @@ class LogitGP(gpytorch.models.ExactGP):  # type: ignore[misc]  # gpytorch ships 
         log_determinants = variances.log().sum(-1) - 2 * spectrum.whitening.log().sum(-1)
         per_matrix = self.coupling.batch_shape.numel() // K  # residuals that share a matrix
         loss = 0.5 * ((squares / variances).sum() + per_matrix * (log_determinants + rows * log(2 * pi)).sum())
-        for _, module, prior, closure, _ in self.named_priors():  # as GPyTorch's marginal likelihood does
+        for _, module, prior, closure, _ in self.named_priors():  # as in GPyTorch's marginal likelihood
             loss = loss - prior.log_prob(closure(module)).sum()
         return loss / rows
 
 
 @dataclass(frozen=True, eq=False)
 class _Spectrum:
-    """K matrices as W G W = Q diag(v) Q^T, with W = D^(-1/2) for known noise D, else the identity.
+    """K matrices as W G W = Q diag(v) Q^T, with W = D^(-1/2) for known noise D, otherwise the identity.
 
     Attributes:
         values: v, (K, rows).
@@ -452,7 +452,7 @@ class _Spectrum:
 def _run_of_nodes(
     trajectory: Trajectory, nodes: int | None, rule: QuadratureRule, path: WeightPath
 ) -> tuple[Trajectory, QuadratureRule, WeightPath]:
-    """Return the run whose kernel is taken, with its rule and path: some nodes are a run that has none of its own."""
+    """Return the run of the kernel, with its rule and path; nodes form a run without a path of its own."""
     if nodes is None:
         return trajectory, rule, path
     if rule != gauss_legendre(4):
@@ -472,7 +472,7 @@ def _kernel_of_gram(
 ) -> EPKKernel:
     """Return a normalised kernel that keeps its matrix over N training copies, for `fit` and every factorisation.
 
-    Where these are all training copies, their mean diagonal is that of the matrix.
+    If these are all training copies, the mean diagonal is that of the matrix.
     """
     if normalize not in ("cosine", "mean_diagonal"):
         raise ValueError(f"normalize must be 'cosine' or 'mean_diagonal': got {normalize!r}.")
@@ -494,7 +494,7 @@ def validate_gp(gp: object) -> None:
     """Raise if an object is not a `LogitGP`.
 
     Raises:
-        TypeError: The object is something else.
+        TypeError: It is another object.
     """
     if not isinstance(gp, LogitGP):
         raise TypeError(f"gp must be a LogitGP: got {type(gp).__name__}. Make one with epk_gp.LogitGP(trajectory).")

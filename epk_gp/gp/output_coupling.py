@@ -1,4 +1,4 @@
-"""How a process over C outputs is put together: its layouts, its likelihood, and its prior mean."""
+"""The structure of a process over C outputs: its layouts, its likelihood, and its prior mean."""
 
 from dataclasses import dataclass
 from typing import Any, Literal, final
@@ -22,27 +22,27 @@ from epk_gp.kernels.tagging import PointSets, parse_points, requires_graph
 Coupling = Literal["full", "independent", "trace"]
 PriorMean = Literal["initial", "constant", "zero", "network"]
 
-# Lowest variance that is learned, where the kernel's mean diagonal is 1. It lies well above the rounding of a Gram
-# matrix, so that no jitter is needed: for 3000 rows, 3000 eps = 7e-13 of the largest eigenvalue, which is at most the
-# trace 3000, are 2e-9.
+# Smallest learned variance, for a mean diagonal of the kernel of 1. It is well above the rounding of a Gram matrix, so
+# that no jitter is needed: for 3000 rows, rounding is 3000 eps = 7e-13 of the largest eigenvalue, which is at most the
+# trace 3000, so 2e-9.
 NOISE_FLOOR = 1e-6
 
 
 @dataclass(frozen=True)
 class OutputCoupling(OutputStructure):
-    """How a Gaussian process over C outputs is put together.
+    """The structure of a Gaussian process over C outputs.
 
-    One process whose outputs covary through the kernel's C x C blocks ("full"); one process per output, with the kernel
-    of that output with itself ("independent"); or C processes with one covariance, the trace ("trace"), so that one
-    factorisation serves them all. Values at n points have three layouts:
+    There is one process whose outputs covary through the kernel's C x C blocks ("full"); one process per output, with
+    the kernel of that output with itself ("independent"); or C processes with one covariance, the trace ("trace"), so
+    that one factorisation serves them all. Values at n points have three layouts:
 
-    * (n, C), that of the network and of `LogitPosterior`;
+    * (n, C), the layout of the network and of `LogitPosterior`;
     * GPyTorch's, (n, C) for one multi-output process or (C, n) for a batch of processes;
     * rows of the kernel's K matrices, (B, n * R), see `OutputStructure`: GPyTorch's layout reshaped to (B, -1). Each
-      matrix belongs to B / K vectors of rows, the right-hand sides of its equations: to C where the outputs share one.
+      matrix has B / K vectors of rows, the right-hand sides of its equations: C if the outputs share one matrix.
 
     Attributes:
-        kind: What the kernel makes of the C x C block of two points: "full", "independent" or "trace".
+        kind: The part of the C x C block of two points that the kernel uses: "full", "independent" or "trace".
         num_outputs: C.
     """
 
@@ -57,9 +57,9 @@ class OutputCoupling(OutputStructure):
         return torch.Size([self.num_outputs] if self.is_batch else [])
 
     def to_gpytorch(self, values: Float[Tensor, "*b n C"]) -> Float[Tensor, "..."]:
-        """Arrange values per point and output as GPyTorch's: (*b, n, C), or (*d, n) with d = broadcast(b, [C]).
+        """Arrange values per point and output in GPyTorch's layout: (*b, n, C), or (*d, n) with d = broadcast(b, [C]).
 
-        Of a batch of processes, b is empty or ends with the batch, of size 1 or C.
+        For a batch of processes, b is empty or ends with the batch, of size 1 or C.
         """
         if not self.is_batch:
             return values
@@ -77,7 +77,7 @@ class OutputCoupling(OutputStructure):
         return torch.diag_embed(blocks[..., 0, 0].expand(-1, self.num_outputs)) if self.is_batch else blocks[:, 0]
 
     def point_blocks(self, matrices: Float[Tensor, "K rows rows"]) -> Float[Tensor, "n C C"]:
-        """Cut the C x C blocks of single points out of K matrices; zero between outputs that do not covary."""
+        """Extract the C x C blocks of single points from K matrices; zero between outputs that do not covary."""
         R = self.rows_per_point
         blocks = matrices.unflatten(-1, (-1, R)).unflatten(1, (-1, R)).diagonal(dim1=1, dim2=3)  # (K, R, R, n)
         return self.covariances(blocks.movedim(-1, 0))
@@ -95,14 +95,14 @@ class OutputCoupling(OutputStructure):
         if not self.is_batch:
             return MultitaskMultivariateNormal(mean, covariance)  # interleaved point by point
         batch = torch.broadcast_shapes(mean.shape[:-1], covariance.shape[:-2])
-        is_shared = covariance.shape[:-2] != batch  # GPyTorch does not expand a covariance that the outputs share
+        is_shared = covariance.shape[:-2] != batch  # GPyTorch does not expand a shared covariance
         return MultivariateNormal(mean, covariance.expand(*batch, *covariance.shape[-2:]) if is_shared else covariance)
 
     def likelihood(self, variances: Float[Tensor, "N C"] | None) -> likelihoods._GaussianLikelihoodBase:
-        """Return a Gaussian likelihood: with a known variance for every target, or with one per process to be learned.
+        """Return a Gaussian likelihood: with a known variance for every target, or one learned per process.
 
         Raises:
-            ValueError: Variances are given for outputs that share a covariance: each would get one of its own.
+            ValueError: Variances are given for outputs that share a covariance: each output would need its own.
         """
         constraint, is_shared = GreaterThan(NOISE_FLOOR), self.kind == "trace"
         if variances is not None:
@@ -124,10 +124,10 @@ class OutputCoupling(OutputStructure):
 
 
 def parse_coupling(outputs: Coupling, num_outputs: int) -> OutputCoupling:
-    """Return the coupling of a name.
+    """Return the coupling with this name.
 
     Raises:
-        ValueError: There is none of this name.
+        ValueError: The name is unknown.
     """
     if outputs not in ("full", "independent", "trace"):
         raise ValueError(f"outputs must be 'full', 'independent' or 'trace': got {outputs!r}.")
@@ -135,11 +135,11 @@ def parse_coupling(outputs: Coupling, num_outputs: int) -> OutputCoupling:
 
 
 def validate_noise(noise: float) -> None:
-    """Raise if a number cannot be the noise variance that `OutputCoupling.likelihood` starts with.
+    """Raise if a number cannot be the initial noise variance of `OutputCoupling.likelihood`.
 
     Raises:
         TypeError: It is not a number.
-        ValueError: It is not finite, or not above the lowest variance that is learned.
+        ValueError: It is not finite, or not above the smallest learned variance.
     """
     validate_number(noise, "noise")
     if not NOISE_FLOOR < noise < float("inf"):
@@ -150,17 +150,17 @@ def validate_noise(noise: float) -> None:
 class MultitaskFixedNoiseGaussianLikelihood(_MultitaskGaussianLikelihoodBase):  # type: ignore[misc]  # without types
     """Gaussian noise of known variance for every point and output.
 
-    GPyTorch's `FixedNoiseGaussianLikelihood` adds no noise to a `MultitaskMultivariateNormal` and only warns. This one
-    adds it, or raises an error.
+    GPyTorch's `FixedNoiseGaussianLikelihood` adds no noise to a `MultitaskMultivariateNormal` and only warns. This
+    class adds the noise, or raises an error.
 
     Args:
         noise: Variances of the n training points and C outputs, (n, C), positive.
 
     Raises:
-        ValueError: In a call, the points are not as many as the training points.
+        ValueError: In a call, the number of points differs from the number of training points.
     """
 
-    has_global_noise = False  # GPyTorch asks: is there one number for all points beside these?
+    has_global_noise = False  # for GPyTorch: there is no additional number for all points
 
     def __init__(self, noise: Float[Tensor, "n C"]) -> None:
         super(likelihoods._GaussianLikelihoodBase, self).__init__()  # the base class itself needs a noise module
@@ -185,10 +185,10 @@ class NetworkMean(Mean):  # type: ignore[misc]  # gpytorch ships no types
     The network's weights are not parameters of it.
 
     Args:
-        config: The kernel's: the run, the head, and the cache, which also holds outputs.
-        coupling: How the process over C outputs is put together.
+        config: The kernel's configuration: the run, the head, and the cache, which also holds outputs.
+        coupling: The structure of the process over C outputs.
         state: s: 0 is f_{w_0}, the b of the kernel machine (Theorem 3.6, Bell et al. 2023); -1 is the trained network.
-        trajectory: The run; by default that of the kernel.
+        trajectory: The run; by default the kernel's.
     """
 
     def __init__(
@@ -212,7 +212,7 @@ class NetworkMean(Mean):  # type: ignore[misc]  # gpytorch ships no types
         return self.at(parse_points(self.trajectory, x))
 
     def at(self, x: PointSets) -> Float[Tensor, "*d n C"] | Float[Tensor, "*d n"]:
-        """Evaluate the network at parsed points; arranged as of `forward`."""
+        """Evaluate the network at parsed points; the result is arranged as in `forward`."""
         trajectory, head, rows = self.trajectory, self.config.path_kernel.head, x.rows
         if requires_graph(rows):
             X = rows[..., :-1].reshape(-1, *trajectory.input_shape)
@@ -230,12 +230,12 @@ def make_mean(mean: PriorMean, config: KernelConfig, coupling: OutputCoupling, t
 
     Args:
         mean: "initial" (f_{w_0}), "constant" (learned, one per output), "zero", or "network" (the trained network).
-        config: The kernel's.
-        coupling: How the process over C outputs is put together.
-        trajectory: The run, whose nodes the kernel's may be.
+        config: The kernel's configuration.
+        coupling: The structure of the process over C outputs.
+        trajectory: The run, of which the kernel's run may be the nodes.
 
     Raises:
-        ValueError: `mean` is none of these.
+        ValueError: `mean` is unknown.
     """
     if mean in ("initial", "network"):
         return NetworkMean(config, coupling, 0 if mean == "initial" else -1, trajectory)

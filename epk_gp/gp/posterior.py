@@ -21,13 +21,13 @@ _SHOWN_OUTPUTS = 10  # rows of a table
 # Bytes of a chunk of points. Measured for 1024 samples at 4000 points, 3 outputs, float64: 0.50 s in chunks of 64 MB,
 # 0.48 in chunks of 4 MB, 0.61 of 0.25 MB, 0.57 of 1 GB.
 CHUNK_BYTES = 64 * 2**20
-ARRAYS_PER_POINT = 4  # of the size of the samples: logits, probabilities, their shifts, and terms of the entropy
+ARRAYS_PER_POINT = 4  # as large as the samples: logits, probabilities, their shifts, and terms of the entropy
 
 _LOGISTIC = nn.BCEWithLogitsLoss, nn.MultiLabelSoftMarginLoss, nn.SoftMarginLoss
 
 
 def link_of(run: Trajectory) -> str | None:
-    """Return what makes probabilities of a run's outputs, "softmax" or "sigmoid", where its loss says so."""
+    """Return the function from a run's outputs to probabilities, "softmax" or "sigmoid", if its loss determines it."""
     function = getattr(run.loss, "function", None)
     is_logistic = isinstance(function, _LOGISTIC) or function is nn.functional.binary_cross_entropy_with_logits
     return "softmax" if isinstance(run.loss, ClassLoss) else "sigmoid" if is_logistic else None
@@ -40,14 +40,14 @@ class SoftmaxUncertainty(Tabular):
     Attributes:
         mean: Expected probability, (n, C).
         std: Standard deviation of the probability, (n, C).
-        entropy: Of the expected probability: the total uncertainty, (n,).
+        entropy: Entropy of the expected probability: the total uncertainty, (n,).
         expected_entropy: Expected entropy of the probability: the aleatoric part, which more data do not remove, (n,).
         mutual_information: Their difference, between the label and the latent function: the epistemic part, (n,).
         standard_error: Monte Carlo standard error of `mean`, (n, C).
         max_clipped_eigenvalue: Largest absolute value of a negative eigenvalue of a covariance that was set to zero; 0
             if there was none.
-        quantiles: Of the probability, (n, C) for every level.
-        levels: Of the quantiles, in [0, 1].
+        quantiles: Quantiles of the probability, (n, C) for every level.
+        levels: Levels of the quantiles, in [0, 1].
     """
 
     mean: Float[Tensor, "n C"]
@@ -86,16 +86,16 @@ class SoftmaxUncertainty(Tabular):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class LogitPosterior(Tabular):
-    """Gaussian posterior of the C latent outputs at n points; the noise of observations is not in it.
+    """Gaussian posterior of the C latent outputs at n points, without the noise of observations.
 
     Attributes:
         mean: (n, C).
-        covariance: Of the C outputs at one point, (n, C, C). Nothing is kept between points.
+        covariance: Covariance of the C outputs at one point, (n, C, C). Nothing is kept between points.
         eigenvalue_tolerance: Eigenvalues of a covariance between minus this number and 0 are rounding errors of a
             semi-definite matrix. The covariance is a difference of larger numbers, so the tolerance is relative to the
-            prior variance; 0 if it is not known.
-        link: What makes probabilities of the outputs, "softmax" or "sigmoid", where the run's loss says so; else None.
-        prior_variance: Of each output before any observation, (n, C); None if it is not known.
+            prior variance; 0 if that is unknown.
+        link: The function to probabilities, "softmax" or "sigmoid", if the run's loss determines it; otherwise None.
+        prior_variance: Variance of each output before any observation, (n, C); None if it is unknown.
     """
 
     mean: Float[Tensor, "n C"]
@@ -110,7 +110,7 @@ class LogitPosterior(Tabular):
 
     @property
     def std(self) -> Float[Tensor, "n C"]:
-        """Standard deviation of each output; NaN where a variance is negative beyond rounding."""
+        """Standard deviation of each output; NaN if a variance is negative beyond rounding."""
         variance = self.covariance.diagonal(dim1=1, dim2=2)
         is_rounding = (variance < 0) & (variance >= -self.eigenvalue_tolerance)
         return variance.masked_fill(is_rounding, 0).sqrt()
@@ -123,30 +123,30 @@ class LogitPosterior(Tabular):
         quantiles: Sequence[float] = (),
         link: str | None = None,
     ) -> SoftmaxUncertainty:
-        """Push a Gaussian over logits through the softmax, or of one logit through the sigmoid.
+        """Push the Gaussian over logits through the softmax, or through the sigmoid for one logit.
 
         Section 4.2, Bell et al. (2023): p = softmax(mean + covariance^(1/2) eps) with eps ~ N(0, I_C). All points use
         the same eps: the result at a point does not depend on the other points, maps are smooth, and the Monte Carlo
         errors of different points are correlated. The outputs must be logits. A network that was trained on another
-        loss than cross entropy, such as `MeanSquaredError`, has none: the softmax of its outputs is no class
-        probability. One logit z, as of `BCEWithLogitsLoss`, belongs to class 1, and class 0 has the logit 0: the result
-        has these two classes.
+        loss than cross entropy, such as `MeanSquaredError`, has none: the softmax of its outputs is not a
+        class probability. A single logit z, as for `BCEWithLogitsLoss`, belongs to class 1, and class 0 has the logit
+        0: the result has these two classes.
 
         Args:
             num_samples: Samples per point.
-            generator: Source of the samples, on the posterior's device; torch's global one by default.
+            generator: Source of the samples, on the posterior's device; torch's global generator by default.
             quantiles: Levels in [0, 1] at which quantiles of the probability are returned.
-            link: "softmax" of C >= 2 logits, or "sigmoid" of one. None takes the posterior's own, which the run's loss
-                says, and of C >= 2 outputs without one the softmax.
+            link: "softmax" for C >= 2 logits, or "sigmoid" for one. None takes the posterior's own link, which the
+                run's loss determines, or the softmax for C >= 2 outputs without one.
 
         Returns:
             Moments and entropies with the standard error of the mean.
 
         Raises:
-            TypeError: `generator`, `num_samples`, `quantiles` or a tensor of the posterior is of the wrong kind.
+            TypeError: `generator`, `num_samples`, `quantiles` or a tensor of the posterior has a wrong type.
             ValueError: There are fewer than 2 samples, a level lies outside [0, 1], values are not finite, a covariance
-                is not symmetric or has a negative eigenvalue beyond rounding, or nothing says what makes probabilities
-                of the outputs.
+                is not symmetric or has a negative eigenvalue beyond rounding, or the function from outputs to
+                probabilities is unknown.
         """
         _validate_posterior(self)
         C, link = self.mean.shape[1], link or self.link or "softmax"
@@ -158,7 +158,7 @@ class LogitPosterior(Tabular):
         _validate_sampling(num_samples, generator)
         levels = _parse_levels(quantiles)
         mean, (root, max_clipped) = self.mean, symmetric_root(self)
-        if C == 1:  # beside the logit 0 of class 0
+        if C == 1:  # next to the logit 0 of class 0
             mean, root = pad(mean, (1, 0)), pad(root, (1, 0, 1, 0))
         eps = torch.randn(num_samples, root.shape[1], generator=generator, dtype=root.dtype, device=root.device)
         return _uncertainty(mean, root, eps, levels, max_clipped).labelled(**self._labels)
@@ -182,7 +182,7 @@ class LogitPosterior(Tabular):
 
 
 def _validate_posterior(posterior: LogitPosterior) -> None:
-    """Raise if a posterior is not one of C outputs at n points.
+    """Raise if a posterior does not have C outputs at n points.
 
     Raises:
         TypeError: Its tensors are not float32 or float64, or not of one dtype.
@@ -207,16 +207,16 @@ def isotropic_softmax_uncertainty(
     num_samples: int = 1024,
     generator: torch.Generator | None = None,
 ) -> SoftmaxUncertainty:
-    """Push independent logits of one variance through the softmax, without C x C covariances.
+    """Push independent logits of equal variance through the softmax, without C x C covariances.
 
     Args:
-        mean: Of the logits.
-        variance: Of each logit of a point.
+        mean: Means of the logits.
+        variance: Variance of each logit of a point.
         num_samples: Samples per point.
         generator: Source of the samples; torch's global one by default.
 
     Raises:
-        TypeError, ValueError: As `LogitPosterior.softmax_uncertainty`, or a variance is negative.
+        TypeError, ValueError: As in `LogitPosterior.softmax_uncertainty`, or a variance is negative.
     """
     _validate_sampling(num_samples, generator)
     if not (torch.isfinite(mean).all() and torch.isfinite(variance).all() and (variance >= 0).all()):
@@ -253,7 +253,7 @@ def _parse_levels(quantiles: object) -> Tensor:
 
 
 def _moments(mean: Tensor, root: Tensor, eps: Tensor, levels: Tensor) -> tuple[Tensor, ...]:
-    """Average differences from the softmax of the mean over the samples: they are exactly zero without variance."""
+    """Average differences from the softmax of the mean over the samples; without variance they are exactly zero."""
     centre = torch.softmax(mean, dim=-1)  # (n, C)
     deviations = eps @ root if root.shape[-1] == eps.shape[-1] else eps * root  # (n, S, C); the root is symmetric
     p = torch.softmax(mean[:, None] + deviations, dim=-1)
@@ -274,7 +274,7 @@ def _moments(mean: Tensor, root: Tensor, eps: Tensor, levels: Tensor) -> tuple[T
 
 
 def symmetric_root(posterior: LogitPosterior) -> tuple[Float[Tensor, "n C C"], float]:
-    """Compute the symmetric square root of every covariance, which also exists where one is only semi-definite.
+    """Compute the symmetric square root of every covariance, which also exists for semi-definite ones.
 
     Args:
         posterior: Mean (n, C) and covariance (n, C, C).
@@ -290,7 +290,7 @@ def symmetric_root(posterior: LogitPosterior) -> tuple[Float[Tensor, "n C C"], f
     if not (torch.isfinite(posterior.mean).all() and torch.isfinite(covariance).all()):
         raise ValueError("the posterior must be finite: its mean or covariance holds NaN or infinity.")
     size = covariance.abs().amax(dim=(-2, -1))  # (n,)
-    rounding = 8 * covariance.shape[-1] * torch.finfo(dtype).eps * size  # of eigenvalues, with a margin of 8
+    rounding = 8 * covariance.shape[-1] * torch.finfo(dtype).eps * size  # rounding of eigenvalues, with a margin of 8
     tolerance = rounding.clamp_min(posterior.eigenvalue_tolerance)
     skew = (covariance - covariance.mT).abs().amax(dim=(-2, -1))
     if (skew > tolerance).any():

@@ -17,12 +17,13 @@ from epk_gp.gp.posterior import LogitPosterior, link_of
 
 @dataclass(frozen=True, eq=False, repr=False)
 class LeaveOneOut(Tabular):
-    """Predictions of each of N conditioning points from the other N - 1, with the hyperparameters as they are.
+    """Predictions of each of N conditioning points from the other N - 1, with unchanged hyperparameters.
 
     Attributes:
-        posterior: Of the latent outputs, without noise.
+        posterior: Posterior of the latent outputs, without noise.
         residual: Target minus predicted mean, (N, C).
-        log_density: Of the targets under the prediction with noise, (N,). Their sum is the log pseudo-likelihood.
+        log_density: Log density of the targets under the prediction with noise, (N,). Its sum is the log
+            pseudo-likelihood.
     """
 
     posterior: LogitPosterior
@@ -46,8 +47,8 @@ def leave_one_out(gp: LogitGP) -> LeaveOneOut:
         gp: A process over N points.
 
     Returns:
-        Predictions and scores, float64. The mean of `log_density` is a score of hyperparameters; the posterior is what
-        `softmax_uncertainty` takes.
+        Predictions and scores, float64. The mean of `log_density` is a score of hyperparameters; pass the posterior to
+        `softmax_uncertainty`.
 
     Raises:
         TypeError: `gp` is not a `LogitGP`.
@@ -75,10 +76,10 @@ def leave_one_out(gp: LogitGP) -> LeaveOneOut:
 
 
 class NormalPredictions(Tabular):
-    """Predictions of observations that are normal, each with a `mean` and a `std`."""
+    """Normal predictions of observations, each with a `mean` and a `std`."""
 
     def interval(self, level: float = 0.9) -> tuple[Any, Any]:
-        """Return the lower and the upper end of the central interval that holds an observation with a probability.
+        """Return the lower and the upper end of the central interval that contains an observation with a probability.
 
         Args:
             level: The probability, between 0 and 1.
@@ -101,8 +102,8 @@ class TargetPrediction(NormalPredictions):
 
     Attributes:
         mean: (n, C), in the units of the targets.
-        variance: Of an observation: the latent variance and the noise, (n, C).
-        latent_variance: Of the function that is observed, (n, C).
+        variance: Variance of an observation: the latent variance plus the noise, (n, C).
+        latent_variance: Variance of the observed function, (n, C).
     """
 
     mean: Float[Tensor, "n C"]
@@ -128,7 +129,7 @@ def predict_targets(gp: LogitGP, X: Inputs) -> TargetPrediction:
 
     Raises:
         TypeError: `gp` is not a `LogitGP`, or the network cannot take the points.
-        ValueError: The points of the process have noise variances of their own, or the network cannot take the points.
+        ValueError: The points of the process have separate noise variances, or the network cannot take the points.
     """
     validate_gp(gp)
     noise = gp.coupling.from_rows(gp.noise_rows().detach())
@@ -139,13 +140,13 @@ def predict_targets(gp: LogitGP, X: Inputs) -> TargetPrediction:
 
 
 def leave_one_out_targets(gp: LogitGP) -> TargetPrediction:
-    """Predict the observation at each conditioning point from all others, with the hyperparameters as they are.
+    """Predict the observation at each conditioning point from all others, with unchanged hyperparameters.
 
     Args:
         gp: A process over N points.
 
     Raises:
-        TypeError, ValueError: As `epk_gp.gp.regression.leave_one_out`.
+        TypeError, ValueError: As in `epk_gp.gp.regression.leave_one_out`.
     """
     posterior = leave_one_out(gp).posterior
     found = _prediction(gp, posterior, gp.coupling.from_rows(gp.noise_rows().detach()))

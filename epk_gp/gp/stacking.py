@@ -1,4 +1,4 @@
-"""Weights of network and process, sets of classes, and scores of how unsure the classes of points are."""
+"""Weights of network and process, sets of classes, and scores for the uncertainty of the classes of points."""
 
 import math
 from dataclasses import dataclass, fields
@@ -27,15 +27,15 @@ from epk_gp.core.show import (
 
 _LOG_RANGE = 10.0  # weights from 4.5e-5 to 2.2e4
 
-# Prior of the logarithms of both weights: normal around 3/4 for the network and half of what the process has alone. Its
-# standard deviation is 0.3 for few labels, and n / 200 for many, so that 500 labels choose by themselves; labels of
-# out-of-fold logits, which are those of other networks, count a quarter. Chosen on six tables with 37 to 100 held-out
+# Prior of the logarithms of both weights: normal around 3/4 for the network and half of the process's weight alone. Its
+# standard deviation is 0.3 for few labels, and n / 200 for many, so that 500 labels determine the weights; labels of
+# out-of-fold logits, which come from other networks, count a quarter. Chosen on six tables with 37 to 100 held-out
 # labels (benchmarks/small_tables.py).
 _NETWORK_CENTRE, _PROCESS_CENTRE, _SPREAD, _SPREAD_PER_LABEL, _OTHER_NETWORKS = 0.75, 0.5, 0.3, 1 / 200, 1 / 4
 
 
 class Judgement(NamedTuple):
-    """What network and process say of n points: logits and mean (n, C), and the process's variance (n,)."""
+    """Results of network and process at n points: logits and mean (n, C), and the process's variance (n,)."""
 
     logits: Tensor
     mean: Tensor
@@ -46,20 +46,20 @@ class Judgement(NamedTuple):
 class Stacking(Displayed):
     """Class probabilities softmax(network * a_1 + process * a_2).
 
-    Printed, it says whether the process gains anything: by how much the loss of the network alone, with a temperature
-    of its own, is larger, against twice the standard error of this difference.
+    The printed form reports whether the process gains anything: the increase of the loss for the network alone, with
+    its own temperature, compared with twice the standard error of this difference.
 
     Attributes:
-        network: a_1, of the network's logits.
-        process: a_2, of the process's mean.
-        loss: Mean negative log probability of the labels that chose both, in nats.
-        network_loss: The same of the network alone (a_2 = 0), with the a_1 that these labels choose then.
-        gain_error: Standard error of the mean difference of the two over these labels.
-        alone: b, the weight that the process has alone, in predictions of training labels from each other. Error bars
-            are those of b m, or of a_2 m where that is larger: they do not vanish with a_2.
-        num_labels: Labels that chose a_1 and a_2: held-out ones, and those of out-of-fold logits.
-        num_training: Labels that the process is conditioned on.
-        num_held_out: Held-out labels among those that chose a_1 and a_2.
+        network: a_1, the weight of the network's logits.
+        process: a_2, the weight of the process's mean.
+        loss: Mean negative log probability of the labels that determined both, in nats.
+        network_loss: The same for the network alone (a_2 = 0), with the a_1 that these labels then determine.
+        gain_error: Standard error of the mean difference of the two losses over these labels.
+        alone: b, the weight of the process alone, for predictions of training labels from each other. Error bars are
+            those of b m, or of a_2 m if that is larger: they do not vanish with a_2.
+        num_labels: Number of labels that determined a_1 and a_2: held-out ones, and those of out-of-fold logits.
+        num_training: Number of labels on which the process is conditioned.
+        num_held_out: Number of held-out labels among those that determined a_1 and a_2.
     """
 
     network: float
@@ -74,7 +74,7 @@ class Stacking(Displayed):
 
     @property
     def gain_words(self) -> str:
-        """What the process gains, and whether the labels show it."""
+        """The gain by the process, and whether the labels show it."""
         gain, error = self.network_loss - self.loss, self.gain_error
         words = "" if gain > 2 * error else f"nothing that {count(self.num_labels, 'label')} would show: "
         return f"{words}{number(gain)} ± {number(error)} nats per label"
@@ -96,24 +96,24 @@ class Stacking(Displayed):
         return self.network * network + self.process * process
 
     def mean(self, judged: Judgement) -> Float[Tensor, "n C"]:
-        """Return the weighted sum where no class is surer than the labels support."""
+        """Return the weighted sum, limited to the certainty that the labels support."""
         return self.without_certainty(self.logits(judged.logits, judged.mean), judged.variance)
 
     def probability(self, judged: Judgement) -> Float[Tensor, "n C"]:
-        """Return the probabilities of the classes, of which `mean` holds the logits."""
+        """Return the probabilities of the classes, whose logits are `mean`."""
         return torch.softmax(self.mean(judged), dim=1)
 
     def without_certainty(self, logits: Float[Tensor, "n C"], variance: Float[Tensor, " n"]) -> Float[Tensor, "n C"]:
         """Return logits whose largest probability is at most 1 - (1 - 1/C) v / (N + n + 1).
 
-        Of N training and n held-out labels and one of unknown class, the one counts as much as a point is far from the
-        training data: the variance v of the process is 0 at a training point and 1 far from all. Smaller probabilities
-        are as they were.
+        In addition to N training and n held-out labels there is one label of unknown class, whose weight grows with a
+        point's distance from the training data: the process's variance v is 0 at a training point and 1 far from all of
+        them. Smaller probabilities do not change.
         """
         total, most = logits.logsumexp(1), 1 - 1 / logits.shape[1]
         error = 1 - (logits.amax(1) - total).exp()
         least = most * variance / (self.num_training + self.num_held_out + 1)
-        share = (least - error).clamp_min(0) / (most - error).clamp_min(torch.finfo(error.dtype).tiny)  # of 1/C
+        share = (least - error).clamp_min(0) / (most - error).clamp_min(torch.finfo(error.dtype).tiny)  # share of 1/C
         unknown = total + (share / logits.shape[1]).log()
         return torch.logaddexp(logits + torch.log1p(-share)[:, None], unknown[:, None])
 
@@ -128,18 +128,18 @@ def stack_logits(
 ) -> Stacking:
     """Choose both weights, positive, by the likelihood of labels that neither network nor process has seen.
 
-    One label of unknown class is added, of the mean of all points and classes: without it the weights would grow
-    without end where all labels are predicted rightly, and all probabilities would be 0 or 1. Of n labels it weighs
-    1 / (n + 1), as the targets of Platt (1999) do.
+    One label of unknown class is added, with the mean of all points and classes: otherwise the weights would grow
+    without bound if all labels are predicted correctly, and all probabilities would be 0 or 1. For n labels it has the
+    weight 1 / (n + 1), like the targets of Platt (1999).
 
     Args:
         network: Logits of the network.
         process: Mean of the process.
         labels: Classes of the n points.
-        alone: The weight b that the process has alone. With it a prior holds the weights near 3/4 and b/2, the less
-            the more labels there are: few labels would as often as not give one of the two a weight of nearly 0.
-        num_training: As in `Stacking`.
-        num_held_out: How many of the labels are held-out ones; None for all. The others are of out-of-fold logits.
+        alone: The weight b of the process alone. It adds a prior that holds the weights near 3/4 and b/2, more weakly
+            for more labels: few labels would often give one of the two a weight of nearly 0.
+        num_training: Number of training labels, as in `Stacking`.
+        num_held_out: Number of held-out labels among them; None for all. The others are of out-of-fold logits.
     """
     n = len(labels)
     centre = np.log([_NETWORK_CENTRE, _PROCESS_CENTRE * (alone or 1.0)])
@@ -177,7 +177,7 @@ def stack_logits(
 class Calibrated(NamedTuple):
     """The weights for probabilities, those for sets of classes, and the scores that calibrate sets, with their classes.
 
-    Scores ascend. They are 1 - p of the true class, at points that the weights for sets have not seen.
+    Scores ascend. They are 1 - p of the true class, at points that did not determine the weights for sets.
     """
 
     stacking: Stacking
@@ -194,18 +194,18 @@ def calibrate(
     out_of_fold: Float[Tensor, "N C"] | None,
     seed: int,
 ) -> Calibrated:
-    """Weigh network and process, by all labels that neither has seen, and for sets by those that do not calibrate them.
+    """Weigh network and process by all labels that neither has seen, and for sets by those that do not calibrate.
 
-    With out-of-fold logits, training labels weigh the two for sets, and all validation labels calibrate; else half of
-    the validation labels do either.
+    With out-of-fold logits, training labels determine the weights for sets, and all validation labels calibrate;
+    otherwise half of the validation labels are used for each purpose.
 
     Args:
         judged: The n validation points.
         labels: Their classes.
         left_out: Mean of the process at the N training points, each predicted from the others.
         training_labels: Their classes.
-        out_of_fold: Logits of the N training points by networks that have not seen them; NaN where there are none.
-        seed: Of the division into halves.
+        out_of_fold: Logits of the N training points by networks that have not seen them; NaN for points without any.
+        seed: Seed of the division into halves.
     """
     N, (logits, mean, _) = len(training_labels), judged
     alone = most_likely_temperature(left_out, training_labels, unknown=1)
@@ -230,9 +230,9 @@ def most_likely_temperature(logits: Float[Tensor, "n C"], labels: Int[Tensor, " 
     """Return the factor, an inverse temperature, at which labels are most likely under the softmax.
 
     Args:
-        logits: Of n points.
+        logits: Logits of n points.
         labels: Their classes.
-        unknown: Labels of unknown class beside them, as in `stack_logits`.
+        unknown: Number of additional labels of unknown class, as in `stack_logits`.
     """
 
     def loss(log_factor: float) -> float:
@@ -251,16 +251,18 @@ def conformal_sets(
 ) -> Bool[Tensor, "n C"]:
     """Return the classes whose score is at most the ceil((m + 1)(1 - alpha))-th smallest of m held-out scores.
 
-    If new points are drawn as the held-out ones were, the set holds the true class with a probability of at least
-    1 - alpha: on average over points and over draws of the held-out ones, not for each class or region (Vovk et al.
-    2005; Angelopoulos & Bates 2021). With a threshold for each class it does so within each class as well (Vovk 2012).
+    If new points have the same distribution as the held-out ones, the set contains the true class with a probability of
+    at least 1 - alpha: on average over points and over draws of the held-out ones, not for each class or region (Vovk
+    et al. 2005; Angelopoulos & Bates 2021). With a threshold for each class this also holds within each class (Vovk
+    2012).
 
     Args:
-        probability: Of n new points.
-        scores: Ascending (`UncertainClassifier.conformity_scores_`).
-        alpha: Allowed share of sets without the true class, in (0, 1). Below 1 / (m + 1) every set holds all classes.
-        labels: Classes of the held-out points: each class has the threshold of its own scores, and is in every set
-            where it has fewer than 1 / alpha - 1 of them. None for one threshold.
+        probability: Class probabilities of n new points.
+        scores: Ascending scores (`UncertainClassifier.conformity_scores_`).
+        alpha: Allowed share of sets without the true class, in (0, 1). Below 1 / (m + 1) every set contains all
+            classes.
+        labels: Classes of the held-out points: each class has a threshold by its own scores, and is in every set if it
+            has fewer than 1 / alpha - 1 of them. None for one threshold.
 
     Raises:
         TypeError: `alpha` is not a number.
@@ -281,32 +283,32 @@ def conformal_sets(
 def classes_in_every_set(
     num_classes: int, scores: Float[Tensor, " m"], alpha: float, labels: Int[Tensor, " m"] | None = None
 ) -> list[int]:
-    """Return the classes that no probability keeps out of a set: too few held-out points calibrate them."""
+    """Return the classes that are in every set, because too few held-out points calibrate them."""
     impossible = scores.new_zeros(1, num_classes)
     return conformal_sets(impossible, scores, alpha, labels)[0].nonzero()[:, 0].tolist()
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class ClassUncertainty(Tabular):
-    """How unsure the classes of n points are; larger is less sure, for every score.
+    """Uncertainty scores of the classes of n points; for every score, larger is less certain.
 
     Attributes:
-        error: Probability that the class which the network alone predicts is wrong: to abstain, or to pass a point to a
-            person. It is at least (1 - 1/C) v / (N + n + 1) with v the next score, N training and n validation labels:
-            no label supports less. It is a probability for points like the validation points only. It is no detector of
-            points of another kind: these may look like a class.
-        out_of_distribution: Posterior variance of the process, from 0 at a training point to 1 far from all of them: to
-            detect points unlike the training data. It does not see labels of its neighbours, so it is no score of
-            errors between classes.
-        entropy: Of `predict_proba`, in nats: all uncertainty about the class, whatever its cause.
-        mutual_information: The part of it that more training data would remove, in nats: to tell ignorance from
-            classes that overlap. Which share of the entropy it is, draws through the softmax say. It is small wherever
-            the class is sure, also far from the data if network and process agree.
+        error: Probability that the class predicted by the network alone is wrong: use it to abstain, or to refer a
+            point to a person. It is at least (1 - 1/C) v / (N + n + 1), with v the next score, N training and n
+            validation labels, because the labels support nothing smaller. It is a probability only for points like the
+            validation points. It does not detect points of another kind: these may look like a class.
+        out_of_distribution: Posterior variance of the process, from 0 at a training point to 1 far from all of them:
+            use it to detect points unlike the training data. It ignores the labels of neighbours, so it is not a score
+            of errors between classes.
+        entropy: Entropy of `predict_proba`, in nats: all uncertainty about the class, from any cause.
+        mutual_information: The part of it that more training data would remove, in nats: use it to distinguish
+            ignorance from classes that overlap. Draws through the softmax give its share of the entropy. It is small
+            wherever the class is certain, even far from the data if network and process agree.
         std: Error bar of the predicted class's probability p, not of the class: the root of a sum of two variances. One
-            is that of p under the process, with the weight that the process has where it predicts training labels from
-            each other, or its weight beside the network if that is larger. The other one is p (1 - p) / (n / 2 + 2),
-            which half of the n validation labels leave in any probability. On made tables two of them cover the true
-            probability at 86 to 99 % of the points (docs/deciding.md).
+            is that of p under the process, with the weight of the process for predictions of training labels from each
+            other, or its weight next to the network if that is larger. The other one is p (1 - p) / (n / 2 + 2), the
+            variance that half of the n validation labels leave in any probability. On artificial tables two error bars
+            cover the true probability at 86 to 99 % of the points (docs/deciding.md).
     """
 
     error: Float[Tensor, " n"] | Float[np.ndarray, " n"]

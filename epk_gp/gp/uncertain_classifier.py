@@ -1,4 +1,4 @@
-"""The trained network beside a Gaussian process on its training labels, which judges it; and the files of both."""
+"""A trained network with a Gaussian process on its training labels that judges it, and the files of both."""
 
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -35,17 +35,17 @@ from epk_gp.storage.run import recorded_model
 from epk_gp.storage.schema import Count, Positive, Record, RunDescription, run_header, validated
 from epk_gp.trained.network import as_trajectory
 
-_CACHE_BYTES = 64 * 2**20  # of predictions: all scores of the same points cost one evaluation
+_CACHE_BYTES = 64 * 2**20  # size of cached predictions: all scores of the same points cost one evaluation
 
 FORMAT, FORMAT_VERSION = "epk_gp uncertain classifier", 2
 DESCRIPTION, TENSORS = "classifier.json", "classifier.safetensors"
-_ROUNDING_POWER = 3 / 8  # of eps: how far another machine may be from a stored posterior; 1e-6, and 2e-3 in float32
-_NUMBERS = ("noise", "outputscale", "negative_log_likelihood")  # of a process
+_ROUNDING_POWER = 3 / 8  # of eps: allowed distance of another machine's posterior; 1e-6, and 2e-3 in float32
+_NUMBERS = ("noise", "outputscale", "negative_log_likelihood")  # fields of a process
 _DAMAGED = "must be what UncertainClassifier.save wrote: it is damaged. Restore it from a copy."
 
 
 class _Fitted(NamedTuple):
-    """The run, settings and names of classes that the last `fit` used, which `set_params` does not change."""
+    """The run, settings and names of classes of the last `fit`, which `set_params` does not change."""
 
     trajectory: Trajectory
     settings: LabelSettings
@@ -55,66 +55,68 @@ class _Fitted(NamedTuple):
 @door
 @final
 class UncertainClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]  # scikit-learn ships no types
-    """A trained network beside a Gaussian process on the labels of all its training points.
+    """A trained network with a Gaussian process on the labels of all its training points.
 
     The process has one kernel for all classes, a power of the cosine of the path kernel's trace times an RBF kernel on
     the inputs, and is conditioned on the labels, with the most likely noise. The network keeps its own prediction; the
-    process judges it. Labels of points that neither has seen weigh the two (stacking, which includes a temperature),
+    process judges it. Labels of points that neither has seen determine the weights of the two (stacking, which includes
+    a temperature),
 
         p(x) = softmax(a_1 f(x) + a_2 m(x))
 
-    with the network's logits f and the process's mean m. They are those of n validation points; with `out_of_fold` also
-    those of the N training points, which the process predicts from each other. A prior keeps both weights where these
-    labels are few; from 500 on it hardly counts. No class gets a probability above 1 - (1 - 1/C) v / (N + n + 1),
-    with the process's variance v. Error bars are those of the process alone, and do not vanish with a_2 (`Stacking`,
-    `ClassUncertainty`). Print `stacking_` to see whether the process gains anything. Sets of classes have weights of
-    their own, by the training labels of `out_of_fold`, and all validation labels calibrate them; else half of these
-    weigh, and half calibrate.
+    with the network's logits f and the process's mean m. These labels are those of n validation points; with
+    `out_of_fold` also those of the N training points, which the process predicts from each other. A prior stabilises
+    both weights if there are few labels; from 500 labels on it hardly counts. No class gets a probability above 1 - (1
+    - 1/C) v / (N + n + 1), with the process's variance v. Error bars are those of the process alone, and do not vanish
+    with a_2 (`Stacking`, `ClassUncertainty`). Print `stacking_` to see whether the process gains anything. Sets of
+    classes have separate weights, by the training labels of `out_of_fold`, and all validation labels calibrate them;
+    without `out_of_fold` half of the validation labels determine the weights, and half calibrate.
 
     Up to 5000 conditioning points the process is conditioned through its kernel matrix, if that takes at most 10^13
-    multiplications; else it is Bayesian linear regression on sketched features (`path_features`), linear in the number
-    of points. Some nodes of the path stand for all its steps (docs/theory.md, section 6).
+    multiplications; otherwise it is a Bayesian linear regression on sketched features (`path_features`), linear in the
+    number of points. A few nodes of the path represent all its steps (docs/theory.md, section 6).
 
-    It follows scikit-learn's conventions; points may be tensors as the network takes them, and results are tensors
-    then, or arrays with a row per point, and results are arrays. `fit` takes validation points, which neither the
-    network nor a choice about it has seen.
+    It follows scikit-learn's conventions. Points may be tensors as the network takes them; results are then tensors. Or
+    points may be arrays with one row per point; results are then arrays. `fit` takes validation points, which neither
+    the network nor a choice about it has seen.
 
-    Of a network that was trained without a recorder, `UncertainClassifier.of(model, X, y).fit(X_val, y_val)` is the
-    same with the kernel of its last weights in place of the path's. The process is computed on the device of the
-    validation points; results are on that of the points.
+    For a network that was trained without a recorder, `UncertainClassifier.of(model, X, y).fit(X_val, y_val)` is the
+    same with the kernel of its last weights instead of the path's. The process is computed on the device of the
+    validation points; results are on the device of the points.
 
     Args:
         trajectory: Run of a classifier with C outputs, trained on class labels with cross entropy.
-        nodes: Nodes of the path that stand for all its steps (`epk_gp.gram.sketch.nodes_trajectory`), at best no
-            fewer than outputs; None for 20, or for as many as there are outputs, up to 256. At each node one
-            combination of the outputs is taken; of one state None takes each output, and 1 costs least.
-        features: Sketched features of each point; "exact" for none; None decides as said above.
-        inputs_kernel: "rbf" or None. It is left out for integers as inputs: they have no distances.
+        nodes: Number of nodes of the path that represent all its steps (`epk_gp.gram.sketch.nodes_trajectory`),
+            preferably at least the number of outputs; None for 20, or for as many as there are outputs, up to 256. At
+            each node one combination of the outputs is used; for a run of one state None uses each output, and 1 costs
+            least.
+        features: Number of sketched features of each point; "exact" for none; None chooses as described above.
+        inputs_kernel: "rbf" or None. It is left out for integer inputs, which have no distances.
         points: Indices of the training points to condition on; all by default.
-        classes: Names of the C classes in the order of the outputs, numbers or text; 0 .. C - 1 by default. Labels
-            that are passed in are of these, and `predict` returns an array of them; the targets of data sets and
-            loaders are numbers of outputs, whatever the names. Columns of probabilities and sets have this order.
-            scikit-learn's scorers of probabilities (neg_log_loss, roc_auc_ovr) take columns for classes in ascending
-            order whatever `classes_` says, and are wrong with names that do not ascend.
-        feature_names: Names of the columns of the training inputs, in their order, where these were a data frame. Data
-            frames are compared with them as scikit-learn does; None for the names of the validation points.
+        classes: Names of the C classes in the order of the outputs, numbers or text; 0 .. C - 1 by default. Labels in
+            arguments use these names, and `predict` returns an array of them; the targets of data sets and loaders are
+            numbers of outputs, for any names. Columns of probabilities and sets have this order. scikit-learn's scorers
+            of probabilities (neg_log_loss, roc_auc_ovr) assume columns for classes in ascending order without regard to
+            `classes_`, and are wrong for names that do not ascend.
+        feature_names: Names of the columns of the training inputs, in order, if these were a data frame. Data frames
+            are compared with them as in scikit-learn; None for the names of the validation points.
         seed: Seed of the sketch, of the division of the validation points, and of Monte Carlo samples.
-        power: Of the product of both kernels; None for 2 with the kernel matrix itself, and for 1 with sketched
+        power: Power of the product of both kernels; None for 2 with the kernel matrix itself, and for 1 with sketched
             features, whose noise grows with the power.
-        path: Which the nodes lie on: `straight()` steps, or `chords(every=k)`.
-        out_of_fold: Logits of the M training points in their order, each by a network that was trained without that
-            point, as in cross-validation, or NaN; only rows of `points` are used.
-        memory_budget: Bytes for everything but the points and the result (`ComputeOptions`).
+        path: The path that contains the nodes: `straight()` steps, or `chords(every=k)`.
+        out_of_fold: Logits of the M training points in order, each by a network that was trained without that point, as
+            in cross-validation, or NaN; only rows of `points` are used.
+        memory_budget: Bytes for everything except the points and the result (`ComputeOptions`).
         progress: Show a progress bar.
-        executor: Whose workers compute (`ComputeOptions`).
+        executor: Executor whose workers compute (`ComputeOptions`).
 
     Attributes:
         classes_: The names of the classes, or 0 .. C - 1.
         feature_names_in_: Names of the columns that a data frame must have, in order, if they are known.
         process_: The process, after `fit`.
         stacking_: The weights a_1 and a_2 of probabilities and scores.
-        set_stacking_: Those of sets of classes.
-        conformity_scores_: Of the validation points that calibrate sets, ascending.
+        set_stacking_: The weights a_1 and a_2 of sets of classes.
+        conformity_scores_: Scores of the validation points that calibrate sets, ascending.
         conformity_labels_: Their classes, as numbers of outputs.
     """
 
@@ -152,7 +154,7 @@ class UncertainClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         self.memory_budget = memory_budget
         self.progress = progress
         self.executor = executor
-        ComputeOptions(memory_budget, progress, executor=executor)  # raises where they cannot be used
+        ComputeOptions(memory_budget, progress, executor=executor)  # raises if they are invalid
         self._cache = BlockCache(_CACHE_BYTES)
 
     @classmethod
@@ -170,17 +172,17 @@ class UncertainClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
 
             judged = UncertainClassifier.of(model, train_loader).fit(validation_loader)
 
-        The kernel is that of the weights as they are, J(x) J(x')^T, in place of the path's: the run that it stands for
-        is one step of length zero at them (`tangent_trajectory`). All scores are defined as for a recorded run. What
-        each sample contributed, and what would change without it, needs one.
+        The kernel is that of the present weights, J(x) J(x')^T, instead of the path's: the equivalent run has one step
+        of length zero (`tangent_trajectory`). All scores are defined as for a recorded run. Contributions of samples,
+        and predictions without a sample, need a recorded run.
 
         Args:
-            model: A trained classifier, which is copied and taken in evaluation mode. Its weights are the parameters
-                that require gradients: those of the last layer alone cost least.
-            X: Its N training inputs, as `epk_gp.Recorder` takes them, data sets and loaders too; or a data frame.
-            y: Their classes; None where X is a data set whose items hold them, as numbers of outputs.
-            output: Takes the logits (n, C) from what the network returns, where that is something else: of one logit z
-                for two classes, `lambda z: torch.nn.functional.pad(z.reshape(-1, 1), (1, 0))`, which is [0, z].
+            model: A trained classifier, which is copied and evaluated in evaluation mode. Its weights are the
+                parameters that require gradients: those of the last layer alone cost least.
+            X: Its N training inputs, as `epk_gp.Recorder` takes them, including data sets and loaders; or a data frame.
+            y: Their classes; None if X is a data set whose items contain them, as numbers of outputs.
+            output: Maps the network's result to the logits (n, C), if it has another form: for one logit z for two
+                classes, `lambda z: torch.nn.functional.pad(z.reshape(-1, 1), (1, 0))`, which is [0, z].
             classes: Names of the classes, in the order of the outputs.
             settings: Other arguments of `UncertainClassifier`.
 
@@ -199,23 +201,23 @@ class UncertainClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
             y = gp_data.as_labels(y, names)
             validate_labels(y, len(y), name="y")
             y = y.to(None if weight is None else weight.device)
-        # a loss would be tried on what the network returns, and the logits are what output makes of it
+        # a loss would be tested on the network's result, but the logits are the result of `output`
         run = replace(as_trajectory(model, X, y, output=output), loss=CrossEntropy())
         gp_data.validate_classifier(run)
         return cls(tangent_trajectory(run), classes=classes, **settings)
 
     def fit(self, X: object, y: object = None) -> "UncertainClassifier":
-        """Condition the process on the training labels, and weigh it against the network on validation points.
+        """Condition the process on the training labels, and determine its weight by validation points.
 
         Args:
-            X: n validation points, at least 20, drawn as the points that will be asked about; or a data set or loader.
-            y: Their classes; None where X is a data set whose items hold them, as numbers of outputs.
+            X: n validation points, at least 20, with the distribution of later points; or a data set or loader.
+            y: Their classes; None if X is a data set whose items contain them, as numbers of outputs.
 
         Raises:
-            TypeError: Points, labels or names of classes are of the wrong kind.
-            ValueError: The run is no classifier's; there are too few validation points, or the network has seen most of
-                them; points or labels are not those of the network; a setting cannot be used; or the classifier was
-                read from a file, which holds no training data.
+            TypeError: Points, labels or names of classes have a wrong type.
+            ValueError: The run is not a classifier's; there are too few validation points, or the network has seen most
+                of them; points or labels do not fit the network; a setting is invalid; or the classifier was read from
+                a file, which contains no training data.
         """
         trajectory, classes_of_y = self.trajectory, self.classes
         if self.feature_names is not None:
@@ -256,13 +258,13 @@ class UncertainClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         return self.classes_[predicted.cpu().numpy()]  # type: ignore[no-any-return]  # NumPy's index
 
     def score(self, X: object, y: object, sample_weight: object = None) -> float:
-        """Return the share of points whose most likely class is the true one; a weighted one with `sample_weight`."""
+        """Return the share of points whose most likely class is the true one; weighted by `sample_weight` if given."""
         predicted = self._probability(X).argmax(1)
         labels = gp_data.class_labels(self._fitted.trajectory, y, len(predicted), classes=self._fitted.classes)
         return float(accuracy_score(labels.cpu(), predicted.cpu(), sample_weight=sample_weight))
 
     def uncertainty(self, X: object, num_samples: int = 1024) -> ClassUncertainty:
-        """Return scores of how unsure the classes of points are; see `ClassUncertainty` for what each is for.
+        """Return uncertainty scores of the classes of points; see `ClassUncertainty` for the use of each.
 
         Args:
             X: n points.
@@ -292,13 +294,13 @@ class UncertainClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         return as_given.labelled(point=gp_data.row_labels(X))
 
     def logit_posterior(self, X: object) -> LogitPosterior:
-        """Return the posterior of the logits whose softmax are the probabilities, with the process's error bars.
+        """Return the posterior of the logits whose softmax is the probabilities, with the process's error bars.
 
         Args:
             X: n points.
 
         Returns:
-            Mean (n, C), a_1 f + a_2 m where no class is surer than the labels support, and covariances (n, C, C),
+            Mean (n, C), a_1 f + a_2 m limited to the certainty that the labels support, and covariances (n, C, C),
             max(a_2, b)^2 times those of m with b the weight of the process alone; float64, for `softmax_uncertainty`.
 
         Raises:
@@ -313,20 +315,20 @@ class UncertainClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
     def predict_set(
         self, X: object, alpha: float = 0.1, *, by_class: bool = False, allow_empty: bool = False
     ) -> Bool[Tensor, "n C"] | Bool[np.ndarray, "n C"]:
-        """Return, for each point, which classes a set must hold to be right with probability 1 - alpha.
+        """Return, for each point, a set of classes that contains the true one with probability 1 - alpha.
 
-        Split conformal prediction: see `epk_gp.gp.stacking.conformal_sets` for what is guaranteed, and what is not.
+        Split conformal prediction: see `epk_gp.gp.stacking.conformal_sets` for the guarantee and its limits.
 
         Args:
             X: n points.
             alpha: Allowed share of sets without the true class.
-            by_class: Hold the promise within each class, by a threshold for each. A class of fewer than 1 / alpha - 1
-                labels among those that calibrate (`conformity_labels_`) is in every set, and a warning says so.
-            allow_empty: Leave sets empty where no class is likely enough. By default they hold the most likely class,
-                so that more sets than promised may hold the true one.
+            by_class: Whether the guarantee holds within each class, by a separate threshold. A class with fewer than 1
+                / alpha - 1 calibrating labels (`conformity_labels_`) is in every set, and a warning reports it.
+            allow_empty: Whether sets may be empty if no class is likely enough. By default they contain the most likely
+                class, so that more sets than promised may contain the true one.
 
         Raises:
-            TypeError, ValueError: The network cannot take the points, or `alpha` is no number between 0 and 1.
+            TypeError, ValueError: The network cannot take the points, or `alpha` is not a number between 0 and 1.
             RuntimeError: The classifier is not fitted.
         """
         judged = self._judged(X)
@@ -343,7 +345,7 @@ class UncertainClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         """Write the fitted classifier to a new or empty folder: nodes, process, and the weights of both.
 
         Raises:
-            FileExistsError: The folder holds something.
+            FileExistsError: The folder is not empty.
             OSError: The folder cannot be written.
             RuntimeError: The classifier is not fitted.
         """
@@ -411,17 +413,17 @@ class UncertainClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
     def load(
         cls, folder: str | os.PathLike[str], net: nn.Module, *, output: Callable[[Any], Tensor] | None = None
     ) -> "UncertainClassifier":
-        """Read a classifier that `save` wrote.
+        """Read a classifier from the files of `save`.
 
         Args:
             folder: The folder.
-            net: A network of the recorded architecture; its weights do not matter and are not changed. Where an
-                `EPKClassifier` recorded the run, it is of the architecture that this was given.
-            output: The function from what the network returns to its outputs, needed if the run was recorded with one.
+            net: A network of the recorded architecture; its weights are ignored and not changed. If an `EPKClassifier`
+                recorded the run, it has the architecture of that estimator's network.
+            output: The function from the network's result to its outputs, needed if the run was recorded with one.
 
         Raises:
-            FileNotFoundError: The folder holds no classifier.
-            ValueError: A file is damaged, or the network is another one.
+            FileNotFoundError: The folder contains no classifier.
+            ValueError: A file is damaged, or the network differs.
         """
         description, data = _read_files(Path(folder))
         header = dict(description.run)
@@ -455,12 +457,12 @@ class UncertainClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         return classifier
 
     def _said(self, X: Shaped[Tensor, "n ..."]) -> Float[Tensor, "n columns"]:
-        """Return the logits of probabilities and of sets, and their variance: a stored classifier is known by them."""
+        """Return the logits of probabilities and of sets, and their variance: they identify a stored classifier."""
         posterior, of_sets = self.logit_posterior(X), self.set_stacking_.mean(self._judged(X))
         return torch.cat([posterior.mean, of_sets, posterior.covariance[:, 0, :1]], dim=1).cpu()
 
     def _validate_said(self, stored: Tensor) -> None:
-        """Raise if the classifier does not say what it said when it was saved, up to the rounding of its dtype.
+        """Raise if the classifier's results differ from those when it was saved, beyond the rounding of its dtype.
 
         Means are compared with the largest mean, variances with the largest and, for rounding, with the prior one.
         """
@@ -508,7 +510,7 @@ class UncertainClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
 
 
 def _judge(trajectory: Trajectory, process: LabelProcess, X: Shaped[Tensor, "n ..."]) -> Judgement:
-    """Evaluate network and process on the process's device; results are on that of the points."""
+    """Evaluate network and process on the process's device; results are on the device of the points."""
     with torch.no_grad():
         points = gp_data.float_inputs(X.to(process.factor.device), torch.float64)
         logits = network_outputs(trajectory, points).to(torch.float64)
@@ -539,7 +541,7 @@ class _Process(Record):
 
 
 class _Description(Record):
-    """What the JSON file holds."""
+    """The content of the JSON file."""
 
     format: Literal["epk_gp uncertain classifier"]
     version: Literal[2]
@@ -551,7 +553,7 @@ class _Description(Record):
     stacking: dict[str, int | float]
     set_stacking: dict[str, int | float]
     classes: list[Any] | None
-    has_units: bool = False  # whether the network is behind `InUnits`
+    has_units: bool = False  # whether the network is inside `InUnits`
     feature_names: list[str] | None = None
     tensor_bytes: Count
     tensor_blake2b: str
@@ -559,7 +561,7 @@ class _Description(Record):
 
 @contextmanager
 def _damage_named(folder: str | os.PathLike[str]) -> Iterator[None]:
-    """Turn what tensors of a wrong kind raise into one clear error."""
+    """Turn the errors of tensors of a wrong kind into one clear error."""
     try:
         yield
     except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError) as error:

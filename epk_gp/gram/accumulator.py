@@ -1,8 +1,8 @@
 """Inner products of two sets of layer Jacobians, averaged over steps where possible, added up into one tile.
 
-The integral over t is linear in the test side, and the training side of a step stands still. So nodes cost no product
-of their own for layers whose inputs are constant (average the output gradients), whose cotangents are constant (average
-the inputs), that are dense, or that are the last before a softmax.
+The integral over t is linear in the test side, and the training side of a step is fixed. So nodes cost no separate
+product for layers whose inputs are constant (average the output gradients), whose cotangents are constant (average the
+inputs), that are dense, or that are the last before a softmax.
 """
 
 from collections.abc import Collection, Iterator, Sequence
@@ -33,24 +33,24 @@ _MAIN = -1  # the sum of everything that is not deferred
 @final
 @dataclass(eq=False)
 class GramAccumulator:
-    """A tile of the Gram matrix, class-major: (K, N, J, M), or (K, N, M) for equal classes only; of a trace, (1, N, M).
+    """A tile of the Gram matrix, class-major: (K, N, J, M), (K, N, M) for equal classes only, or (1, N, M) for a trace.
 
-    Sums over steps are kept apart where that saves products (docs/engine.md, section 6):
+    Sums over steps are kept separate if that saves products (docs/engine.md, section 6):
 
-    * The main sum takes all products that are complete.
+    * The main sum receives all products that are complete.
     * A layer with constant inputs has a deferred sum of products of its output gradients, which `result` multiplies by
       the products of its inputs once.
-    * The last layer's share of the logits is zero for different classes and the same for all equal ones: one (N, M)
-      sum serves them all.
+    * The last layer's contribution to the logits is zero for different classes and the same for all equal ones: one
+      (N, M) sum serves them all.
 
-    The sum that is started first lies in the tile's own memory. Of a trace the outputs belong to the inner dimension of
-    every product, and no sum has a dimension for them.
+    The first sum lies in the tile's own memory. For a trace the outputs belong to the inner dimension of every product,
+    and no sum has a dimension for them.
 
     Args:
         shape: Shape of the tile.
-        reference: Gives dtype and device.
-        is_symmetric: Both sides are the same points: products are computed on and below the diagonal only.
-        num_traced: C if the tile is the sum over pairs of equal classes, else 0.
+        reference: Tensor that sets dtype and device.
+        is_symmetric: Whether both sides are the same points: only products on and below the diagonal are computed.
+        num_traced: C if the tile is the sum over pairs of equal classes, otherwise 0.
     """
 
     shape: tuple[int, ...]
@@ -75,7 +75,7 @@ class GramAccumulator:
         Products with a short inner dimension are joined into one with a longer inner dimension.
 
         Args:
-            left: Layer by layer, for each step: the N points.
+            left: The N points: for each step, layer by layer.
             right: The same layers at the M points.
             weights: Factor eta_s omega_q of each step.
         """
@@ -96,14 +96,14 @@ class GramAccumulator:
         averages: Collection[int],
         layers: Collection[int] | None = None,
     ) -> None:
-        """Add the products of some nodes of a step with its training side, node by node.
+        """Add the products of some nodes of a step and its training side, node by node.
 
         Args:
             batch: The nodes.
             right: Training-side layer Jacobians of the step.
             eta: The step's factor.
-            averages: Layers that are left out: they are averaged over the nodes first (`add_to_averages`).
-            layers: The layers that are added; None for all.
+            averages: Layers that are left out, because they are averaged over the nodes first (`add_to_averages`).
+            layers: The layers to add; None for all.
         """
         nodes = batch.nodes
         for layer, (jacobian, other) in enumerate(zip(batch.jacobians, right, strict=True)):
@@ -126,11 +126,11 @@ class GramAccumulator:
         right: Sequence[LayerJacobian],
         step_weights: Float[Tensor, " T"],
     ) -> None:
-        """Add the products of test copies at nodes of T states with training copies at the states.
+        """Add the products of test copies at nodes of T states and training copies at the states.
 
         Args:
-            left: All nodes of each state, state by state, as many for each; those of point n at state t are those of
-                point t N + n.
+            left: All nodes of each state, state by state, equally many for each; the nodes of point n at state t belong
+                to point t N + n.
             right: The M points at each state.
             step_weights: Factor eta_s of each state.
         """
@@ -149,7 +149,7 @@ class GramAccumulator:
                 own.add_inner(other, self, weight, layer=number, same_points=True)
 
     def _add_pairs(self, x: LayerJacobian, y: LayerJacobian, nodes: NodeWeights, step_weights: Tensor) -> None:
-        """Add the products of a layer of which both factors change from node to node: of all states at once."""
+        """Add the products, for all states at once, of a layer whose two factors both change from node to node."""
         N, M, T = self.shape[1], self.shape[-1], len(step_weights)
         pair, size = nodes.row_points(), len(nodes.row_points()) // T
         weights = (nodes.weights * step_weights[pair // N]).view(T, size)
@@ -178,7 +178,7 @@ class GramAccumulator:
         self._multiply(out, x, y, weight, beta)
 
     def add_deferred_products(self, layer: int, x: Tensor, y: Tensor, weight: float, scale: InputProducts) -> None:
-        """Add weight * <x[k, n], y[j, m]> to the layer's own sum; its scale is computed when the layer first comes."""
+        """Add weight * <x[k, n], y[j, m]> to the layer's own sum; its scale is computed at the first product."""
         if layer not in self._scales:
             self._scales[layer] = scale()
         out, beta = self._buffer(layer)
@@ -198,7 +198,7 @@ class GramAccumulator:
         out.addcmul_(self._scratch, factor)
 
     def add_same_class(self, products: Float[Tensor, "N M"]) -> None:
-        """Add products[n, m] to every pair of equal classes, at the end. The tensor belongs to the sum from now on."""
+        """Add products[n, m] to every pair of equal classes, at the end. The sum owns the tensor from now on."""
         self._same_class_sum = products if self._same_class_sum is None else self._same_class_sum.add_(products)
 
     def add_softmax_last_layer(
@@ -212,7 +212,7 @@ class GramAccumulator:
 
         (e_k (x) a - p (x) a) . (e_l (x) a' - p' (x) a') = ([k = l] - p'_k) a.a' - p_l a.a' + sum_c p'_c p_c a.a'
 
-        Its trace is (C - 2) a.a' + C sum_c p'_c p_c a.a', for the probabilities sum to 1.
+        Its trace is (C - 2) a.a' + C sum_c p'_c p_c a.a', because the probabilities sum to 1.
         """
         p, C = probabilities, self.num_traced
         if C:
@@ -242,7 +242,7 @@ class GramAccumulator:
         (e_k (x) m_0 - sum_c e_c (x) m_c) . (e_l (x) n_0 - sum_c e_c (x) n_c)
             = [k = l] m_0.n_0 - m_0.n_k - m_l.n_0 + sum_c m_c.n_c
 
-        Its trace is (C - 2) m_0.n_0 + C sum_c m_c.n_c, for the probabilities sum to 1.
+        Its trace is (C - 2) m_0.n_0 + C sum_c m_c.n_c, because the probabilities sum to 1.
         """
         if self.num_traced:
             self.add_products(left[:1], right[:1], weight * (self.num_traced - 2))
@@ -260,11 +260,11 @@ class GramAccumulator:
         self._same_class(out).add_((left[0] @ right[0].T).mul_(weight)[..., None])
 
     def add_positionwise(self, inputs: tuple[Tensor, Tensor], grads: tuple[Tensor, Tensor], weight: float) -> None:
-        """Add a layer with several positions: products of inputs and of output gradients, pair of positions by pair.
+        """Add a layer with several positions: products of inputs and of output gradients, for every pair of positions.
 
         Args:
-            inputs: Of both sides, (N, L, n_in) and (M, R, n_in), with the 1 of a bias.
-            grads: Of both sides, (K, N, L, n_out) and (J, M, R, n_out).
+            inputs: Inputs of both sides, (N, L, n_in) and (M, R, n_in), with the 1 of a bias.
+            grads: Output gradients of both sides, (K, N, L, n_out) and (J, M, R, n_out).
             weight: Factor eta_s omega_q.
         """
         (a, b), (x, y) = inputs, grads
@@ -305,7 +305,7 @@ class GramAccumulator:
         return total
 
     def _buffer(self, key: int) -> tuple[Tensor, float]:
-        """Return the memory of a sum, and 1 if it holds something or 0 if it is new."""
+        """Return the memory of a sum, and 1 if it holds values or 0 if it is new."""
         if key in self._sums:
             return self._sums[key], 1.0
         self._sums[key] = empty_huge_pages(self.shape, self.reference)
@@ -374,7 +374,7 @@ def scatter_block(
 
 
 def _fold_outputs(x: Tensor) -> Tensor:
-    """Put the outputs into the inner dimension, (1, N, K P), if it is short; else they are multiplied one by one."""
+    """Put the outputs into the inner dimension, (1, N, K P), if it is short; else multiply one by one."""
     return x.transpose(0, 1).flatten(1)[None] if is_short(x.shape[2]) else x
 
 
@@ -387,7 +387,7 @@ def _slices(count: int, size: int) -> Iterator[slice]:
 
 
 def _fill_upper(matrices: Tensor) -> None:
-    """Copy what lies below the diagonal of each matrix to above it."""
+    """Copy the lower triangle of each matrix to the upper one."""
     for block in _symmetric_blocks(matrices.shape[1]):
         above = slice(0, block.start)
         matrices[:, above, block] = matrices[:, block, above].mT
@@ -396,7 +396,7 @@ def _fill_upper(matrices: Tensor) -> None:
 
 
 def _as_slice(rows: Tensor) -> slice | Tensor:
-    """Return consecutive rows as a slice: writing to one costs a copy less."""
+    """Return consecutive rows as a slice: writing to a slice saves a copy."""
     first, last = int(rows[0]), int(rows[-1])
     return slice(first, last + 1) if last - first + 1 == len(rows) else rows
 
@@ -407,7 +407,7 @@ class NodeBatch:
 
     Attributes:
         jacobians: E rows, layer by layer.
-        nodes: Whose row is whose, with which quadrature weight.
+        nodes: The point and the quadrature weight of each row.
     """
 
     jacobians: Sequence[LayerJacobian]
@@ -415,7 +415,7 @@ class NodeBatch:
 
 
 def add_to_averages(averages: dict[int, LeftFactor], batch: NodeBatch) -> None:
-    """Add some nodes to the averages of the layers that commute with it, by number of the layer.
+    """Add some nodes to the averages of the layers that commute with the average, by number of the layer.
 
     Together the nodes must cover [0, 1] once for every point.
     """
@@ -424,5 +424,5 @@ def add_to_averages(averages: dict[int, LeftFactor], batch: NodeBatch) -> None:
             averages[layer] = jacobian.average(averages.get(layer), batch.nodes)
 
 
-# A symmetric tile is computed in blocks of rows up to its diagonal: at least so many rows each, at most so many blocks.
-# Its products then cost (1 + 1 / 8) / 2 of a full tile's.
+# A symmetric tile is computed in blocks of rows up to its diagonal: at least this many rows per block, at most this
+# many blocks. Its products then cost (1 + 1 / 8) / 2 of a full tile's.

@@ -18,18 +18,18 @@ from epk_gp.quadrature import rules
 from epk_gp.quadrature.adaptive import Integral, integrate
 from epk_gp.storage.chunks import StoredStates
 
-_AHEAD = 2  # states read ahead: the two that the next step needs; a choice, other numbers were not timed
+_AHEAD = 2  # states read ahead: the two of the next step; a choice, other numbers were not timed
 
 
 class StateReader:
-    """Flat weights of a run, and its moving statistics behind them, for a pass over its steps.
+    """Flat weights of a run, followed by its moving statistics, for a pass over its steps.
 
-    States on disk, and states that go to another device, are read by a thread of their own, two before they are asked
-    for in the direction of the pass.
+    A separate thread reads states that are on disk, or that go to another device, two states ahead in the direction of
+    the pass.
 
     Args:
         trajectory: The run.
-        reference: Gives dtype and device.
+        reference: Tensor that sets dtype and device.
     """
 
     def __init__(self, trajectory: Trajectory, reference: Float[Tensor, "..."]) -> None:
@@ -41,7 +41,7 @@ class StateReader:
 
     @property
     def lowest(self) -> int:
-        """The first state that is held; 0 where none is."""
+        """The first state that is held; 0 if none is."""
         return min(self._requested, default=0)
 
     def get(self, state: int, keep: int = 1) -> Float[Tensor, " PQ"]:
@@ -49,7 +49,7 @@ class StateReader:
 
         Args:
             state: s in 0 .. S.
-            keep: How many states before it in the direction of the pass may be asked for again.
+            keep: Number of states, before it in the direction of the pass, that may be requested again.
         """
         if self._requested and not self.lowest <= state <= max(self._requested):
             self._step = -1 if state < self.lowest else 1
@@ -65,7 +65,7 @@ class StateReader:
         return found if isinstance(found, Tensor) else found.result()
 
     def _fetch(self, state: int) -> Tensor:
-        """Read a state; copy it to a GPU behind the work that is queued there, without waiting for that."""
+        """Read a state; copy it to a GPU after the work that is queued there, without waiting for it."""
         if self._stream is None or self.trajectory.device.type != "cpu":
             return flat_state(self.trajectory, state, self.reference)
         row = flat_state(self.trajectory, state, self.reference.new_empty(0, device="cpu"))
@@ -79,11 +79,11 @@ class Evaluation:
 
     Attributes:
         net: The network in the computation's dtype and on its device, with its plan.
-        trajectory: The run; one that is asked for numbers has the network that gives them (`autodiff.scalars`).
+        trajectory: The run; for a question, the run with the network that answers it (`autodiff.scalars`).
         head: Whether f is the logits or their log-softmax.
         rule: Quadrature rule.
-        path: Along which test copies move.
-        memory_budget: Bytes.
+        path: The path along which test copies move.
+        memory_budget: Bytes for the computation.
     """
 
     net: PlannedModel
@@ -94,7 +94,7 @@ class Evaluation:
     memory_budget: int
 
     def __reduce__(self) -> tuple[type["Evaluation"], tuple[Any, ...]]:
-        """Return the pickled form, without what belongs to a thread."""
+        """Return the pickled form, without data of a thread."""
         return type(self), tuple(getattr(self, entry.name) for entry in fields(self) if entry.init)
 
     @cached_property
@@ -104,7 +104,7 @@ class Evaluation:
 
     @cached_property
     def memory(self) -> MemoryPlan:
-        """Turns the budget into block sizes."""
+        """The memory plan, which turns the budget into block sizes."""
         return self.net.memory_plan(self.memory_budget)
 
     @cached_property
@@ -118,14 +118,14 @@ class Evaluation:
         return len(rules.stretches_of(self.path, self.trajectory.num_steps))
 
     def stretch(self, s: int) -> range:
-        """Return the steps of the stretch of the path that a step belongs to."""
+        """Return the steps of the path's stretch that contains a step."""
         return rules.stretch_of(self.path, s, self.trajectory.num_steps)
 
     def integrate(self, stretches: Sequence[range], X: Shaped[Tensor, "n ..."]) -> tuple[WeightSegment, Integral]:
-        """Integrate the outputs over stretches of the path, all together: the lines, and the integrals of each pair."""
+        """Integrate the outputs over stretches of the path together; return the lines and each pair's integrals."""
         keep = 1 + stretches[-1].stop - stretches[0].start
         numbers = sorted({s for own in stretches for s in (own.start, own.stop)})
-        if numbers[-1] <= self.states.lowest:  # a pass that goes back
+        if numbers[-1] <= self.states.lowest:  # a backward pass over the steps
             numbers.reverse()
         states = {s: self.states.get(s, keep) for s in numbers}
         starts, ends = ([states[s] for s in own] for own in zip(*((r.start, r.stop) for r in stretches), strict=True))

@@ -1,7 +1,7 @@
-"""The kernel between pairs of sets of points, and its derivatives in the points: autograd through some steps at a time.
+"""The kernel between pairs of sets of points, and its derivatives in the points, by autograd through some steps.
 
-The derivative of a gradient's inner product needs the network's second derivative, mixed in weights and input. Where
-that jumps (ReLU, max-pool) the jump is not seen: the result is the derivative inside the linear piece.
+The derivative of a gradient's inner product needs the network's second derivative, mixed in weights and input. If the
+first derivative jumps (ReLU, max-pool), the jump is not seen: the result is the derivative inside the linear piece.
 """
 
 from collections.abc import Iterator
@@ -25,11 +25,11 @@ _START = [(0.0, 1.0)]  # the node of training copies, with its weight
 
 @dataclass(frozen=True, eq=False)
 class PointsOfPairs:
-    """One side of P pairs: U sets of n points each, and which of them each pair has.
+    """One side of P pairs: U sets of n points each, and the set of each pair.
 
     Attributes:
         X: Inputs, (U, n, ...).
-        is_train: Whether they are training copies.
+        is_train: Whether the points are training copies.
         of_pairs: The set of each pair.
     """
 
@@ -42,8 +42,8 @@ class PointsOfPairs:
 class SetPairs:
     """P pairs of sets of points.
 
-    A pair has K x L matrices of n x m numbers: K = L = C for all pairs of outputs; K = L = 1 for one output of its
-    own, or for the trace of their matrix.
+    A pair has K x L matrices of n x m numbers: K = L = C for all pairs of outputs; K = L = 1 for the pair's own output,
+    or for the trace of its matrix.
 
     Attributes:
         left: Sets of n points.
@@ -99,13 +99,13 @@ class _Side:
 
     Attributes:
         X: Some points of some sets, (U, n, ...).
-        is_train: Whether each is a training copy, (U * n,).
-        sets: Which of the sets these are.
-        points: Which of the points of each set.
-        of_pairs: The set of each of the block's p pairs, among the U.
-        outputs: The one output that is computed of each point, (U * n,); None for all outputs.
-        chosen: Which of all outputs each pair takes, (p,); None if it takes what is computed.
-        is_traced: The outputs are joined to one.
+        is_train: Whether each point is a training copy, (U * n,).
+        sets: Indices of these sets.
+        points: Indices of the points in each set.
+        of_pairs: The set of each of the block's p pairs, among the U sets.
+        outputs: The only computed output of each point, (U * n,); None for all outputs.
+        chosen: The output of each pair among all outputs, (p,); None if it takes the computed one.
+        is_traced: Whether the outputs are joined to one.
     """
 
     X: Shaped[Tensor, "U n ..."]
@@ -130,14 +130,14 @@ class _Side:
         of_train, of_test = self._jacobians(kernel, starts, is_train), self._jacobians(kernel, moved, ~is_train)
         row, count = torch.where(is_train, is_train.cumsum(0), (~is_train).cumsum(0)) - 1, int(is_train.sum())
         node = torch.arange(len(moved), device=row.device)[:, None]
-        first = len(steps) * count  # of the test copies' rows
+        first = len(steps) * count  # first row of the test copies
         place = torch.where(is_train, node // len(nodes) * count, first + node * (len(row) - count)) + row
         return [a.concat_rows([b]).rows(place.flatten()) for a, b in zip(of_train, of_test, strict=True)]
 
     def _jacobians(
         self, kernel: PlannedKernel, nodes: list[tuple[int, int, float]], some: Bool[Tensor, " rows"] | None = None
     ) -> list[LayerJacobian]:
-        """Compute the Jacobian of every layer on the way from one state to another, at some points."""
+        """Compute the Jacobian of every layer on the line from one state to another, at some points."""
         X, outputs = self.X.flatten(0, 1), self.outputs
         if some is not None:
             X, outputs = X[some], None if outputs is None else outputs[some]
@@ -160,7 +160,7 @@ class _Side:
         return self.selected(of_outputs.permute(1, 2, 3, 0, 4, 5).flatten(3, 4))
 
     def selected(self, of_sets: Float[Tensor, "S Q U rows d"]) -> Float[Tensor, "S Q pairs rows d"]:
-        """Select each pair's matrix; nothing is copied where all share one, or each has its own in order."""
+        """Select each pair's matrix; nothing is copied if all share one, or each has its own in order."""
         in_order = torch.arange(len(self.of_pairs), device=of_sets.device)
         is_whole = len(self.sets) == 1 or (len(self.sets) == len(in_order) and torch.equal(self.of_pairs, in_order))
         return of_sets if is_whole else of_sets.index_select(2, self.of_pairs)
@@ -174,9 +174,9 @@ def _nodes(kernel: PlannedKernel) -> list[tuple[float, float]]:
 def _layer_jacobians(
     kernel: PlannedKernel, at: WeightLocation, X: Tensor, cotangents: Cotangents
 ) -> list[LayerJacobian]:
-    """Compute layer Jacobians, with a graph if X asks for one; layers with several positions are written out."""
+    """Compute layer Jacobians, with a graph if X requires gradients; layers with several positions are dense."""
     net = kernel.net
-    if X.requires_grad:  # torch 2.13's `vmap` gets layer norms wrong that are differentiated twice
+    if X.requires_grad:  # torch 2.13's `vmap` is wrong for layer norms that are differentiated twice
         net = PlannedModel(net.model, replace(net.plan, supports_vmap=False))
     return [
         j if isinstance(j, OuterProductJacobian) and j.inputs.shape[1] == 1 else DenseJacobian(j.to_dense())
@@ -187,10 +187,10 @@ def _layer_jacobians(
 
 
 def _max_points(kernel: PlannedKernel) -> int:
-    """Return the points on each side of a block at one weight state whose Jacobians and their graph fit."""
+    """Return the number of points on each side of a block at one state whose Jacobians and graph fit into memory."""
     model = kernel.net.model
     measured, key = model.cache.feature_bytes, ("derivative", kernel.head, kernel.cost(), model.spec)
-    if key not in measured:  # what the layer Jacobians of one point take, once for each way of computing them
+    if key not in measured:  # bytes of the layer Jacobians of one point, once for each way of computing them
         X = model.spec.cast(kernel.trajectory.inputs[:1]).detach().requires_grad_()
         at = WeightLocation(flat_state(kernel.trajectory, 0, kernel.reference))
         with torch.enable_grad():
@@ -203,12 +203,12 @@ def _slices(count: int, size: int) -> list[slice]:
 
 
 def _blocks(kernel: PlannedKernel, pairs: SetPairs, wanted: tuple[bool, bool]) -> Iterator[tuple[slice, _Side, _Side]]:
-    """Split pairs into blocks that are computed at all nodes of a step at once: which pairs, and both of their sides.
+    """Split pairs into blocks that are computed at all nodes of a step at once: the pairs, and both of their sides.
 
-    One side is both where they are the same.
+    A single side serves both if they are the same.
     """
     size, sides = max(1, _max_points(kernel) // kernel.rule.num_contractions), (pairs.left, pairs.right)
-    counts = [min(size, s.X.shape[1]) if len(s.X) > 1 else 1 for s in sides]  # of points that come with each pair
+    counts = [min(size, s.X.shape[1]) if len(s.X) > 1 else 1 for s in sides]  # points that come with each pair
     parts = [_slices(s.X.shape[1], size) for s in sides]
     for own, rows, columns in product(_slices(len(pairs.left.of_pairs), max(1, size // max(counts))), *parts):
         left = _side(kernel, pairs, pairs.left, own, rows, wanted[0])
@@ -219,7 +219,7 @@ def _blocks(kernel: PlannedKernel, pairs: SetPairs, wanted: tuple[bool, bool]) -
 def _side(
     kernel: PlannedKernel, pairs: SetPairs, of: PointsOfPairs, own: slice, points: slice, requires_grad: bool
 ) -> _Side:
-    """Prepare one side of some pairs: of a set that is asked about one output only that one is computed."""
+    """Prepare one side of some pairs; if a set is asked about one output only, only that output is computed."""
     sets, of_pairs = of.of_pairs[own].unique(return_inverse=True)
     X, is_train = of.X[sets, points].detach().requires_grad_(requires_grad), of.is_train[sets, points].flatten()
     outputs, chosen = None, None if pairs.classes is None else pairs.classes[own]
@@ -233,10 +233,10 @@ def _side(
 def _products_by_steps(
     kernel: PlannedKernel, left: _Side, right: _Side
 ) -> Iterator[tuple[Float[Tensor, "S Q P K n J m"], Float[Tensor, "S Q"]]]:
-    """Compute the products of the gradients of both sides at the nodes of some steps at a time, and eta_s omega_q."""
+    """Compute the products of both sides' gradients at the nodes of some steps at a time, and eta_s omega_q."""
     sides, every = [left] if right is left else [left, right], kernel.steps
     omegas = [1.0] if all(side.is_train.all() for side in sides) else [omega for _, omega in _nodes(kernel)]
-    if not any(side.is_train.any() for side in sides):  # the first step of a chord stands for all of it
+    if not any(side.is_train.any() for side in sides):  # the first step of a chord represents all of it
         every = [(first, sum(eta for _, eta in own)) for first, own in kernel.stretches(every)]
     most = max(len(side.is_train) for side in sides)
     for steps in (every[own] for own in _slices(len(every), max(1, _max_points(kernel) // (most * len(omegas))))):
@@ -256,11 +256,11 @@ def _products(
         return torch.unflatten(torch.unflatten(products, -1, (-1, y.X.shape[1])), -3, (-1, x.X.shape[1]))
 
     if not (isinstance(left, OuterProductJacobian) and isinstance(right, OuterProductJacobian)):
-        return of_outputs(left.to_dense(), right.to_dense())  # without a graph fewer are written out
+        return of_outputs(left.to_dense(), right.to_dense())  # without a graph fewer layers are dense
     p, q = (
         torch.unflatten(j.inputs[:, 0], 0, (num_steps, -1, *side.X.shape[:2])) for side, j in ((x, left), (y, right))
     )
-    if len(y.sets) == 1 or torch.equal(x.of_pairs, y.of_pairs):  # several pairs, such as of classes, have one product
+    if len(y.sets) == 1 or torch.equal(x.of_pairs, y.of_pairs):  # several pairs (of classes) share one product
         inputs = x.selected(_of_pairs(p, q))
     else:
         inputs = _of_pairs(x.selected(p), y.selected(q))
@@ -271,7 +271,7 @@ def _products(
 def _of_pairs(
     x: Float[Tensor, "S Qx U rows d"], y: Float[Tensor, "S Qy V columns d"]
 ) -> Float[Tensor, "S Q pairs rows columns"]:
-    """Multiply the matrices of each pair, or of the set that all share: one matrix product instead of one each."""
+    """Multiply the matrices of each pair, or of the set that all share, in one matrix product instead of one each."""
     if y.shape[2] == 1:
         return torch.unflatten(x.flatten(2, 3) @ y[:, :, 0].mT, 2, (x.shape[2], -1))
     return _of_pairs(y, x).mT if x.shape[2] == 1 else x @ y.mT

@@ -15,25 +15,25 @@ from epk_gp.gram.path_kernel import PathKernel, require_recorded
 from epk_gp.gram.sketch import NUM_NODES, PathSketch, nodes_trajectory, trace_coefficients
 from epk_gp.quadrature import rules
 
-EXPECTED_ERROR = 1.06  # times 1 / sqrt(k): measured, between points whose cosine is small (docs/theory.md, section 9)
+EXPECTED_ERROR = 1.06  # times 1 / sqrt(k): measured between points with a small cosine (docs/theory.md, section 9)
 
-# Steps of a run up to which the exact kernel takes every step; a longer run is replaced by so many nodes of its path.
+# Largest number of steps for which the exact kernel takes every step; for a longer run it uses this many nodes.
 MAX_PROBE_STEPS = 1000
 
 
 @dataclass(frozen=True)
 class SketchError:
-    """Errors of the cosine kernel that features give, <z, z'> / (|z| |z'|), over pairs of different points.
+    """Errors of the features' cosine kernel, <z, z'> / (|z| |z'|), over pairs of different points.
 
     Attributes:
         rms: Root mean square of the difference to the exact cosine kernel.
         max: The largest difference.
-        nodes_rms: The same without the sketch: what the nodes, and one combination of the outputs at each, leave.
-        nodes_max: The largest of these.
-        expected_rms: 1.06 / sqrt(k), what a sketch of k numbers is expected to leave between unlike points.
-        num_points: Points that were compared, evenly spaced among all; those whose gradients are all zero, which have
-            no cosine, are left out.
-        reference: What they were compared with.
+        nodes_rms: Root mean square without the sketch: the error of the nodes, with one combination of outputs at each.
+        nodes_max: The largest difference without the sketch.
+        expected_rms: 1.06 / sqrt(k), the expected error of a sketch of k numbers between dissimilar points.
+        num_points: Number of compared points, evenly spaced among all; points with only zero gradients, which have no
+            cosine, are left out.
+        reference: Description of the exact kernel.
     """
 
     rms: float
@@ -51,14 +51,14 @@ def measure_sketch_error(
     """Compare the cosine kernel of features with the exact one, on evenly spaced points.
 
     Args:
-        sketch: What computed the features.
+        sketch: The sketch that computed the features.
         points: The points.
         features: Their features.
-        num_probe: Points to compare.
-        options: How the exact kernel is computed.
+        num_probe: Number of points to compare.
+        options: Options of the exact kernel's computation.
 
     Returns:
-        The errors; None without two points to compare that have a gradient.
+        The errors; None if fewer than two compared points have a gradient.
     """
     count = min(num_probe, len(points))
     if count < 2:
@@ -87,7 +87,7 @@ def measure_sketch_error(
 
 
 def _reference(sketch: PathSketch) -> tuple[PathKernel, str]:
-    """Return the kernel that features are compared with, and its description."""
+    """Return the kernel with which features are compared, and its description."""
     run = sketch.trajectory
     if sketch.nodes is None:
         return PathKernel(
@@ -102,7 +102,7 @@ def _reference(sketch: PathSketch) -> tuple[PathKernel, str]:
 
 
 def _cosines(K: Float[Tensor, "n n"], chosen: Bool[Tensor, " n"]) -> Float[Tensor, " pairs"]:
-    """Return the cosines of all pairs of different points among those that are chosen."""
+    """Return the cosines of all pairs of different points among the chosen ones."""
     K = K[chosen][:, chosen]
     length = K.diagonal().sqrt()
     i, j = torch.tril_indices(len(K), len(K), offset=-1, device=K.device)
@@ -119,7 +119,7 @@ NUM_PROBE = 100
 
 @final
 class PathFeatures(Tensor):
-    """Features with their measured error; whatever is computed from them is a plain tensor.
+    """Features with their measured error; results of computations with them are plain tensors.
 
     Attributes:
         error: The error; None if it was not measured.
@@ -143,33 +143,33 @@ def path_features(
     num_probe: int = NUM_PROBE,
     **options: Unpack[ComputeSettings],
 ) -> Float[Tensor, "n k"]:
-    """Sketch the path kernel: k numbers for each point, whatever the number of steps, outputs and weights.
+    """Sketch the path kernel: k numbers per point, for any number of steps, outputs and weights.
 
         z(x) = sum_n sqrt(w_n) R_n J_n(x)^T v_n / sqrt(C),    E <z(x), z(x')> = tr K(x, x') / C
 
     The sum goes over n nodes of the whole path (`nodes_trajectory`), with one backward pass at each. The v_n are the
-    rows of a Hadamard matrix in turn, whose order divides the number of nodes if it can (20 nodes serve up to 20
-    outputs exactly), and the R_n independent random sketches. The root mean square error of the cosine kernel is some
-    1.06 / sqrt(k) at most (docs/theory.md, section 9).
+    rows of a Hadamard matrix in turn, whose order divides the number of nodes if possible (20 nodes serve up to 20
+    outputs exactly), and the R_n are independent random sketches. The root mean square error of the cosine kernel is at
+    most about 1.06 / sqrt(k) (docs/theory.md, section 9).
 
-    The features of a point are the same in every call with the same run, k, nodes, seed and head: sketches are drawn
-    from these alone. Features are computed in blocks of points that depend on the network alone, so that the bytes do
-    not depend on the budget, on a checkpoint or on an executor; another place of a point within its block, or another
-    number of threads, may change rounding.
+    The features of a point are the same in every call with the same run, k, nodes, seed and head: the sketches depend
+    only on these. Features are computed in blocks of points that depend on the network only, so the bytes do not depend
+    on the budget, a checkpoint or an executor; another position of a point within its block, or another number of
+    threads, may change rounding.
 
     Args:
         trajectory: The run.
         X: n inputs.
         num_features: k.
-        nodes: Nodes of the whole path. None takes each step of the run at its start, for a run that `nodes_trajectory`
-            returned.
-        seed: Draws the sketches.
-        head: "logits" or "log_softmax"; None follows the loss: "log_softmax" for cross entropy, else "logits".
-        is_train: Which points are training copies; one for all, or (n,). Those are taken at the start of the step that
-            a node falls into.
-        path: Which the nodes of test copies lie on: `straight()` steps, or `chords(every=k)`. It does not change the
+        nodes: Number of nodes of the whole path. None takes each step of the run at its start, for a run from
+            `nodes_trajectory`.
+        seed: Seed of the sketches.
+        head: "logits" or "log_softmax"; None follows the loss: "log_softmax" for cross entropy, otherwise "logits".
+        is_train: Whether each point is a training copy; one value for all points, or (n,). Training copies are
+            evaluated at the start of the step that contains the node.
+        path: The path of the nodes of test copies: `straight()` steps, or `chords(every=k)`. It does not change the
             cost.
-        num_probe: Points, evenly spaced among all, whose cosine kernel is compared with the exact one; 0 compares none.
+        num_probe: Number of points, evenly spaced, whose cosine kernel is compared with the exact one; 0 for none.
         options: `memory_budget`, `progress`, `checkpoint` and `executor`, see `ComputeOptions`. A checkpoint holds
             finished pieces.
 
@@ -178,9 +178,9 @@ def path_features(
         any operation on them returns a plain tensor without it, so keep the features themselves, or their error.
 
     Raises:
-        TypeError: The network cannot take X, or an argument is of the wrong kind.
-        ValueError: A number is too small, the head is unknown, the run is a path of averaged weights, or the path is
-            one of chords without nodes.
+        TypeError: The network cannot take X, or an argument has a wrong type.
+        ValueError: A number is too small, the head is unknown, the run is a path of averaged weights, or the path
+            consists of chords and `nodes` is None.
     """
     parsed = parse_options("path_features", ("accumulate",), **options)
     validate_count(num_probe, "num_probe", minimum=0)
@@ -204,7 +204,7 @@ def trace_sketch(
 ) -> PathSketch:
     """Return the sketch of tr K(x, x') / C.
 
-    Arguments, errors: as `path_features`.
+    Arguments and errors: as in `path_features`.
     """
     validate_trajectory(trajectory)
     validate_count(num_features, "num_features")

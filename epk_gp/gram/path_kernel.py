@@ -28,22 +28,22 @@ class PathKernel:
 
         K(x, x') = sum_s eta_s sum_q w_q phi_sq(x) phi_sq(x')^T    (C x C)
 
-    phi_sq(x) is the Jacobian of f at the step's start for a training copy, and at node t_q of the step for a test copy;
-    along chords, at node t_q of the chord that the step belongs to.
+    phi_sq(x) is the Jacobian of f at the start of the step for a training copy, and at node t_q of the step for a test
+    copy; along chords, at node t_q of the chord that contains the step.
 
     Attributes:
         trajectory: Training run with S steps.
-        head: Whether f is the logits or their log-softmax; made with None, it is the one that follows the run's loss:
-            "log_softmax" for cross entropy, else "logits".
+        head: Whether f is the logits or their log-softmax; None in the constructor follows the run's loss:
+            "log_softmax" for cross entropy, otherwise "logits".
         rule: Nodes and positive weights on [0, 1], the same for both sides; or an adaptive rule, which picks each test
-            point's own nodes against training copies, and the union of a tile's points' nodes between test copies. The
-            Gram matrix over both copies is then positive semi-definite to the tolerance only: it is no longer one sum
-            over common nodes. Take a fixed rule where a factorisation needs more.
+            point's own nodes against training copies, and the union of the nodes of a tile's points between test
+            copies. The Gram matrix over both copies is then positive semi-definite only up to the tolerance, because it
+            is no longer one sum over common nodes. Use a fixed rule if a factorisation needs more.
         step_weights: eta_s >= 0, (S,); the learning rates (of the first parameter group) by default.
-        path: Along which test copies move between the states: `straight()` steps by default.
+        path: The path of test copies between the states: `straight()` steps by default.
 
     Raises:
-        TypeError, ValueError: The trajectory is no recorded run, or the head, the rule or the path is unknown.
+        TypeError, ValueError: The trajectory is not a recorded run, or the head, the rule or the path is unknown.
     """
 
     trajectory: Trajectory
@@ -73,13 +73,13 @@ class PathKernel:
         return self._assembled(a, b, parse_options("block", **options)).permute(1, 0, 3, 2)
 
     def block_per_class(self, a: Points, b: Points, **options: Unpack[ComputeSettings]) -> Float[Tensor, "C N M"]:
-        """Compute K[n, c, m, c] for every output c, at a C-th of the products of `block`."""
+        """Compute K[n, c, m, c] for every output c, with 1 / C of the products of `block`."""
         return self._assembled(a, b, parse_options("block_per_class", **options), is_per_class=True)
 
     def trace_block(self, a: Points, b: Points, **options: Unpack[ComputeSettings]) -> Float[Tensor, "N M"]:
         """Compute the scalar kernel sum_c K[n, c, m, c].
 
-        The outputs are summed inside the products: a C-th of the memory of `block_per_class`.
+        The outputs are summed inside the products, with 1 / C of the memory of `block_per_class`.
 
         Args:
             a: N points, each a training or a test copy.
@@ -89,7 +89,7 @@ class PathKernel:
         return self._assembled(a, b, parse_options("trace_block", **options), is_per_class=True, is_traced=True)[0]
 
     def _assembled(self, a: Points, b: Points, options: ComputeOptions, **pairs: bool) -> Tensor:
-        """Compute a class-major block of the pairs of outputs that `with_net` names."""
+        """Compute a class-major block; `pairs` selects the pairs of outputs, as in `with_net`."""
         self.validate_points(a, b, options)
 
         def compute(net: PlannedModel) -> Tensor:
@@ -124,16 +124,16 @@ class PathKernel:
 
             d/da  sum_{p,k,n,l,m} weights[p, k, n, l, m] K(a_pn, b_pm)[k, l]
 
-        Layer Jacobians are computed once per point, side and node; only for the outputs that its pairs ask about.
+        Layer Jacobians are computed once per point, side and node, and only for the outputs that the pairs need.
 
         Args:
             pairs: The pairs, out of U sets on the left and V on the right.
-            weights: K = L = C, or 1 where a pair has one output or the trace.
-            wanted: Of which side the derivative is wanted; the other side is held fixed, also where it is the same.
-            options: How to compute.
+            weights: Weights with K = L = C, or 1 if a pair has one output or the trace.
+            wanted: Whether the derivative of each side is wanted; the other side is held fixed, even if it is the same.
+            options: Options of the computation.
 
         Returns:
-            The derivatives in the shapes of the sets, None for a side that is not wanted.
+            The derivatives in the shapes of the sets; None for a side that is not wanted.
         """
         self._validate_pairs("pairs_input_gradients", pairs, options)
 
@@ -146,15 +146,15 @@ class PathKernel:
     def pairs_block(self, pairs: SetPairs, options: ComputeOptions = ComputeOptions()) -> Float[Tensor, "P K n L m"]:
         """Compute the kernel between the points of P pairs of sets.
 
-        Layer Jacobians are computed as for `pairs_input_gradients`. Where all outputs of all points are wanted, `block`
+        Layer Jacobians are computed as for `pairs_input_gradients`. If all outputs of all points are needed, `block`
         costs less.
 
         Args:
             pairs: The pairs.
-            options: How to compute.
+            options: Options of the computation.
 
         Returns:
-            K(a_pn, b_pm)[k, l], K = L = C, or 1 where a pair has one output or the trace.
+            K(a_pn, b_pm)[k, l], K = L = C, or 1 if a pair has one output or the trace.
         """
         self._validate_pairs("pairs_block", pairs, options)
 
@@ -167,13 +167,13 @@ class PathKernel:
     def with_net(
         self, net: PlannedModel, options: ComputeOptions, *, is_per_class: bool = False, is_traced: bool = False
     ) -> PlannedKernel:
-        """Return the kernel with its planned network, by which it is evaluated.
+        """Return the kernel with its planned network, ready for evaluation.
 
         Args:
             net: The run's network in the dtype and on the device of the points.
-            options: How to compute.
-            is_per_class: Only pairs of equal classes are wanted.
-            is_traced: Only their sum is wanted.
+            options: Options of the computation.
+            is_per_class: Whether only pairs of equal classes are computed.
+            is_traced: Whether only their sum is computed.
         """
         run, etas = self.trajectory, _parse_step_weights(self.trajectory, self.step_weights)
         asked = net, run, self.head, self.rule, self.path, options.memory_budget
@@ -212,11 +212,11 @@ class PathKernel:
 
 
 def validate_points(trajectory: Trajectory, points: object, name: str) -> None:
-    """Raise if points do not tell which copies they are, or were made of other tensors than the training inputs.
+    """Raise if points do not state their copies, or consist of other tensors than the training inputs.
 
     Raises:
         TypeError: They are not `Points`, or the network takes one tensor, or a tensor holds numbers of another kind.
-        ValueError: A tensor is missing, or there is one too many, or one has another shape.
+        ValueError: A tensor is missing, superfluous, or has another shape.
     """
     if not isinstance(points, Points):
         got = type(points).__name__
@@ -233,7 +233,7 @@ def require_recorded(trajectory: Trajectory) -> None:
     """Raise if the run is a path of averaged weights.
 
     Raises:
-        ValueError: It is.
+        ValueError: The run is such a path.
     """
     if trajectory.average is not None:
         raise ValueError(
@@ -244,10 +244,10 @@ def require_recorded(trajectory: Trajectory) -> None:
 
 
 def require_training(trajectory: Trajectory, caller: str) -> None:
-    """Raise if no training made the steps of a run: those of one network (`tangent_trajectory`), or of some nodes.
+    """Raise if the steps of a run come from no training: a run of one network (`tangent_trajectory`), or of some nodes.
 
     Raises:
-        ValueError: None made them.
+        ValueError: No training made the steps.
     """
     if trajectory.update_rule.startswith("none ("):
         raise ValueError(
@@ -257,10 +257,10 @@ def require_training(trajectory: Trajectory, caller: str) -> None:
 
 
 def require_gradients_of_rows(model: FunctionalModel) -> None:
-    """Raise if the gradient of a point's outputs depends on the points that are evaluated beside it.
+    """Raise if the gradient of a point's outputs depends on the other points in its batch.
 
     Raises:
-        ValueError: An embedding divides gradients by how often a token occurs.
+        ValueError: An embedding divides gradients by the frequency of a token.
     """
     for name, module in model.module.named_modules():
         if getattr(module, "scale_grad_by_freq", False):
@@ -288,23 +288,24 @@ def gram_block(
 
         K[n, c, m, d] = sum_s eta_s sum_q w_q <phi_sq(a_n)_c, phi_sq(b_m)_d>
 
-    Of a network with moving statistics, phi is the gradient in the weights of the network in evaluation mode, with the
-    statistics of the run's path at the same place as the weights: a kernel of the run, positive semi-definite as ever.
+    For a network with moving statistics, phi is the gradient in the weights of the network in evaluation mode, with the
+    statistics of the run's path at the same position as the weights: a kernel of the run that is positive semi-definite
+    too.
 
     Args:
         trajectory: Training run with S steps.
         a: N points, each a training or a test copy.
         b: M points.
-        head: "logits" or "log_softmax"; None follows the loss: "log_softmax" for cross entropy, else "logits".
+        head: "logits" or "log_softmax"; None follows the loss: "log_softmax" for cross entropy, otherwise "logits".
         rule: See `PathKernel`.
         step_weights: eta_s >= 0; the learning rates (of the first parameter group) by default.
-        path: Along which test copies move; training copies stay at the start of each step. `chords(every=k)` evaluates
-            test copies once for k steps.
+        path: The path of test copies; training copies stay at the start of each step. `chords(every=k)` evaluates test
+            copies once for k steps.
         options: `memory_budget`, `progress`, `checkpoint`, `accumulate` and `executor`; see `ComputeOptions`.
 
     Returns:
         The block, not flattened, in the dtype of the points or of `accumulate`. It may be a view of memory in the order
-        (C, N, C, M): `reshape` flattens it, `view` may not.
+        (C, N, C, M): `reshape` flattens it, `view` may fail.
 
     Raises:
         TypeError, ValueError: The network cannot take the points, the points have different dtypes, the head or the

@@ -1,4 +1,4 @@
-"""A path kernel that is being evaluated: with the plan of its network, and the layer Jacobians of points at its nodes.
+"""A path kernel during its evaluation: with the plan of its network, and the layer Jacobians of points at its nodes.
 
 Training copies are evaluated at the start of each step, test copies at the nodes of the path.
 """
@@ -34,12 +34,13 @@ from epk_gp.work.run import Sums
 Steps = list[tuple[int, float]]  # (s, eta_s)
 Averages = dict[int, LeftFactor]  # by number of the layer
 
-# Steps whose products are taken at once: fewer gain nothing. And their products, which stay in the cache: choices.
+# Number of steps whose products are taken at once: fewer gain nothing. And their products, which stay in the cache:
+# choices.
 _FEW_STEPS, MOST_STEPS, _PRODUCTS = 4, 64, 1 << 19
 
 
 def warn_of_integrals(sums: Sums) -> None:
-    """Emit one `CertificateWarning` if integrals of an adaptive rule are not the change of the outputs.
+    """Emit one `CertificateWarning` if integrals of an adaptive rule differ from the change of the outputs.
 
     Gram blocks have no certificate of their own: their nodes are those on which the rule integrated the outputs.
     """
@@ -59,15 +60,15 @@ def warn_of_integrals(sums: Sums) -> None:
 
 @dataclass(eq=False)
 class PlannedKernel(Evaluation):
-    """A path kernel while it is being evaluated: each thread has its own.
+    """A path kernel during its evaluation: each thread has its own.
 
     Attributes:
         step_weights: eta_s of each of the S steps.
-        options: How to compute.
-        is_per_class: Only pairs of equal classes are wanted.
-        is_traced: Only the sum over pairs of equal classes is wanted; these are then pairs of equal classes, too.
-        integrations: How many integrals of an adaptive rule have each status, and their largest residuals, since they
-            were taken the last time.
+        options: Options of the computation.
+        is_per_class: Whether only pairs of equal classes are computed.
+        is_traced: Whether only the sum over pairs of equal classes is computed; `is_per_class` is then also true.
+        integrations: Number of integrals of an adaptive rule with each status, and their largest residuals, since they
+            were last taken.
     """
 
     step_weights: tuple[float, ...]
@@ -77,7 +78,7 @@ class PlannedKernel(Evaluation):
     integrations: Sums = field(init=False, default_factory=Sums)
 
     def take_integrations(self) -> Sums:
-        """Return the counts of integrals, and count anew."""
+        """Return the counts of integrals, and reset them."""
         found, self.integrations = self.integrations, Sums()
         return found
 
@@ -88,34 +89,34 @@ class PlannedKernel(Evaluation):
 
     @property
     def num_output_pairs(self) -> int:
-        """Pairs of outputs whose products are wanted."""
+        """Number of pairs of outputs whose products are computed."""
         return self.trajectory.num_outputs ** (1 if self.is_per_class else 2)
 
     @property
     def num_sums(self) -> int:
-        """Numbers in the block for each pair of points: pairs of outputs, or one if they are summed."""
+        """Number of entries in the block for each pair of points: pairs of outputs, or one if they are summed."""
         return 1 if self.is_traced else self.num_output_pairs
 
     def block_shape(self, num_rows: int, num_columns: int) -> tuple[int, ...]:
-        """Return the shape of a class-major block: (K, N, K, M), or (K, N, M) of equal classes, K = 1 if summed."""
+        """Return the shape of a class-major block: (K, N, K, M), or (K, N, M) for equal classes, K = 1 if summed."""
         K = 1 if self.is_traced else self.trajectory.num_outputs
         return (K, num_rows, num_columns) if self.is_per_class else (K, num_rows, K, num_columns)
 
     @cached_property
     def steps(self) -> Steps:
-        """The steps that count."""
+        """The steps with a positive weight."""
         return [(s, eta) for s, eta in enumerate(self.step_weights) if eta > 0]
 
     def stretches(self, steps: Steps) -> list[tuple[int, Steps]]:
-        """Group steps that count, in their order, by the stretch that they belong to, which its first step names."""
+        """Group such steps, in order, by their stretch, which is named by its first step."""
         return [(first, list(own)) for first, own in groupby(steps, key=lambda entry: self.stretch(entry[0]).start)]
 
     def cost(self, num_contractions: int | None = None) -> ContractionCost:
-        """Return what the choice of representations depends on.
+        """Return the cost model that picks each layer's representation.
 
         Args:
-            num_contractions: Products that a step costs if no factor can be averaged; by default those of the rule,
-                as between copies of one kind. Along chords gradients that are written out are written out once: 1.
+            num_contractions: Products per step if no factor can be averaged; by default those of the rule, as between
+                copies of one kind. Along chords dense gradients are computed once: 1.
         """
         is_adaptive = isinstance(self.rule, rules.AdaptiveRule)
         return ContractionCost(
@@ -127,17 +128,17 @@ class PlannedKernel(Evaluation):
 
     @property
     def mixed_cost(self) -> ContractionCost:
-        """The cost between test and training copies: all steps of a chord meet the same test side."""
+        """The cost model between test and training copies: all steps of a chord share one test side."""
         return self.cost(self.rule.num_contractions * min(self.path.every, max(1, self.trajectory.num_steps)))
 
     @property
     def tile_points(self) -> int:
-        """Points on each side of a tile."""
+        """Number of points on each side of a tile."""
         return self.memory.tile_points(self.num_sums, self.feature_bytes)
 
     @property
     def feature_bytes(self) -> int:
-        """Bytes that the layer Jacobians of one point take, measured once for each way of computing them."""
+        """Bytes of the layer Jacobians of one point, measured once for each way of computing them."""
         net, measured = self.net, self.net.model.cache.feature_bytes
         keys = [(self.head, cost, tuple(net.plan.bias_of), net.model.spec) for cost in (self.cost(), self.mixed_cost)]
         for key in keys:
@@ -157,8 +158,8 @@ class PlannedKernel(Evaluation):
 
         Args:
             steps: The steps.
-            num_points: Points of the larger side.
-            are_training: All points are training copies, which do not move along chords.
+            num_points: Number of points of the larger side.
+            are_training: Whether all points are training copies, which do not move along chords.
         """
         size, groups = self.batch_size(num_points * (self.rule.num_contractions + 2)), [[step] for step in steps]
         if not are_training and self.path.every > 1:
@@ -170,10 +171,10 @@ class PlannedKernel(Evaluation):
     def jacobians(
         self, nodes: list[tuple[int, float]], X: Shaped[Tensor, "n ..."], cost: ContractionCost | None = None
     ) -> Iterator[list[LayerJacobian]]:
-        """Compute layer Jacobians at nodes (s, t), t of the way from w_s to the end of its stretch.
+        """Compute layer Jacobians at nodes (s, t): the fraction t of the line from w_s to the end of its stretch.
 
         Args:
-            nodes: Steps s and positions t, in the order of the steps. A stretch of the path has its first step;
+            nodes: Steps s and positions t, in the order of the steps. A stretch of the path is named by its first step;
                 training copies have t = 0.
             X: n inputs.
             cost: Decides the representations; `cost()` by default.
@@ -183,7 +184,7 @@ class PlannedKernel(Evaluation):
             yield from ([jacobian.rows(own) for jacobian in jacobians] if count > 1 else jacobians for own in rows)
 
     def steps_together(self, num_left: int, num_right: int) -> int:
-        """Count the steps whose products are taken at once, between test and training copies; 1 of large tiles."""
+        """Count the steps whose products are taken at once, between test and training copies; 1 for large tiles."""
         products = self.num_output_pairs * num_left * num_right * self.rule.num_contractions
         rows = max(num_left * self.rule.num_contractions, num_right)
         if self.path.every > 1 or self.cost().all_dense:
@@ -194,7 +195,7 @@ class PlannedKernel(Evaluation):
     def joined_jacobians(
         self, nodes: list[tuple[int, float]], X: Shaped[Tensor, "n ..."], cost: ContractionCost
     ) -> Iterator[tuple[int, list[LayerJacobian]]]:
-        """Compute layer Jacobians at nodes as `jacobians` does: the rows of some nodes at a time, node by node."""
+        """Compute layer Jacobians at nodes as in `jacobians`: the rows of some nodes at a time, node by node."""
         steps = [s for s, _ in nodes]
         keep = 1 + max(steps, default=0) - min(steps, default=0)
         weights = (self._weights_at(s, t, keep) for s, t in nodes)
@@ -207,7 +208,7 @@ class PlannedKernel(Evaluation):
         return concat_rows([*map(itemgetter(1), self.joined_jacobians(nodes, X, cost))])
 
     def nodes_together(self, steps: list[int], X: Shaped[Tensor, "n ..."], cost: ContractionCost) -> NodeBatch:
-        """Evaluate test copies at all nodes of T steps, as many of each: point t N + n is point n at the t-th."""
+        """Evaluate test copies at all nodes of T steps, equally many each: point t N + n is point n at step t."""
         N, T = len(X), len(steps)
         if isinstance(self.rule, rules.QuadratureRule):
             jacobians = self.jacobians_together([(s, t) for s in steps for t in self.rule.nodes], X, cost)
@@ -234,7 +235,7 @@ class PlannedKernel(Evaluation):
     def node_batches(
         self, steps: list[int], X: Shaped[Tensor, "n ..."], cost: ContractionCost
     ) -> Iterator[Iterator[NodeBatch]]:
-        """Evaluate test copies at the nodes of each stretch of the path: all at the same ones, or each at its own.
+        """Evaluate test copies at the nodes of each stretch of the path, either common nodes or each point's own.
 
         Args:
             steps: The first step of each stretch.
@@ -263,12 +264,13 @@ class PlannedKernel(Evaluation):
     ) -> list[tuple[int, float, float]]:
         """List the nodes (s, t) that copies of one kind share, with the weights of their products.
 
-        Training copies have the start of each step, test copies nodes with the first step of their stretch.
+        Training copies are at the start of each step; test copies are at nodes, given with the first step of their
+        stretch.
 
         Args:
             steps: (s, eta_s) of each step.
             X: The points, at which an adaptive rule chooses its nodes.
-            are_training: They are training copies.
+            are_training: Whether they are training copies.
         """
         if are_training:
             return [(s, 0.0, eta) for s, eta in steps]

@@ -29,10 +29,10 @@ from epk_gp.optimizers.update_rules import LinearStep, stack_coefficients
 from epk_gp.quadrature.rules import WeightPath, path_identity, require_integrable, straight, stretch_of
 from epk_gp.work.run import Piece, Place, RunWork, Sums, run
 
-_RULE = "none ({} nodes of a path)"  # name of the update rule of a run that is nodes of another one
-_SHARED_NUMBERS = 1 << 20  # outputs whose gradients take no more numbers a point share a pass over the network
-_BLOCK_BYTES = 16 << 20  # of products on a CPU: a third of the time of 128 MB, whose memory is new to every product
-NUM_NODES = 20  # leave 0.2 % of an MLP's kernel (docs/theory.md, section 9)
+_RULE = "none ({} nodes of a path)"  # name of the update rule of a run that consists of nodes of another run
+_SHARED_NUMBERS = 1 << 20  # outputs with at most this many gradient numbers per point share a pass over the network
+_BLOCK_BYTES = 16 << 20  # products on a CPU: a third of the time of 128 MB, which need new memory for every product
+NUM_NODES = 20  # error of 0.2 % for an MLP's kernel (docs/theory.md, section 9)
 
 
 @door
@@ -42,27 +42,27 @@ def nodes_trajectory(
     """Return a run of few steps whose kernel between test copies is the path kernel by the midpoint rule.
 
     The path is divided into n parts of equal length sum_s eta_s / n. The weights w(c) in the middle of each part,
-    between two states of the run where it falls into a step, are the states of the run that is returned:
+    interpolated between two states of the run if necessary, are the states of the returned run:
 
         K(x, x') = sum_s eta_s int J_st(x) J_st(x')^T dt  =  sum_j (sum_s eta_s / n) J_{w_j}(x) J_{w_j}(x')^T + error
 
-    Evaluate it with `left_endpoint()`, which takes each step at its start; then training and test copies are the same.
-    Its last state is the trained network. All nodes of a run of one state (`tangent_trajectory`) are that state.
+    Evaluate it with `left_endpoint()`, which takes each step at its start; training and test copies are then the same.
+    Its last state is the trained network. For a run with one state (`tangent_trajectory`), all nodes are that state.
 
     Args:
         trajectory: The run, with S steps.
         nodes: n.
-        is_train: Take the weights at the start of the step that each node falls into, as training copies do.
-        path: Where the weights are between the states of the run: on `straight()` steps, or on `chords(every=k)`.
+        is_train: Whether to take the weights at the start of the step that contains each node, as for training copies.
+        path: The weights between the states of the run: on `straight()` steps, or on `chords(every=k)`.
 
     Returns:
-        A run of n steps with a digest of its own, in memory: (n + 1) states of P weights. A run that is n nodes of
-        another one is returned as it is.
+        A run of n steps with its own digest, in memory: (n + 1) states of P weights. A run that already consists of n
+        nodes of another one is returned unchanged.
 
     Raises:
-        TypeError: `trajectory` is no recorded run, `nodes` is not a whole number, or `path` is no path.
-        ValueError: `nodes` is below 1, the steps have no length, the run is a path of averaged weights, or the path is
-            one of chords over nodes.
+        TypeError: `trajectory` is not a recorded run, `nodes` is not an integer, or `path` is not a path.
+        ValueError: `nodes` is below 1, the steps have no length, the run is a path of averaged weights, or the path has
+            chords over nodes.
     """
     validate_trajectory(trajectory)
     validate_count(nodes, "nodes")
@@ -91,9 +91,9 @@ def nodes_trajectory(
 def run_of_states(
     trajectory: Trajectory, states: Sequence[Float[Tensor, " PQ"]], lr: float, update_rule: str, identity: bytes
 ) -> Trajectory:
-    """Return a run whose steps go from state to state of the weights, each of the same length on all points."""
+    """Return a run whose steps go from state to state of the weights, each with the same length and on all points."""
     sizes, P, S = trajectory.model.sizes, trajectory.num_weights, len(states) - 1
-    cut = {id(state): (state[:P], state[P:]) for state in states}  # one state that comes again stays one tensor
+    cut = {id(state): (state[:P], state[P:]) for state in states}  # a repeated state stays one tensor
     weights, statistics = zip(*(cut[id(state)] for state in states), strict=True)
     return replace(
         trajectory,
@@ -109,13 +109,13 @@ def run_of_states(
 
 
 def is_one_state(trajectory: Trajectory) -> bool:
-    """Return whether a run stays at one state of the weights, as the run of a network that was not recorded does."""
+    """Return whether a run stays at one state of the weights, like the run of a network that was not recorded."""
     states = trajectory.states
     return isinstance(states, tuple) and all(state is states[0] for state in states)
 
 
 def _state_at(trajectory: Trajectory, ends: list[float], length: float, path: WeightPath | None) -> Tensor:
-    """Return the weights, and statistics behind them, at some length of a path, or at the start of the run's step."""
+    """Return the weights, followed by statistics, at a given length along a path, or at the start of that step."""
     S = trajectory.num_steps
     s = min(bisect_right(ends, length), S) - 1
     if path is None:
@@ -128,22 +128,22 @@ def _state_at(trajectory: Trajectory, ends: list[float], length: float, path: We
 
 _PRODUCTS = ContractionCost(1, 1)
 
-PIECE_BLOCKS = 4  # blocks of points that a worker computes, and a checkpoint holds, at a time
+PIECE_BLOCKS = 4  # blocks of points in one piece for workers and checkpoints
 
 
 @dataclass(frozen=True, eq=False)
 class NodeSketch:
-    """The sum over nodes of a path of sketched gradients: one copy of the points, in one dtype and on one device.
+    """The sum over nodes of a path of sketched gradients, for one copy of the points, dtype and device.
 
     The features of a point depend on its block of points by rounding, so blocks depend on the network alone.
 
     Attributes:
         net: The network with its plan.
-        states: The weights at the n nodes, and statistics behind them; one for all nodes of a run of one state.
+        states: The weights at the n nodes, followed by statistics; one for all nodes of a run with one state.
         head: Whether f is the logits or their log-softmax.
-        coefficients: Of the outputs in the gradients at each state.
+        coefficients: Coefficients of the outputs in the gradients at each state.
         num_features: k.
-        key: What the sketches are drawn from.
+        key: The values that determine the random sketches.
     """
 
     net: PlannedModel
@@ -167,7 +167,7 @@ class NodeSketch:
         return torch.cat(parts)
 
     def block_rows(self, X: Shaped[Tensor, "n ..."]) -> int:
-        """Return the number of points of a block, which depends on the network alone."""
+        """Return the number of points of a block, which depends only on the network."""
         _, jacobians = next(self.jacobians(X[:1], self._sketching))
         per_point = sum(jacobian.nbytes for jacobian in jacobians) + 2 * max(jacobian.nbytes for jacobian in jacobians)
         return min(sketched_rows(per_point), rows_per_pass(self.net.plan, self.net.itemsize, 1))
@@ -183,9 +183,9 @@ class NodeSketch:
         return max(1, min(by_points, int(by_pairs)))
 
     def jacobians(self, X: Shaped[Tensor, "E ..."], cost: ContractionCost) -> Iterator[tuple[int, list[LayerJacobian]]]:
-        """Compute the layer Jacobians of the combined outputs, node by node, times the root of its length.
+        """Compute the layer Jacobians of the combined outputs, node by node, times the root of the node's length.
 
-        Yields the number K of nodes that share a state and a pass, and their Jacobians, as of K outputs.
+        Yields the number K of nodes that share a state and a pass, and their Jacobians, in the form for K outputs.
         """
         size = max(1, _SHARED_NUMBERS // self.net.model.num_weights)
         for state, nodes in zip(self.states, self.coefficients, strict=True):
@@ -198,7 +198,7 @@ class NodeSketch:
         return ContractionCost(1, 1, num_features=self.num_features)
 
 
-Parts = list[tuple[NodeSketch, Int64[Tensor, " _"]]]  # some points of one copy each, and their sketch
+Parts = list[tuple[NodeSketch, Int64[Tensor, " _"]]]  # groups of points of one copy, and their sketch
 
 
 def _square_lengths(jacobians: list[LayerJacobian]) -> Float[Tensor, " n"]:
@@ -217,12 +217,12 @@ class PathSketch:
 
     Attributes:
         trajectory: The run.
-        nodes: Nodes of its whole path; None takes each of its steps at its start.
+        nodes: Number of nodes of its whole path; None takes each of its steps at its start.
         head: Whether f is the logits or their log-softmax.
         coefficients: v_n, the coefficients of the C outputs at each node.
         num_features: k.
         seed: The seed.
-        path: Which the nodes of test copies lie on, where there are any.
+        path: The path of the nodes of test copies, if there are nodes.
         run: The run whose steps are the nodes.
     """
 
@@ -237,7 +237,7 @@ class PathSketch:
 
     @cached_property
     def training_run(self) -> Trajectory:
-        """The run at the starts of the steps that the nodes fall into, as training copies take them."""
+        """The run of the starts of the steps that contain the nodes, for training copies."""
         if self.nodes is None:
             return self.trajectory
         return nodes_trajectory(self.trajectory, self.nodes, is_train=True)
@@ -272,15 +272,15 @@ class PathSketch:
     def products(
         self, a: Points, b: Points, options: ComputeOptions = ComputeOptions()
     ) -> tuple[Float[Tensor, "n m"], Float[Tensor, " n"], Float[Tensor, " m"]]:
-        """Compute what the inner products of features are in expectation: no sketch, but the same nodes and v_n.
+        """Compute the expected inner products of features: no sketch, but the same nodes and v_n.
 
         Args:
             a: n points.
-            b: m points; the same object as a at half the cost.
+            b: m points; if they are the same object as a, the cost is half.
             options: `memory_budget` and `progress`.
 
         Returns:
-            The products, and those of each of the n and of the m points with itself.
+            The products, and the product of each of the n and of the m points with itself.
         """
 
         def compute(net: PlannedModel) -> tuple[Tensor, Tensor, Tensor]:
@@ -299,7 +299,7 @@ class PathSketch:
         return with_plan(compute, a.X, self.trajectory)
 
     def multiplications_per_pair(self, X: Shaped[Tensor, "n ..."]) -> int:
-        """Count the multiplications that a value of `products` costs: for points like these, at all nodes."""
+        """Count the multiplications for a value of `products`, at all nodes, for points like these."""
 
         def compute(net: PlannedModel) -> int:
             _, jacobians = next(self._of_copy(net, is_train=False).jacobians(X[:1], _PRODUCTS))
@@ -316,7 +316,7 @@ class PathSketch:
         return NodeSketch(net, states, self.head, coefficients, self.num_features, (self.seed, self.run.digest))
 
     def parts(self, net: PlannedModel, points: Points, size: Callable[[NodeSketch, Tensor], int]) -> Parts:
-        """Split points by copy, and into parts of at most so many as a sketch takes of points like these."""
+        """Split points by copy, and into groups of at most the size that `size` returns for a sketch and points."""
         found = []
         for is_train in (True, False):
             if len(indices := points.copies(is_train)):
@@ -326,7 +326,7 @@ class PathSketch:
         return found
 
     def identity(self, *of_points: object) -> str:
-        """Return a fingerprint of what is computed of some points."""
+        """Return a fingerprint of the computation for some points."""
         return fingerprint(self.run.digest, self.head, self.coefficients, self.num_features, self.seed, *of_points)
 
 
@@ -340,7 +340,7 @@ class FeatureWork(RunWork):
     """Features as pieces for workers: some blocks of points, of one copy.
 
     Attributes:
-        sketch: What is computed.
+        sketch: The sketch.
         points: The points.
     """
 
@@ -349,7 +349,7 @@ class FeatureWork(RunWork):
 
     @property
     def run_and_inputs(self) -> tuple[Trajectory, Tensor]:
-        """The run, and inputs that go through its network."""
+        """The run, and inputs for its network."""
         return self.sketch.trajectory, self.points.X
 
     def compute(self, place: Place, saved: Sums) -> Iterator[Sums]:
@@ -364,7 +364,7 @@ class FeatureWork(RunWork):
 
     @property
     def pieces(self) -> list[Piece]:
-        """The pieces in their order; their steps are points."""
+        """The pieces in order; their steps are points."""
         name = self.named("points")
         return [Piece(f"{name}-{n}", (n,), len(rows)) for n, (_, rows) in enumerate(self.parts)]
 
@@ -382,12 +382,12 @@ class FeatureWork(RunWork):
 
 @dataclass(frozen=True, eq=False)
 class ProductWork(RunWork):
-    """Products as pieces for workers: some points of one copy on either side.
+    """Products as pieces for workers: some points of one copy on each side.
 
     Attributes:
-        sketch: What is computed.
+        sketch: The sketch.
         a: The points on the left.
-        b: Those on the right; the same object as a for a symmetric block.
+        b: The points on the right; the same object as a for a symmetric block.
         memory_budget: Bytes for the layer Jacobians and products of a piece.
     """
 
@@ -398,11 +398,11 @@ class ProductWork(RunWork):
 
     @property
     def run_and_inputs(self) -> tuple[Trajectory, Tensor]:
-        """The run, and inputs that go through its network."""
+        """The run, and inputs for its network."""
         return self.sketch.trajectory, self.a.X
 
     def compute(self, place: Place, saved: Sums) -> Iterator[Sums]:
-        """Compute the products of the points of a piece, and those of each point with itself."""
+        """Compute the products of the points of a piece, and of each point with itself."""
         (left, n), (right, m) = (side[number] for side, number in zip(self.sides, place, strict=True))
         is_symmetric, X = self.a is self.b and place[0] == place[1], self.a.X[n]
         Y = X if is_symmetric else self.b.X[m]
@@ -426,7 +426,7 @@ class ProductWork(RunWork):
 
     @property
     def pieces(self) -> list[Piece]:
-        """The pieces in their order; of a symmetric block, those on and above the diagonal."""
+        """The pieces in order; for a symmetric block, those on and above the diagonal."""
         same, name, (rows, columns) = self.a is self.b, self.named("points"), map(len, self.sides)
         return [Piece(f"{name}-{i}-{j}", (i, j)) for i in range(rows) for j in range(i if same else 0, columns)]
 
@@ -438,7 +438,7 @@ class ProductWork(RunWork):
 
     @cached_property
     def sides(self) -> tuple[Parts, Parts]:
-        """The parts of the points on the left and on the right: their layer Jacobians fit into the budget."""
+        """The groups of points on the left and on the right, whose layer Jacobians fit into the budget."""
 
         def parts(points: Points) -> Parts:
             return self.sketch.parts(self.net, points, lambda sketch, X: sketch.product_rows(X, self.memory_budget))
@@ -448,10 +448,10 @@ class ProductWork(RunWork):
 
 
 def trace_coefficients(run: Trajectory, seed: int) -> Float[Tensor, "nodes C"]:
-    """Return coefficients of the outputs at each node, signs as a rule, whose average of v v^T is I.
+    """Return coefficients of the outputs at each node, usually signs, such that the average of v v^T is I.
 
-    They are the rows of a Hadamard matrix in turn, restricted to C columns whose signs are drawn: the average over all
-    rows is I exactly, and that of any one row over all draws.
+    They are the rows of a Hadamard matrix in turn, restricted to C columns with random signs: the average over all rows
+    is exactly I, and so is the average of any row over all random signs.
     """
     C, count = run.num_outputs, run.num_steps
     if count == C and is_one_state(run):  # one node for each output

@@ -1,11 +1,11 @@
-"""A Gram block in tiles, and in pieces: ranges of the steps of a tile, that are computed and added up one by one.
+"""A Gram block in tiles, and in pieces: ranges of the steps of a tile that are computed and added one by one.
 
 With the steps s of a chord, and H the sum of their weights eta_s,
 
     sum_s eta_s Phi(x) J_s(y)^T = H Phi(x) (sum_s (eta_s / H) J_s(y))^T
 
-so that a chord costs one product for each layer, and the test side is evaluated once. Only a layer that is so large
-that its gradients are not written out is multiplied for every node and step.
+so that a chord costs one product per layer, and the test side is evaluated once. Only layers that are too large for
+dense gradients are multiplied for every node and step.
 """
 
 import math
@@ -30,33 +30,34 @@ from epk_gp.gram.planned_kernel import MOST_STEPS, Averages, PlannedKernel, Step
 from epk_gp.quadrature.rules import path_identity
 from epk_gp.work.run import Piece, Place, RunWork, Sums, pieces_of_ranges, run
 
-# Ranges of steps into which a tile's sum is divided, at most: they are what workers share where points are few.
+# Largest number of ranges of steps of a tile's sum: workers share ranges if there are few points.
 MAX_RANGES = 64
 
-# Pieces below which tiles are divided further, and points that a side of such a tile has at least. In 500 x 1000 points
-# of an MLP with 256 hidden units, the gradients of the 1000 are 2 % of the work, and are computed once more.
+# Number of pieces below which tiles are divided further, and least number of points on a side of such a tile. In 500 x
+# 1000 points of an MLP with 256 hidden units, the gradients of the 1000 are 2 % of the work, and are computed once
+# more.
 FEW_PIECES, SMALL_TILE = 16, 500
 
-# Tiles from which on each is one piece. The owner of a job reads all pieces, one by one; that takes 3 to 4 % of the
-# time in which a worker computes a range of steps, so that 30 workers keep it busy. For 10^6 x 60,000 points and 1,000
-# steps it takes 8 hours for sums of ranges, and 8 minutes for those of tiles (benchmarks/beyond_one_machine.py).
+# Number of tiles above which each tile is one piece. The owner of a job reads all pieces, one by one; this takes 3 to 4
+# % of a worker's time for a range of steps, so that 30 workers keep it busy. For 10^6 x 60,000 points and 1,000 steps
+# it takes 8 hours for sums of ranges, and 8 minutes for sums of tiles (benchmarks/beyond_one_machine.py).
 WHOLE_TILES = 64
 
-# Place of a piece that is a whole tile, in place of the number of a range of steps.
+# Place of a piece that is a whole tile, instead of the number of a range of steps.
 WHOLE = -1
 
 
 @dataclass(frozen=True, eq=False)
 class Tile:
-    """A tile of a block: some points of one copy on either side.
+    """A tile of a block: some points of one copy on each side.
 
     Attributes:
         x_is_train: Whether the points on the left are training copies.
-        y_is_train: Whether the points on the right are.
+        y_is_train: Whether the points on the right are training copies.
         rows: Indices of the points on the left.
         columns: Indices of the points on the right.
-        is_symmetric: Both sides are the same points.
-        is_mirrored: Its transpose is another tile of the block, which is not listed.
+        is_symmetric: Whether both sides are the same points.
+        is_mirrored: Whether its transpose is another tile of the block, which is not listed.
     """
 
     x_is_train: bool
@@ -68,24 +69,24 @@ class Tile:
 
     @property
     def is_turned(self) -> bool:
-        """Whether its transpose is computed, which has the training side on the right."""
+        """Whether to compute its transpose, which has the training side on the right."""
         return self.x_is_train and not self.y_is_train
 
 
 def tiles_of(a: Points, b: Points, size: int, num_ranges: int) -> dict[Place, Tile]:
     """Divide a block into tiles, copy by copy.
 
-    Where points and ranges of steps make few pieces, tiles are smaller than they may be, so that workers share them.
-    Between different copies only the test points are divided further: the others cost less at each step, one node.
+    If points and ranges of steps give few pieces, tiles are smaller than necessary, so that workers can share them.
+    Between different copies only the test points are divided further: training points cost less per step, one node.
 
     Args:
         a: The points on the left.
-        b: Those on the right; the same object as a for a symmetric block.
-        size: Points on each side of a tile, at most.
-        num_ranges: Ranges of steps of each tile.
+        b: The points on the right; the same object as a for a symmetric block.
+        size: Largest number of points on each side of a tile.
+        num_ranges: Number of ranges of steps of each tile.
 
     Returns:
-        The tiles by what tells them from each other.
+        The tiles, by their keys.
     """
     wanted = FEW_PIECES // num_ranges
     same, tiles = a is b, dict[Place, Tile]()
@@ -106,21 +107,21 @@ def tiles_of(a: Points, b: Points, size: int, num_ranges: int) -> dict[Place, Ti
 
 
 def _split(indices: Int64[Tensor, " n"], size: int, wanted: int) -> Sequence[Tensor]:
-    """Divide points into tiles of at most some size, and into as many as are wanted if these are large enough."""
+    """Divide points into tiles of limited size, and into at least the wanted number if these are large enough."""
     most, count = min(wanted, len(indices) // SMALL_TILE), 1
-    while 2 * count <= most:  # 2, 4, 8, ... of them are shared equally by so many workers
+    while 2 * count <= most:  # 2, 4, 8, ... tiles can be shared equally by as many workers
         count *= 2
     return list(indices.split(min(size, max(1, math.ceil(len(indices) / count)))))
 
 
 def step_ranges(num_steps: int, most: int = MAX_RANGES, every: int = 1, together: int = MAX_STEP_BATCH) -> list[slice]:
-    """Divide steps into ranges of equal length, which are summed one by one: at least one, and not many.
+    """Divide steps into ranges of equal length, which are summed one by one: at least one range, and at most `most`.
 
     Args:
         num_steps: Number of steps.
         most: Largest number of ranges.
-        every: Steps of a chord, which is not divided.
-        together: Steps that are computed at once.
+        every: Number of steps of a chord, which is not divided.
+        together: Number of steps that are computed at once.
     """
     length = together * max(1, math.ceil(num_steps / (together * max(1, most))))
     length = every * math.ceil(length / every)
@@ -129,12 +130,12 @@ def step_ranges(num_steps: int, most: int = MAX_RANGES, every: int = 1, together
 
 @dataclass(frozen=True, eq=False)
 class GramWork(RunWork):
-    """A Gram block in pieces: a tile, and a range of its steps, or all of them (`WHOLE`) where there are many tiles.
+    """A Gram block in pieces: a tile and a range of its steps, or all of its steps (`WHOLE`) if there are many tiles.
 
     Attributes:
-        planned: The kernel, as its owner evaluates it.
+        planned: The owner's kernel.
         a: The points on the left.
-        b: Those on the right; the same object as a for a symmetric block.
+        b: The points on the right; the same object as a for a symmetric block.
     """
 
     planned: PlannedKernel
@@ -142,12 +143,12 @@ class GramWork(RunWork):
     b: Points
 
     def __post_init__(self) -> None:
-        """Let the owner's thread compute with the owner's kernel, which has read states already."""
+        """Let the owner's thread use the owner's kernel, which has already read states."""
         self._of_thread.kernel = self.planned
 
     @property
     def run_and_inputs(self) -> tuple[Trajectory, Tensor]:
-        """The run, and inputs that go through its network."""
+        """The run, and inputs for its network."""
         return self.planned.trajectory, self.a.X
 
     @cached_property
@@ -156,7 +157,7 @@ class GramWork(RunWork):
 
     @property
     def kernel(self) -> PlannedKernel:
-        """The kernel in this thread, from one piece to the next."""
+        """The kernel of this thread, reused from piece to piece."""
         if not hasattr(self._of_thread, "kernel"):
             self._of_thread.kernel = replace(self.planned)
         kernel: PlannedKernel = self._of_thread.kernel
@@ -164,7 +165,7 @@ class GramWork(RunWork):
 
     @cached_property
     def ranges(self) -> list[slice]:
-        """Ranges of the steps that count, as `step_ranges` makes them, which begin where stretches of the path do."""
+        """Ranges of the steps with positive weight (`step_ranges`); they start at starts of stretches."""
         steps, is_small = self.planned.steps, self.planned.steps_together(len(self.a), len(self.b)) > 1
         ranges = step_ranges(len(steps), together=MOST_STEPS if is_small else MAX_STEP_BATCH)
         if self.planned.path.every == 1:
@@ -185,7 +186,7 @@ class GramWork(RunWork):
 
     @property
     def pieces(self) -> Iterator[Piece]:
-        """The pieces, tile by tile, listed one by one: they may be millions."""
+        """The pieces, tile by tile, generated one by one, because there may be millions."""
         num_steps, prefix = len(self.planned.steps), self.named("tile")
         for place in self.tiles:
             name = "-".join(map(str, (prefix, *place)))
@@ -210,7 +211,7 @@ class GramWork(RunWork):
         )  # fmt: skip
 
     def compute(self, place: Place, saved: Sums) -> Iterator[Sums]:
-        """Sum a range of the steps of a tile, or one range after another; the training side is on the right."""
+        """Sum one range of steps of a tile, or one range after another; the training side is on the right."""
         kernel, (*of_tile, number), done = self.kernel, place, 0
         tile = self.tiles[tuple(of_tile)]
         X, Y = _rows(self.a, tile.rows), _rows(self.b, tile.columns)
@@ -222,7 +223,7 @@ class GramWork(RunWork):
             done += len(steps)
             if saved.added and done <= saved.steps:
                 continue
-            kernel.take_integrations()  # those of a piece that was stopped
+            kernel.take_integrations()  # drop the counts of a stopped piece
             num_traced = kernel.trajectory.num_outputs if kernel.is_traced else 0
             shape = kernel.block_shape(len(X), len(Y))
             total = GramAccumulator(shape, kernel.reference, tile.is_symmetric, num_traced)
@@ -246,11 +247,11 @@ class GramWork(RunWork):
 
 
 def _rows(points: Points, indices: Tensor) -> Tensor:
-    return aligned(points.X) if len(indices) == len(points) else points.X[indices]  # all are in their order
+    return aligned(points.X) if len(indices) == len(points) else points.X[indices]  # all points, in order
 
 
 def assemble(work: GramWork) -> Float[Tensor, "K N ..."]:
-    """Compute all tiles, and put a class-major block together (`PlannedKernel.block_shape`)."""
+    """Compute all tiles, and assemble a class-major block (`PlannedKernel.block_shape`)."""
     kernel, tiles, integrations = work.planned, list(work.tiles.values()), Sums()
     size, reference = (len(work.a), len(work.b)), kernel.reference.to(kernel.sum_dtype)
     is_whole = [(len(tile.rows), len(tile.columns)) for tile in tiles] == [size]
@@ -276,7 +277,7 @@ class DiagonalWork(GramWork):
 
     @cached_property
     def rows(self) -> dict[Place, Int64[Tensor, " rows"]]:
-        """The points, by copy, that are computed together."""
+        """The points that are computed together, by copy."""
         return {
             (int(is_train), number): rows
             for is_train in (True, False)
@@ -286,7 +287,7 @@ class DiagonalWork(GramWork):
 
     @property
     def pieces(self) -> Iterator[Piece]:
-        """The pieces, some points after the others."""
+        """The pieces, group after group of points."""
         prefix = self.named("diagonal")
         for place in self.rows:
             name = "-".join(map(str, (prefix, *place)))
@@ -306,7 +307,7 @@ class DiagonalWork(GramWork):
         """Sum a range of the steps of some points."""
         kernel, (is_train, part, number) = self.kernel, place
         steps, X = kernel.steps[self.ranges[number]], self.a.X[self.rows[is_train, part]]
-        kernel.take_integrations()  # those of a piece that was stopped
+        kernel.take_integrations()  # drop the counts of a stopped piece
         C = kernel.trajectory.num_outputs
         total = kernel.reference.new_zeros(len(X), C, C)
         for batch in kernel.step_batches(steps, len(X), are_training=bool(is_train)):
@@ -369,7 +370,7 @@ def add_test_train(kernel: PlannedKernel, steps: Steps, tile: GramAccumulator, X
 
 
 def add_together(kernel: PlannedKernel, steps: Steps, tile: GramAccumulator, X: Tensor, Y: Tensor) -> None:
-    """Add the same of a small tile: the products of all steps at once."""
+    """Add the same sum for a small tile: the products of all steps at once."""
     numbers, cost = [s for s, _ in steps], replace(kernel.cost(), joins_states=True)
     right = kernel.jacobians_together([(s, 0.0) for s in numbers], Y, cost)
     etas = kernel.reference.new_tensor([eta for _, eta in steps])
@@ -407,7 +408,7 @@ def add_chords(kernel: PlannedKernel, steps: Steps, tile: GramAccumulator, X: Te
 
 
 def _test_side(kernel: PlannedKernel, batches: Sequence[NodeBatch]) -> Averages:
-    """Average test copies over the nodes of a chord, but for layers that are multiplied node by node."""
+    """Average test copies over the nodes of a chord, except for layers that are multiplied node by node."""
     averages = Averages()
     for layer, one in enumerate(batches[0].jacobians):
         if one.multiplies_nodes(kernel.mixed_cost):
@@ -417,7 +418,7 @@ def _test_side(kernel: PlannedKernel, batches: Sequence[NodeBatch]) -> Averages:
         if len(shared) == len(batches):
             averages[layer] = one.add_states(None, of_nodes[1:], shared)
             continue
-        for jacobian, batch in zip(of_nodes, batches, strict=True):  # each point has nodes of its own
+        for jacobian, batch in zip(of_nodes, batches, strict=True):  # each point has its own nodes
             term = jacobian if jacobian.commutes_with_average else DenseJacobian(jacobian.to_dense())
             averages[layer] = term.average(averages.get(layer), batch.nodes)
     return averages

@@ -1,13 +1,13 @@
 """Contributions under any linear update rule: adjoints from the last step back (docs/theory.md, sections 4 and 7).
 
-A normalisation in training mode moves its statistics by b' - b = m (stat - b), and its batch's statistics are sums over
-the rows: stat = sum_i stat_i. Row i adds m (stat_i - b / n), centred, so that nothing remains.
+A normalisation in training mode changes its statistics by b' - b = m (stat - b), and its batch's statistics are sums
+over the rows: stat = sum_i stat_i. Row i adds m (stat_i - b / n), centred, so that nothing remains.
 
-The averaged gradients along the path, and each vector that the recursion carries, are buffers of one row for each
-number that is asked for and P columns. A step goes through some columns at a time, which stay in the cache while they
-are moved one step back and multiplied with everything that the step adds. Steps of one stretch go in groups: some
-columns through all steps of the group, then the next columns. So a group goes through the buffers once. Where buffers
-have no room in memory they are mapped to a temporary file.
+The averaged gradients along the path, and each vector that the recursion carries, are buffers with P columns and one
+row per requested number. A step processes some columns at a time, which stay in the cache while they are moved one step
+back and multiplied by everything that the step adds. Steps of one stretch are processed in groups: some columns through
+all steps of the group, then the next columns, so a group reads the buffers once. Buffers that do not fit into memory
+are mapped to a temporary file.
 """
 
 from collections import defaultdict
@@ -47,13 +47,14 @@ from epk_gp.quadrature.intervals import OPEN, SETTLED, fixed_status, residual_st
 from epk_gp.quadrature.rules import AdaptiveRule, QuadratureStatus, stretches_of
 from epk_gp.work.run import Sums
 
-# What the recursion carries from a step to the one before it, where it is not zero: the adjoint "momentum" of the
-# buffer, "second" of the second one, "average" of averaged weights, and "move.m" of the move in step m; (R, P) each.
+# The vectors that the recursion carries from a step to the one before it, if they are not zero: the adjoint "momentum"
+# of the buffer, "second" of the second one, "average" of averaged weights, and "move.m" of the move in step m; (R, P)
+# each.
 Carried = dict[str, Tensor]
 
 
 def carried_before(trajectory: Trajectory, s: int, u: UpdateCoefficients, carried: Iterable[str]) -> set[str]:
-    """Return what the recursion carries in a step, given what it carried after it."""
+    """Return the names of the carried vectors in a step, given those after it."""
     names, move = {*carried}, trajectory.moves.get(s)
     names |= {"momentum", "second"} if u.second else set()
     names |= {"momentum"} if u.momentum_lr.any() or u.inner_left or u.inner_right else set()
@@ -64,25 +65,25 @@ def carried_before(trajectory: Trajectory, s: int, u: UpdateCoefficients, carrie
 def propagate_step(
     trajectory: Trajectory, s: int, u: UpdateCoefficients, sizes: tuple[int, ...], Phi: Tensor, carried: Carried
 ) -> tuple[Float[Tensor, "R p"], Float[Tensor, "R p"], Float[Tensor, "R p"], float, Float[Tensor, "R p"] | None]:
-    """Go one step of a run back: return the adjoints of its change of the weights, and of what it consists of.
+    """Go one step of a run back: return the adjoints of its change of the weights, and of the parts of this change.
 
-    Of a run of averaged weights, whose steps are a_s (d_s + e_s) with the lead e_{s+1} = (1 - a_s) (d_s + e_s), the
-    adjoint of the recorded step d_s is E_s = a_s Phi_s + (1 - a_s) E_{s+1}. It takes the place of Phi_s.
-    A move in step m towards the state w_a (`Step.move`) is d_m = (1 - share) (the optimizer's part) - share (d_a + ...
-    + d_{m-1}): it adds -share E_m to the adjoint of each step from the anchor up to m.
+    For a run of averaged weights, whose steps are a_s (d_s + e_s) with the lead e_{s+1} = (1 - a_s) (d_s + e_s), the
+    adjoint of the recorded step d_s is E_s = a_s Phi_s + (1 - a_s) E_{s+1}. It replaces Phi_s. A move in step m towards
+    the state w_a (`Step.move`) is d_m = (1 - share) (the optimizer's part) - share (d_a + ... + d_{m-1}): it adds
+    -share E_m to the adjoint of each step from the anchor up to m.
 
     Args:
         trajectory: The run.
         s: The step.
-        u: The step's coefficients of some of the parameters.
+        u: The step's coefficients for some of the parameters.
         sizes: Number of weights of each of them.
         Phi: The averaged gradients of the outputs along the path, in these weights: (R, p).
-        carried: What the step after left, likewise, which is overwritten; `decay_buffers` makes of it what the step
-            before receives.
+        carried: The carried vectors from the later step, in these weights; they are overwritten, and `decay_buffers`
+            turns them into the vectors for the earlier step.
 
     Returns:
-        The adjoints of the change, of the optimizer's part of it, and what `propagate` returns. They may be among what
-        is carried.
+        The adjoints of the change, of the optimizer's part of it, and the result of `propagate`. They may be among the
+        carried vectors.
     """
     E, moves = Phi, trajectory.moves
     if trajectory.average is not None:
@@ -102,9 +103,9 @@ def propagate_step(
 def propagate(
     u: UpdateCoefficients, sizes: tuple[int, ...], Phi: Float[Tensor, "R p"], carried: Carried
 ) -> tuple[Float[Tensor, "R p"], float, Float[Tensor, "R p"] | None]:
-    """Go one step back: return the adjoint of h, but for a factor that is returned too, and of the second buffer.
+    """Go one step back: return the adjoint of h without a factor, this factor, and the adjoint of the second buffer.
 
-    With the coefficients of step s, and left^T Phi right^T in the place of Phi in M and H, these are
+    With the coefficients of step s, and left^T Phi right^T instead of Phi in M and H, these are
 
         N = rate Phi + (second_beta N)_{s+1},   M = momentum_lr Phi + of_m N + (beta M)_{s+1},
         H = one_minus_dampening M + lr Phi + of_h N
@@ -113,8 +114,8 @@ def propagate(
         u: The coefficients.
         sizes: Number of weights of each of their parameters.
         Phi: The adjoint of the weights after the step.
-        carried: (beta M)_{s+1} as "momentum" and (second_beta N)_{s+1} as "second", where they may not be zero, which
-            are overwritten with M and N. The adjoint of h may be M.
+        carried: (beta M)_{s+1} as "momentum" and (second_beta N)_{s+1} as "second", if they may be nonzero; they are
+            overwritten with M and N. The adjoint of h may be M.
     """
     M, N = carried.get("momentum"), carried.get("second")
     momentum_lr, of_momentum, lr = (
@@ -131,14 +132,14 @@ def propagate(
         H = (of_momentum * M.add_(own_m)).add_(own_h)
     else:
         M.addcmul_(Phi, momentum_lr)
-        if N is None and not u.lr.any() and of_momentum.stride() == (0,):  # one number, as under Adam
+        if N is None and not u.lr.any() and of_momentum.stride() == (0,):  # one number, as for Adam
             return M, float(of_momentum[0]), None
         H = (of_momentum * M).addcmul_(Phi, lr)
     return H if N is None else H.addcmul_(N, of_h), 1.0, N
 
 
 def decay_buffers(u: UpdateCoefficients, sizes: tuple[int, ...], carried: Carried) -> None:
-    """Multiply the adjoints M and N of a step (`propagate`) as the step before receives them."""
+    """Multiply the adjoints M and N of a step (`propagate`) to the values that the earlier step receives."""
     if (M := carried.get("momentum")) is not None:
         M.mul_(broadcast_to_params(u.beta, sizes, M))
     if (N := carried.get("second")) is not None:
@@ -146,22 +147,22 @@ def decay_buffers(u: UpdateCoefficients, sizes: tuple[int, ...], carried: Carrie
 
 
 def ended_moves(trajectory: Trajectory, s: int, carried: Iterable[str]) -> set[str]:
-    """Return what is carried of moves that no step before s knows of."""
+    """Return the carried vectors of moves that no step before s depends on."""
     moves = {name for name in carried if name.startswith("move.")}
     return {name for name in moves if trajectory.moves[int(name.removeprefix("move."))].anchor >= s}
 
 
 @dataclass(frozen=True, eq=False)
 class StretchAverage:
-    """The adjoint of every step of a stretch: what a change of the state during any of them does to N points.
+    """The adjoint of every step of a stretch: the effect of a change of the state in any of them at N points.
 
     Attributes:
-        steps: The steps that the stretch stands for.
-        of_weights: Phi, the averaged gradients in the weights, where they are kept.
-        of_statistics: Phi^b, those in the moving statistics, if they were asked for.
-        integral: Along the stretches that were averaged together.
-        total: The integral along this one.
-        change: By how much the weights change the outputs along it, if it is of one step, and that is known.
+        steps: The steps of the stretch.
+        of_weights: Phi, the averaged gradients in the weights, if they are kept.
+        of_statistics: Phi^b, the averaged gradients in the moving statistics, if they were requested.
+        integral: The integral along the stretches that were averaged together.
+        total: The integral along this stretch.
+        change: The outputs' change by the weights along it, if it has one step and the change is known.
     """
 
     steps: range
@@ -172,12 +173,12 @@ class StretchAverage:
     change: Float[Tensor, "N K"] | None = None
 
 
-# A change of the outputs that is a sum over the weights may miss them by so many eps of the sum of its terms' sizes for
-# each layer with weights (measured on diverging ResNet-18s in float32: up to 8).
+# A change of the outputs that is a sum over the weights may have an error of this many eps of the sum of its terms'
+# sizes, for each layer with weights (measured on diverging ResNet-18s in float32: up to 8).
 _SUM_ROUNDING = 16
 
-# Rows of a pass that averages operations, at least, where they fit: measured, a GPT of 0.8 million weights and 64
-# places takes 2.4 times as long row by row as 8 at a time, whose activations do not fit into the cache.
+# Least number of rows of a pass that averages operations, if they fit: measured, a GPT of 0.8 million weights and 64
+# positions takes 2.4 times as long row by row as 8 at a time, although their activations do not fit into the cache.
 _FEW_ROWS = 8
 
 
@@ -193,14 +194,14 @@ def average_over(
     *,
     splits_statistics: bool,
 ) -> list[StretchAverage]:
-    """Average the gradients of the points over neighbouring stretches of the path; over one of a layerwise path.
+    """Average the gradients of the points over neighbouring stretches of the path; over one for a layerwise path.
 
     Args:
         block: The predictions.
-        stretches: The steps that each stretch stands for.
-        max_nodes: Nodes evaluated at a time.
-        Phi: Is overwritten with the averages in the weights.
-        splits_statistics: The averages in the moving statistics are wanted even where their sum is known without.
+        stretches: The steps of each stretch.
+        max_nodes: Largest number of nodes evaluated at a time.
+        Phi: Memory for the averages in the weights, which is overwritten.
+        splits_statistics: Whether the averages in the moving statistics are needed even if their sum is already known.
     """
     if block.is_layerwise:
         sizes = list(block.net.model.sizes)
@@ -227,9 +228,9 @@ def average_over(
 
 
 def layerwise_average(block: Predictions, steps: range, max_nodes: int, take: Take) -> StretchAverage:
-    """Average the derivative of every operation over a stretch. What is averaged in the weights is given to `take`.
+    """Average the derivative of every operation over a stretch, and pass the averages in the weights to `take`.
 
-    The averages give the integral: what they say of the change of the outputs is compared with it.
+    The averages also give the integral; the change of the outputs by the averages is compared with it.
     """
     if not block.net.plan.supports_interpolation:
         raise ValueError(
@@ -250,7 +251,7 @@ def layerwise_average(block: Predictions, steps: range, max_nodes: int, take: Ta
         own, num_layers = slice(int(points[0]), int(points[-1]) + 1), len(layers)
         directions = d[:P].split(list(net.model.sizes))
         for place, (gradients, direction) in enumerate(zip(by_parameter(net, layers), directions, strict=True)):
-            values = gradients.written()  # which are in the cache
+            values = gradients.written()  # these are in the cache
             take(own, place, values)
             change[own] += (values @ direction).T
             size[own] += (values.norm(dim=2) * direction.norm()).T
@@ -291,30 +292,30 @@ def layerwise_average(block: Predictions, steps: range, max_nodes: int, take: Ta
     return StretchAverage(steps, nothing, of_statistics if Q else None, integral, total, whole)
 
 
-# Bytes of the columns of all buffers that a step goes through at a time, with the gradients that they are multiplied
-# with. Measured, 100 questions of a GPT of 0.8 million weights, one thread with 1 MB of cache of its own and 32 MB that
-# are shared: 4.6 training steps a step with 1 MB, 3.5 with 4 and 8, 3.2 with 16 and 32, 3.7 with 64.
+# Bytes of the columns of all buffers that a step processes at a time, including the gradients by which they are
+# multiplied. Measured, 100 questions of a GPT of 0.8 million weights, one thread with 1 MB of private cache and 32 MB
+# of shared cache: 4.6 training steps per step with 1 MB, 3.5 with 4 and 8, 3.2 with 16 and 32, 3.7 with 64.
 _PART_BYTES, _DEVICE_PART_BYTES = 16 << 20, 256 << 20
 
 
 @dataclass(eq=False)
 class StepBack:
-    """A step that the adjoints go back.
+    """A step through which the adjoints go back.
 
     Attributes:
         step: The step.
         u: Its coefficients.
         w: The weights before it.
         d: Their recorded change.
-        residual: What the update rule leaves of it; None if it is rounding.
+        residual: The part of the change that the update rule does not explain; None if it is rounding.
         passes: Its forward passes.
-        recorded: The rows of each whose gradients are had layer by layer; nothing of a step whose rows are taken with
-            those of other steps.
-        carried: Names of what is carried.
-        stretch: The averages along the stretch of the path that the step belongs to.
-        Phi: Those in the weights.
-        held: What the optimizer held before the step, by what is carried, where that is a source of its own.
-        whole: All columns of the adjoints of the gradient, where they are needed together.
+        recorded: The rows of each pass whose gradients are computed layer by layer; empty for a step whose rows are
+            processed with those of other steps.
+        carried: Names of the carried vectors.
+        stretch: The averages along the stretch that contains the step.
+        Phi: The averages in the weights.
+        held: The optimizer's state before the step, by the names of carried vectors, if it is a source of its own.
+        whole: All columns of the adjoints of the gradient, if they are needed together.
         values: Products of R adjoints with the rows of each pass, (R, B, G).
         sums: Other terms, by their kinds, (R, G).
     """
@@ -336,7 +337,7 @@ class StepBack:
 
     @property
     def is_joint(self) -> bool:
-        """Whether the gradients of its rows are taken with those of other steps."""
+        """Whether the gradients of its rows are computed with those of other steps."""
         return not self.recorded
 
     @property
@@ -353,7 +354,8 @@ class StepBack:
         Args:
             trajectory: The run.
             part: The columns.
-            carried: What the step after left in them; is overwritten with what the step before receives.
+            carried: The carried vectors from the later step in these columns; overwritten with those for the earlier
+                step.
         """
         columns, sizes, sums, Phi = part.columns, part.sizes, self.sums, self.Phi[:, part.columns]
         u, w, d, g = coefficients_of(self.u, part, trajectory.model.shapes), self.w[columns], self.d, part.group
@@ -366,7 +368,7 @@ class StepBack:
                 terms.append(("decay", adjoint, -broadcast_to_params(factor, sizes, w) * w))
         if self.residual is not None:
             terms.append(("unexplained", E, self.residual[columns].to(E)))
-        for adjoint in {id(adjoint): adjoint for _, adjoint, _ in terms}.values():  # each is read once
+        for adjoint in {id(adjoint): adjoint for _, adjoint, _ in terms}.values():  # read each adjoint once
             own = [(name, vector) for name, other, vector in terms if other is adjoint]
             products = adjoint @ torch.stack([vector for _, vector in own], dim=1)
             for (name, _), values in zip(own, products.T, strict=True):
@@ -387,7 +389,7 @@ class StepBack:
 
 
 class AdjointTerms(AttributionWork):
-    """The terms of any linear update rule, by adjoints: each block of points goes through the whole run, backward.
+    """The terms of any linear update rule, by adjoints: each block of points goes backwards through the whole run.
 
     With H_s the adjoint of h (`propagate`), sample i adds -<H_s, grad_scale_s c_i grad loss_i(w_s)>.
     """
@@ -413,19 +415,19 @@ class AdjointTerms(AttributionWork):
                     block, lines, self.rows_per_block, buffer[: len(lines)], splits_statistics=self._splits(totals)
                 )
                 averages, first = {step: own for own in found for step in own.steps}, lines[0].start
-                # a pass that resumes within them has counted them
+                # a pass that resumes within these steps has already counted them
                 uncounted = found[0].integral if s == lines[-1][-1] else None
             together = self._steps_back(block, range(first, s + 1), carried, products, totals, averages)
             self._go_back(block, together, carried, products)
             for own in together:
                 self._add(block, own, products, totals)
             s, count = s - len(together), len(together)
-            together.clear()  # and the last of them, before others are prepared
+            together.clear()  # including the last of them, before others are prepared
             del own
             yield uncounted, count, carried
 
     def _buffer(self, block: Predictions) -> Float[Tensor, "R P"]:
-        """Return a vector of weights for each number that is asked for, in memory or in a temporary file."""
+        """Return a vector of weights for each requested number, in memory or in a temporary file."""
         most = max(1, block.memory.adjoint_points(1))
         return rows_of_weights(block.num_outputs * len(block.X), block.net.model.num_weights, block.zeros(0), most)
 
@@ -438,10 +440,10 @@ class AdjointTerms(AttributionWork):
         totals: TermSums,
         averages: Mapping[int, StretchAverage],
     ) -> list[StepBack]:
-        """Prepare the last of some steps, and those before it that fit into an eighth of the budget with it.
+        """Prepare the last of some steps, with the steps before it that fit into an eighth of the budget.
 
-        Where all columns of the adjoints are needed together, no step before goes with it, unless the gradients of the
-        rows of several steps are taken together.
+        If all columns of the adjoints are needed together, the step is prepared alone, unless the gradients of the rows
+        of several steps are computed together.
         """
         trajectory, found, left = block.trajectory, list[StepBack](), block.memory_budget // 8
         names, G = {*carried}, int(self.parts.max()) + 1
@@ -487,7 +489,7 @@ class AdjointTerms(AttributionWork):
         carried: Carried,
         products: LossProducts,
     ) -> None:
-        """Go some steps back: some columns through all of them, then the next."""
+        """Go several steps back: some columns through all of them, then the next columns."""
         kept = {k for own in together for name in MATRICES for k in getattr(own.u, name)}
         num_rows = max(sum(len(data.X) for data in own.passes) for own in together)
         width = self._width(together[0].Phi, num_rows)
@@ -528,20 +530,20 @@ class AdjointTerms(AttributionWork):
     def add_whole(
         self, totals: TermSums, products: LossProducts, step: Step, data: PassData, H: Float[Tensor, "R P"]
     ) -> None:
-        """Add what else is wanted of a pass, given the adjoints of the gradient."""
+        """Add further requested results of a pass, given the adjoints of the gradient."""
 
     def _by_point(self, block: Predictions, values: Float[Tensor, "R *rest"]) -> Float[Tensor, "N K *rest"]:
-        """Return values of all outputs of all points by their points."""
+        """Arrange values for all outputs of all points by points."""
         by_point: Tensor = values.unflatten(0, (-1, block.num_outputs))
         return by_point
 
     def _width(self, Phi: Tensor, num_rows: int) -> int:
-        """Return how many columns of all buffers, and of rows' gradients, stay in the cache."""
+        """Return the number of columns of all buffers, and of rows' gradients, that stay in the cache."""
         num_bytes = _PART_BYTES if Phi.device.type == "cpu" else _DEVICE_PART_BYTES
         return max(1, num_bytes // (Phi.dtype.itemsize * (3 * len(Phi) + num_rows)))
 
     def _before_the_run(self, block: Predictions, w: Float[Tensor, " P"]) -> dict[str, Float[Tensor, " P"]]:
-        """Return what the optimizer, and the average, held before the first step."""
+        """Return the states of the optimizer, and of the average, before the first step."""
         held, average = (-initial_momentum(block.trajectory, w)).split(len(w)), block.trajectory.average
         found = dict(zip(("momentum", "second"), held, strict=False))
         return found if average is None or average.lead is None else found | {"average": average.lead.to(w)}
@@ -552,7 +554,7 @@ class AdjointTerms(AttributionWork):
     def _add_statistics(
         self, totals: TermSums, products: LossProducts, step: Step, stretch: StretchAverage, change: Tensor
     ) -> None:
-        """Add what the moving statistics add in a step, in which the weights change the outputs by `change`, (N, K)."""
+        """Add the moving statistics' contribution in a step whose weights change the outputs by `change`, (N, K)."""
         block, s, Phi_b = products.block, step.index, stretch.of_statistics
         if len(stretch.steps) == 1:
             total = block.select_outputs(stretch.total) - change
@@ -567,7 +569,7 @@ class AdjointTerms(AttributionWork):
         moves = products.run.unseen_moves(step, passes)
         for number, data in enumerate(passes):
             if any(move is not None and move.returns for move in moves[number + 1 :]):
-                continue  # what it moved was left for the statistics at the start of the step
+                continue  # its change is reset to the statistics at the start of the step
             increments = statistics_increments(products.run.passes, state, data)
             samples.append(data.samples)
             added.append(torch.einsum("knq,bq->nkb", Phi_b, increments.to(Phi_b)))

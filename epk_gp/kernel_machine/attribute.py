@@ -1,4 +1,4 @@
-"""Exact contributions: what each training point added to each output of each prediction."""
+"""Exact contributions of each training point to each output of each prediction."""
 
 import copy
 import math
@@ -43,23 +43,23 @@ from epk_gp.kernel_machine.terms import (
 from epk_gp.quadrature.rules import Rule, WeightPath, adaptive, layerwise, straight
 from epk_gp.work.run import Advice, Sums, run
 
-# Above this amplification a result says that its terms cancel: small networks have 1.5 to 7, ResNets 20 to 40.
+# A result with a larger amplification warns that its terms cancel: small networks have 1.5 to 7, ResNets 20 to 40.
 _LARGE_AMPLIFICATION = 10
-_LARGE_SHARE = 0.01  # of the change of the outputs, by which `unexplained` is a finding
+_LARGE_SHARE = 0.01  # share of the outputs' change from which `unexplained` is a finding
 
 
 @dataclass(frozen=True, eq=False, kw_only=True, repr=False)
 class CertifiedTerms(Tabular, certificate.Certificate):
-    """What all attributions have: the ends of the path, and the certificate of the sum of the terms.
+    """The common part of all attributions: the ends of the path, and the certificate of the sum of the terms.
 
     Attributes:
         initial: f at the initial weights, (n, C).
         network: Outputs of the trained network, (n, C).
-        amplification: Sum of the absolute contributions of samples, steps apart, over the sum of the absolute changes
-            that the steps' weights made, (n, C): how much larger the terms are than what they sum to.
-        sources: Contributions of what is no training point, by name: rows "not of the data set", which the recorder got
-            as -1. Empty for a run without. Split as `decay`.
-        explained: What the C numbers of a point are: each an "output", or a "number" that a function gave.
+        amplification: Sum of the absolute contributions of samples, step by step, divided by the sum of the absolute
+            changes by the steps' weights, (n, C): the ratio of the terms' sizes to their sum.
+        sources: Contributions of data outside the training set, by name: rows "not of the data set", which the recorder
+            got as -1. Empty for a run without such rows. Split like `decay`.
+        explained: The kind of the C numbers of a point: "output", or "number" for the results of a function.
     """
 
     initial: Float[Tensor, "n C"]
@@ -71,7 +71,7 @@ class CertifiedTerms(Tabular, certificate.Certificate):
 
     @property
     def _terms(self) -> dict[str, Tensor]:
-        """All terms by name; with `initial` they sum to the network's output."""
+        """All terms by name; their sum with `initial` is the network's output."""
         return {name: getattr(self, name) for name in self._names} | dict(self.sources)
 
     @property
@@ -84,10 +84,10 @@ class CertifiedTerms(Tabular, certificate.Certificate):
         return PointsTable(self.network, self.explained).frame({"initial": self.initial, **self._terms}, axes)
 
     def _shown(self, split: str, terms: Mapping[str, Tensor], largest: str, name_of: Callable[[int], str]) -> Summary:
-        """Return what is shown of terms beside the initial outputs, the first of which is split into groups.
+        """Return the summary of terms in addition to the initial outputs; the first term is split into groups.
 
         Args:
-            split: By what, in words.
+            split: Description of the groups.
             terms: The terms.
             largest: Name of the rows of the largest groups.
             name_of: Maps the number of a group to its name.
@@ -118,8 +118,9 @@ class Attribution(CertifiedTerms):
         samples: Contribution of each training point, (n, C, M).
         decay: Contribution of weight decay, coupled or decoupled, (n, C).
         statistics: Contribution of the moving statistics of normalisations, (n, C); 0 for a network without them.
-        unexplained: Contribution of what update rule and exact gradients leave of the steps, (n, C): rounding in less
-            than float64, and what the run's `unexplained` accepts. In float64 without that it is rounding, taken as 0.
+        unexplained: Contribution of the difference between the recorded steps and the update rule on exact gradients,
+            (n, C): rounding in less than float64, and the share that the run's `unexplained` accepts. In float64
+            without such a share it is rounding, and set to 0.
     """
 
     samples: Float[Tensor, "n C M"]
@@ -132,10 +133,10 @@ class Attribution(CertifiedTerms):
         """Return the training points with the largest contributions by absolute value, the largest first.
 
         Args:
-            k: How many; all of them where there are fewer.
+            k: Number of points; all points if there are fewer.
 
         Raises:
-            TypeError, ValueError: `k` is no number of points.
+            TypeError, ValueError: `k` is not a number of points.
         """
         validate_count(k, "k")
         return self.samples.abs().topk(min(k, self.samples.shape[2]), dim=2).indices
@@ -149,15 +150,16 @@ class Attribution(CertifiedTerms):
 class GroupedAttribution(CertifiedTerms):
     """The terms of a prediction, split along chosen axes; with `initial` they sum to the network's output.
 
-    So do the columns of `to_frame()`.
+    The columns of `to_frame()` have the same sum.
 
     Attributes:
         values: Contributions of the training data, (n, C, G_1, G_2, ...) over the axes' groups, in their order.
-        decay: Contribution of weight decay, split likewise; axes of training samples have length 1.
-        statistics: Contribution of the moving statistics, split likewise; axes of parameters have length 1.
-        statistics_of_no_sample: What of it belongs to no sample of a batch: forward passes that were not announced, and
-            statistics that are no batch normalisation's; axes of samples and parameters have length 1.
-        unexplained: Contribution of what update rule and exact gradients leave of the steps, split as `decay`.
+        decay: Contribution of weight decay, split in the same way; axes of training samples have length 1.
+        statistics: Contribution of the moving statistics, split in the same way; axes of parameters have length 1.
+        statistics_of_no_sample: The part of `statistics` that belongs to no sample of a batch: from forward passes that
+            were not announced, and from statistics outside batch normalisation; axes of samples and parameters have
+            length 1.
+        unexplained: Contribution of the unexplained part of the steps (see `Attribution`), split like `decay`.
         axes: The axes.
     """
 
@@ -179,7 +181,7 @@ By = Sequence[Axis] | Sequence[Sequence[Axis]]  # the axes of one result, or of 
 
 
 class AttributionSettings(ComputeSettings, total=False):
-    """Keyword arguments of `attribute` beside `by`."""
+    """Keyword arguments of `attribute` other than `by`."""
 
     head: Head | None
     rule: Rule
@@ -223,36 +225,36 @@ def attribute(
 
         samples[n, :, i] = -sum_r c_{r,i} <Psi_r(x_n), grad_w loss_i(w_r)>,   Psi_r = sum_{s >= r} A_{s,r}^T Phi_s
 
-    Theorem 3.6 of Bell et al. (2023) for gradient descent; docs/theory.md, section 4, for momentum and recorded
-    preconditioners, whose own dependence on the data is held as recorded and not attributed;
-    docs/theory.md, section 7, for dropout, batch statistics and augmented rows. The terms sum to the prediction; they
-    are not the effects of leaving points out.
+    Theorem 3.6 of Bell et al. (2023) covers gradient descent; docs/theory.md, section 4, covers momentum and recorded
+    preconditioners, whose own dependence on the data is held as recorded and not attributed; docs/theory.md, section 7,
+    covers dropout, batch statistics and augmented rows. The terms sum to the prediction; they are not the effects of
+    leaving points out.
 
     Args:
         trajectory: Training run with S steps on M points.
-        X: n inputs, of the structure of the training inputs, taken as test copies.
-        by: What contributions are split by: `by_sample(trajectory)`, `by_label`, `by_step`, `by_layer`, `by_parameter`,
-            or axes of one's own, in a list. Axes of the same kind are combined: a term counts where all its groups
-            meet. Only the result is ever held, not sample x step x parameter x output. A list of such lists gives
-            several results from one pass over the run. None splits by sample.
-        head: "logits" or "log_softmax"; None follows the loss: "log_softmax" for cross entropy, else "logits".
-        rule: How each step's integral is taken, or each chord's.
-        path: Along which the points are integrated. Other paths give other contributions with the same sum, as exactly:
-            `chords(every=k)` at fewer evaluations, `layerwise(every=k)` at two for k steps, without an integral (`rule`
-            then sets the tolerance of the certificate alone). None takes `straight()`; for networks of a million
-            weights and more `layerwise()` where they support it. The result names its path.
-        classes: One output per input, at a C-th of the cost: C is then 1 in the result. All C outputs by default; where
-            the adjoints of all of a point do not fit into `memory_budget`, outputs go through the run apart, some at a
-            time, and a larger budget is faster.
-        function: What is explained in place of the outputs: maps what the network returns for n rows of inputs to
-            numbers, (n,) or (n, K), row by row; K then stands in the place of C. Where data belong to the rows, an
-            `epk_gp.RowFunction`: `log_probability`, `logit_difference`, `loss_value`, or one of your own. All positions
-            of a text share one pass.
+        X: n inputs, with the structure of the training inputs, taken as test copies.
+        by: The axes along which contributions are split: a list of `by_sample(trajectory)`, `by_label`, `by_step`,
+            `by_layer`, `by_parameter`, or your own axes. Axes of the same kind are combined: a term counts where all
+            its groups meet. Only the result is held in memory, never sample x step x parameter x output. A list of such
+            lists gives several results from one pass over the run. None splits by sample.
+        head: "logits" or "log_softmax"; None follows the loss: "log_softmax" for cross entropy, otherwise "logits".
+        rule: Quadrature rule for the integral of each step, or of each chord.
+        path: The path along which the points are integrated. Other paths give other contributions with the same sum,
+            just as exactly: `chords(every=k)` with fewer evaluations, `layerwise(every=k)` with two for k steps,
+            without an integral (`rule` then sets only the tolerance of the certificate). None takes `straight()`, and
+            `layerwise()` for networks of a million weights or more that support it. The result names its path.
+        classes: One output per input, at 1 / C of the cost: C is then 1 in the result. All C outputs by default; if the
+            adjoints of all outputs of a point do not fit into `memory_budget`, the outputs go through the run in
+            several groups, and a larger budget is faster.
+        function: The function to explain instead of the outputs: it maps the network's result for n rows of inputs to
+            numbers, (n,) or (n, K), row by row; K then replaces C. For data that belong to the rows, pass an
+            `epk_gp.RowFunction`: `log_probability`, `logit_difference`, `loss_value`, or your own. All positions of a
+            text share one pass.
         options: `memory_budget`, `progress`, `checkpoint` and `executor`; see `ComputeOptions`.
 
     Returns:
-        All terms, in the dtype of X: an `Attribution` without `by`, a `GroupedAttribution` for a list of axes, and one
-        for each list, in a tuple, where there are several.
+        All terms, in the dtype of X: an `Attribution` without `by`, a `GroupedAttribution` for a list of axes, or a
+        tuple of them for several lists.
 
     Raises:
         TypeError, ValueError: The network cannot take the inputs, the head, the rule or the path is unknown, a class is
@@ -268,7 +270,7 @@ def attribute(
 
 
 def terms_by_sample(parts: GroupedAttribution) -> dict[str, Any]:
-    """Return what an `Attribution` consists of, given the same split along `by_sample`."""
+    """Return the fields of an `Attribution`, given the same split along `by_sample`."""
     shared = {field.name: getattr(parts, field.name) for field in fields(CertifiedTerms)}
     shared["sources"] = {name: term.squeeze(2) for name, term in parts.sources.items()}
     result = Attribution(
@@ -281,22 +283,22 @@ def terms_by_sample(parts: GroupedAttribution) -> dict[str, Any]:
     return vars(result) | {"max_error": _largest_error(result)}
 
 
-_LARGE = 1_000_000  # weights from which on the default path is layerwise: a choice
+_LARGE = 1_000_000  # number of weights from which the default path is layerwise: a choice
 
 
 def default_path(trajectory: Trajectory, X: Shaped[Tensor, "n ..."]) -> WeightPath:
-    """Return the path that attributions take by default: `layerwise()` for large networks that it can average.
+    """Return the default path of attributions: `layerwise()` for large networks that support it.
 
     Args:
         trajectory: The run.
-        X: Inputs, of which the first is tried on the first step.
+        X: Inputs; the first one is tested on the first step.
     """
     is_small = trajectory.model.num_weights < _LARGE or not trajectory.num_steps or not len(X)
     return straight() if is_small else averaged_path(trajectory, X)
 
 
 def averaged_path(trajectory: Trajectory, X: Shaped[Tensor, "n ..."]) -> WeightPath:
-    """Return `layerwise()` for a network that it can average, else `straight()`. Arguments: as `default_path`."""
+    """Return `layerwise()` for a network that supports it, otherwise `straight()`. Arguments: as in `default_path`."""
 
     def compute(net: PlannedModel) -> WeightPath:
         if not net.plan.supports_interpolation:
@@ -312,25 +314,25 @@ def averaged_path(trajectory: Trajectory, X: Shaped[Tensor, "n ..."]) -> WeightP
 
 
 def changed_kernel(kernel: PathKernel, **changes: Any) -> PathKernel:
-    """Return a kernel with other attributes; made anew, it would say again that the user's network is another one."""
+    """Return a kernel with other attributes, without repeating the warning that the user's network differs."""
     kernel = copy.copy(kernel)
     vars(kernel).update(changes)
     return kernel
 
 
 Integrated = tuple[Head | None, Rule, WeightPath | None]  # head, rule and path of a request
-Explained = tuple[Int64[Tensor, " n"] | None, Function | None]  # its classes, and its function
+Explained = tuple[Int64[Tensor, " n"] | None, Function | None]  # classes and function of a request
 
 
 def parse_request(
     trajectory: Trajectory, X: Inputs, by: By | None, integrated: Integrated, explained: Explained
 ) -> tuple[PathKernel, Shaped[Tensor, "n ..."], Groupings]:
-    """Return the kernel and the inputs of a request, and the axes of each result; arguments as of `attribute`.
+    """Return the kernel and the inputs of a request, and the axes of each result; arguments as in `attribute`.
 
-    Where a function is explained, kernel and inputs are those of the run that is asked (`ask`).
+    If a function is explained, kernel and inputs are those of the run of the question (`ask`).
 
     Raises:
-        TypeError, ValueError: See `attribute`; or there are a head or classes beside a function.
+        TypeError, ValueError: See `attribute`; or a head or classes are combined with a function.
     """
     (head, rule, path), (classes, function) = integrated, explained
     if function is not None and not (head is None and classes is None):
@@ -351,7 +353,7 @@ def parse_request(
 
 
 def _is_several(by: object) -> bool:
-    """Return whether there are lists of axes, one for each result."""
+    """Return whether there are several lists of axes, one for each result."""
     return isinstance(by, list | tuple) and bool(by) and all(isinstance(entry, list | tuple) for entry in by)
 
 
@@ -367,7 +369,7 @@ def attribution_work(
     splits_statistics: bool = True,
     kind: Callable[..., AttributionWork] | None = None,
 ) -> AttributionWork:
-    """Return the pass over the run that adds up all terms, of a kind if one is given; its arguments were checked."""
+    """Return the pass over the run that adds up all terms, of the given kind if any; arguments must be checked."""
     classes = None if classes is None else classes.to(X.device, torch.int64)
     asked = net, kernel.trajectory, kernel.head, kernel.rule, kernel.path, options.memory_budget
     whole = Predictions(*asked, X.detach(), classes, recorded_net)
@@ -375,7 +377,7 @@ def attribution_work(
     is_asked = kernel.trajectory.asked_of is not None
     if kind is None and not is_asked and whole.lines_together == 1 and is_plain_descent(whole, groupings):
         return FactoredTerms(*shared, K, points_at_a_time(whole), plan=net.plan)
-    outputs_per_row = K if whole.memory.adjoint_points(K) else 1  # where those of all of a point do not fit
+    outputs_per_row = K if whole.memory.adjoint_points(K) else 1  # if the adjoints of all outputs of a point do not fit
     mapped = MAPPED_ADJOINTS // outputs_per_row if X.device.type == "cpu" else 0
     rows_per_block = max(mapped, whole.memory.adjoint_points(outputs_per_row), 1)
     recorded_plan = recorded_net.plan if is_asked else None
@@ -391,15 +393,15 @@ def split_predictions(
     options: ComputeOptions,
     **asked: Any,
 ) -> tuple[tuple[GroupedAttribution, ...], TermSums]:
-    """Split predictions in several ways: return the results, and the sums that they were made of.
+    """Split predictions in several ways: return the results, and the sums from which they are made.
 
     Args:
-        kernel: The kernel; this, inputs and groupings are those of `parse_request`.
+        kernel: The kernel; kernel, inputs and groupings come from `parse_request`.
         X: Inputs.
         groupings: Axes of each result.
         classes: One output of each input, or all.
-        options: How it is computed.
-        asked: Keywords of `attribution_work`.
+        options: Options of the computation.
+        asked: Keyword arguments of `attribution_work`.
     """
     run, request = kernel.trajectory, (kernel, X, groupings, classes, options)
 
@@ -407,7 +409,7 @@ def split_predictions(
         return _split(attribution_work(net, *request, recorded_net=recorded_net, **asked), options)
 
     results, totals = with_plan(compute, X, run, run.recorded)
-    certificate.warn_unless_certified("the attribution", results[0].findings)  # all are sums of the same terms
+    certificate.warn_unless_certified("the attribution", results[0].findings)  # all results are sums of the same terms
     return results, totals
 
 
@@ -436,7 +438,7 @@ def _split(work: AttributionWork, options: ComputeOptions) -> tuple[tuple[Groupe
     def tolerance(own: GroupedSums) -> float:
         return certificate.sum_tolerance(kernel.rule, trajectory, whole.net.coarsest_dtype, own.size_of_terms(*ends))
 
-    if isinstance(work, FactoredTerms):  # it is what other terms leave: must be rounding, or the sum misses the outputs
+    if isinstance(work, FactoredTerms):  # it is the remainder of other terms, and must be rounding
         largest = tolerance(totals.grouped[0])
         for own in totals.grouped:
             if not own.sums["unexplained"].flatten(2).sum(dim=2).abs().max() <= largest:
@@ -457,13 +459,13 @@ def _split(work: AttributionWork, options: ComputeOptions) -> tuple[tuple[Groupe
 
 
 def _result(own: GroupedSums, tolerance: float, accepted: float, shared: Mapping[str, Any]) -> GroupedAttribution:
-    """Return one result: its terms and certificate, beside what all of them share.
+    """Return one result: its terms and certificate, with the facts that all results share.
 
     Args:
         own: Its sums.
-        tolerance: By how much they may miss the network's outputs.
+        tolerance: Allowed difference from the network's outputs.
         accepted: Share of the outputs' change that the run accepts as unexplained.
-        shared: What all results share.
+        shared: Facts that all results share.
     """
     of_points = {name: rows.reshape(*shared["initial"].shape, *rows.shape[2:]) for name, rows in own.sums.items()}
     kinds_of = TERMS | sources_of(own.trajectory)

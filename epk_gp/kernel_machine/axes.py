@@ -1,4 +1,4 @@
-"""Axes of an attribution, what contributions are split by, and results as small tables."""
+"""Axes of an attribution, along which contributions are split, and results as small tables."""
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -24,8 +24,8 @@ class Axis:
     """A partition of the training samples, the steps or the parameters into groups.
 
     Attributes:
-        kind: What is put into groups.
-        group: Each sample's, step's or parameter's group, 0 .. G - 1.
+        kind: The kind of things that are grouped.
+        group: The group, 0 .. G - 1, of each sample, step or parameter.
         names: Names of the G groups.
     """
 
@@ -35,17 +35,17 @@ class Axis:
 
 
 def by_sample(trajectory: Trajectory) -> Axis:
-    """Return the axis on which each training sample has an entry of its own."""
+    """Return the axis with a separate entry for each training sample."""
     return every_sample(trajectory.num_points)
 
 
 def every_sample(count: int) -> Axis:
-    """Return the same for a number of samples."""
+    """Return the same axis for a number of samples."""
     return Axis("sample", torch.arange(count), tuple(map(str, range(count))))
 
 
 def by_label(trajectory: Trajectory) -> Axis:
-    """Return the axis that joins training samples of one class.
+    """Return the axis that joins training samples of the same class.
 
     Raises:
         ValueError: The targets are not class labels.
@@ -60,7 +60,7 @@ def by_label(trajectory: Trajectory) -> Axis:
 
 
 def by_step(trajectory: Trajectory, edges: Sequence[int] | None = None) -> Axis:
-    """Return the axis on which each step has an entry of its own, or each range of steps.
+    """Return the axis with a separate entry for each step, or for each range of steps.
 
     Args:
         trajectory: The run.
@@ -85,7 +85,7 @@ def by_step(trajectory: Trajectory, edges: Sequence[int] | None = None) -> Axis:
 
 
 def by_parameter(trajectory: Trajectory) -> Axis:
-    """Return the axis on which each trained parameter (a layer's weight, a layer's bias) has an entry of its own."""
+    """Return the axis with a separate entry for each trained parameter (a layer's weight, a layer's bias)."""
     names = trajectory.model.names
     return Axis("parameter", torch.arange(len(names)), names)
 
@@ -98,20 +98,20 @@ def by_layer(trajectory: Trajectory) -> Axis:
 
 
 def _sizes(trajectory: Trajectory) -> dict[str, int]:
-    """Return how many samples, steps and parameters a run has."""
+    """Return the numbers of samples, steps and parameters of a run."""
     return {"step": trajectory.num_steps, "sample": trajectory.num_points, "parameter": len(trajectory.model.names)}
 
 
 class CombinedAxes:
-    """Axes of one result, those of a kind joined to one index, under which sums are kept until the end.
+    """Axes of one result; axes of the same kind are joined to one index, under which sums are kept until the end.
 
     Args:
         trajectory: The run.
         axes: The axes, in the order of the result.
 
     Attributes:
-        index: By kind the place of each step, sample or parameter among all groups of that kind.
-        sizes: By kind the numbers of groups of its axes.
+        index: For each kind, the index of each step, sample or parameter among all groups of that kind.
+        sizes: For each kind, the numbers of groups of its axes.
     """
 
     def __init__(self, trajectory: Trajectory, axes: Sequence[Axis]) -> None:
@@ -123,11 +123,11 @@ class CombinedAxes:
             self.index[kind], self.sizes[kind] = index, [len(axis.names) for axis in own]
 
     def count(self, kind: str) -> int:
-        """Return the number of places of a kind."""
+        """Return the number of groups of a kind."""
         return math.prod(self.sizes[kind])
 
     def unflatten(self, sums: Float[Tensor, "n C *places"], *kinds: str) -> Float[Tensor, "n C *groups"]:
-        """Bring sums over places of some kinds into the order of the axes; axes of other kinds get length 1."""
+        """Arrange sums over groups of some kinds in the order of the axes; axes of other kinds get length 1."""
         sums = sums.reshape(*sums.shape[:2], *(size for kind in kinds for size in self.sizes[kind]))
         present = [place for kind in kinds for place, own in enumerate(self.kinds) if own == kind]
         sums = sums.permute(0, 1, *(2 + present.index(place) for place in sorted(present)))
@@ -138,7 +138,7 @@ class CombinedAxes:
 
 
 def parameter_parts(groupings: Iterable[Sequence[Axis]], num_parameters: int) -> Int64[Tensor, " L"]:
-    """Return the part of each of L parameters: those that no axis tells apart are one part.
+    """Return the part of each of L parameters; parameters that no axis separates form one part.
 
     Args:
         groupings: The axes of each result.
@@ -181,16 +181,16 @@ def parse_axes(trajectory: Trajectory, axes: object) -> tuple[Axis, ...]:
     return tuple(axes)
 
 
-_LARGEST = 3  # groups that are named for a point
-Rows = list[tuple[str, ...]]  # of a table: the name of each, and an entry for each column
+_LARGEST = 3  # number of groups that are named for a point
+Rows = list[tuple[str, ...]]  # rows of a table: a name, and an entry for each column
 
 
 class PointsTable:
-    """A small table of a result: a column for each of the first points, each with its largest output.
+    """A small table of a result: one column for each of the first points, each for its largest output.
 
     Args:
         outputs: The outputs of all points.
-        name: What one of them is called.
+        name: The word for one of the outputs.
     """
 
     def __init__(self, outputs: Float[Tensor, "n C"], name: str = "output") -> None:
@@ -198,7 +198,7 @@ class PointsTable:
         self.places = list(enumerate(outputs[:SHOWN_POINTS].argmax(dim=1).tolist())) if outputs.shape[1] else []
 
     def table(self, rows: Rows) -> Table | None:
-        """Return the table with these rows; None where there is no point."""
+        """Return the table with these rows; None if there are no points."""
         n, C = self.shape
         if not self.places:
             return None
@@ -208,11 +208,11 @@ class PointsTable:
         return Table(("", *(f"point {i}" for i, _ in self.places)), (*chosen, *rows), note)
 
     def frame(self, terms: Mapping[str, Tensor], axes: Sequence[Axis]) -> tuple[Any, ...]:
-        """Return what a table of all points and outputs is made of, as `Tabular` takes it.
+        """Return the parts of a table of all points and outputs, in the form for `Tabular`.
 
         Args:
             terms: Values, (n, C, ...).
-            axes: What they are split by; groups that are called by their numbers have these as labels.
+            axes: The axes of the values; groups whose names are their numbers get the numbers as labels.
         """
         labels = [[int(name) if name == str(k) else name for k, name in enumerate(axis.names)] for axis in axes]
         rows = {"point": range(self.shape[0]), self.name: range(self.shape[1])}
@@ -223,17 +223,17 @@ class PointsTable:
         return (name, *(number(float(values[place])) for place in self.places))
 
     def sums(self, terms: Mapping[str, Tensor]) -> Rows:
-        """Return a row for each term, (n, C, ...), summed over all but point and output, and one for the sum of all."""
+        """Return a row for each term, (n, C, ...), summed over all but point and output, and one for the total."""
         sums = {name: [float(term[place].detach().sum()) for place in self.places] for name, term in terms.items()}
         sums["sum of all terms"] = [sum(column) for column in zip(*sums.values(), strict=True)]
         return [(name, *map(number, values)) for name, values in sums.items()]
 
     def largest(self, name: str, values: Tensor, name_of: Callable[[int], str]) -> Rows:
-        """Return rows of the groups, (n, C, ...), that are largest in absolute value, the largest first.
+        """Return rows of the groups, (n, C, ...), with the largest absolute values, the largest first.
 
         Args:
             name: Name of the first row.
-            values: Of the groups.
+            values: Values of the groups.
             name_of: Maps the number of a group, over all axes, to its name.
         """
         columns = []
@@ -262,13 +262,13 @@ def _short_name(names: Sequence[str], place: int, length: int) -> str:
 
 
 def _is_each(axis: Axis) -> bool:
-    """Return whether each sample has a group of its own on an axis."""
+    """Return whether each sample has its own group on an axis."""
     num_groups = len(axis.names)
     return axis.kind == "sample" and 0 < num_groups == len(axis.group) and axis.names[-1] == str(num_groups - 1)
 
 
 def in_words(axes: Sequence[Axis]) -> str:
-    """Return what values are split by, as in "2 groups of samples, 20 groups of steps"."""
+    """Describe the axes of values, as in "2 groups of samples, 20 groups of steps"."""
     return ", ".join(
         count(len(axis.names), "sample") if _is_each(axis) else f"{count(len(axis.names), 'group')} of {axis.kind}s"
         for axis in axes

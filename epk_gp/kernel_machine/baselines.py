@@ -24,7 +24,7 @@ def tangent_trajectory(trajectory: Trajectory, state: int = -1) -> Trajectory:
 
         K(x, x') = J_{w_s}(x) J_{w_s}(x')^T
 
-    Everything that takes a run takes this one as well: `gram_block`, `EPKKernel`, `LogitGP` (whose initial and trained
+    Every function that takes a run also takes this one: `gram_block`, `EPKKernel`, `LogitGP` (whose initial and trained
     network are both f_{w_s}). Training and test copies have the same gradients.
 
     Args:
@@ -32,10 +32,10 @@ def tangent_trajectory(trajectory: Trajectory, state: int = -1) -> Trajectory:
         state: s in 0 .. S, negative from the end.
 
     Returns:
-        A run from w_s to w_s in one step of size 1, with a digest of its own.
+        A run from w_s to w_s in one step of size 1, with its own digest.
 
     Raises:
-        IndexError: No such state.
+        IndexError: The state does not exist.
     """
     count = trajectory.num_steps + 1
     if not -count <= state < count:
@@ -55,7 +55,7 @@ class SingleMachine(Tabular):
         initial: b(x), (n, C).
         coefficients: a_i, (M, C).
         max_error: Largest |outputs - network|.
-        error_tolerance: What it may be: the rule's tolerance (1e-12 for a fixed rule), and rounding.
+        error_tolerance: Largest allowed error: the rule's tolerance (1e-12 for a fixed rule), and rounding.
     """
 
     outputs: Float[Tensor, "n C"]
@@ -81,23 +81,23 @@ def single_machine(
     path: WeightPath = straight(),
     **options: Unpack[ComputeSettings],
 ) -> SingleMachine:
-    """Evaluate the single kernel machine (Theorem 3.7, Bell et al. 2023), where there is one.
+    """Evaluate the single kernel machine (Theorem 3.7, Bell et al. 2023), if it exists.
 
         f(x) = f_{w_0}(x) + sum_i K(x, x_i) a_i,   a_i = c_i q_i,   K with eta_s = eps_s
 
-    It needs coefficients that stay the same from step to step: cross entropy, the log-softmax head, every step on all
+    It needs coefficients that are the same at all steps: cross entropy, the log-softmax head, and every step on all
     points.
 
     Args:
         trajectory: Training run.
         X: n inputs, taken as test copies.
-        head: Must be "log_softmax" for cross entropy; either for `NegativeLogLikelihood`. None follows the loss.
-        rule: How each step's integral is taken; that of each chord along chords.
-        path: Along which test copies move. The theorem holds along all of them, with the kernel of the path.
+        head: Must be "log_softmax" for cross entropy; any for `NegativeLogLikelihood`. None follows the loss.
+        rule: Quadrature rule for the integral of each step, or of each chord.
+        path: The path of test copies. The theorem holds along all paths, with the kernel of the path.
         options: `memory_budget` and `progress`; see `ComputeOptions`.
 
     Raises:
-        TypeError, ValueError: As `gram_block`; also where the theorem does not hold, with the reason.
+        TypeError, ValueError: As in `gram_block`; also if the theorem does not hold, with the reason.
     """
     parsed = parse_options("single_machine", ("checkpoint", "accumulate"), **options)
     kernel = PathKernel(trajectory, head, rule, path=path)
@@ -107,7 +107,7 @@ def single_machine(
     coefficients = _constant_coefficients(trajectory, kernel.head, spec.dtype).to(X.device)
     initial, network = kernel.end_outputs(X)
     outputs = initial.clone()
-    block_bytes = trajectory.num_outputs**2 * initial.element_size() * len(X)  # of a training point with all points
+    block_bytes = trajectory.num_outputs**2 * initial.element_size() * len(X)  # one training point's kernel values
     size = max(1, parsed.memory_budget // (4 * block_bytes))
     training = spec.cast(trajectory.inputs)
     for part in torch.arange(len(training), device=X.device).split(size):

@@ -1,4 +1,4 @@
-"""Certificates: what quadrature and rounding may leave of a sum over the run."""
+"""Certificates: limits for the effects of quadrature and rounding on a sum over the run."""
 
 import math
 import time
@@ -26,14 +26,14 @@ from epk_gp.quadrature.adaptive import Integral
 from epk_gp.quadrature.rules import AdaptiveRule, QuadratureStatus, Rule, straight
 from epk_gp.work.run import Sums
 
-_FIXED_RULE_TOLERANCE = 1e-12  # what a fixed rule is measured by: the default of the adaptive one
+_FIXED_RULE_TOLERANCE = 1e-12  # the limit for a fixed rule: the default of the adaptive one
 
-# An interval of a step may leave so many of the rule's tolerances, or `Integral.rounding`. The adaptive rule accepts 1
-# and a quarter of that, and more where rounding inside the network is larger.
+# Largest error of an interval of a step, in units of the rule's tolerance, or of `Integral.rounding`. The adaptive rule
+# accepts 1 and a quarter of that, and more if rounding inside the network is larger.
 _TOLERANCES = 8
 
-# A sum may miss its value by so many eps of its terms' sizes, per step as steps' rounding adds up at random. In float64
-# it is more than rounding: a gradient that is off by 1e-9 is still seen.
+# Largest error of a sum in eps of its terms' sizes, per step, because rounding of steps adds up at random. In float64
+# it is more than rounding: a relative gradient error of 1e-9 is still detected.
 _SUM_ROUNDING = {torch.float32: 64, torch.float64: 2**16}
 
 
@@ -44,12 +44,12 @@ def warn_unless_certified(name: str, findings: Sequence[str]) -> None:
 
 
 def integral_sums(integral: Integral, rule: Rule, num_steps: int) -> Sums:
-    """Return what integrals of some points over one stretch leave: residuals, statuses and numbers of evaluations.
+    """Return residuals, statuses and numbers of evaluations of the integrals of some points over one stretch.
 
     Args:
         integral: The integrals.
-        rule: How they were taken; a fixed rule is measured by the adaptive one's default tolerance.
-        num_steps: Stretches that share the rule's tolerance.
+        rule: The quadrature rule; a fixed rule is compared with the adaptive one's default tolerance.
+        num_steps: Number of stretches that share the rule's tolerance.
     """
     allowed = integral.num_intervals * integral.rounding.clamp(min=_TOLERANCES * _tolerance(rule) / max(1, num_steps))
     largest = torch.stack([integral.residual.max(), (integral.residual / allowed).max()])
@@ -58,9 +58,9 @@ def integral_sums(integral: Integral, rule: Rule, num_steps: int) -> Sums:
     return Sums(added, {"integration": largest.double()})
 
 
-# Share of what rounding explains, up to which that of a step shortly before is taken: a choice.
+# Share of the explained rounding up to which the rounding of an earlier step is reused: a choice.
 _CLEARLY = 0.25
-_MEASURED_EVERY = 16  # steps whose rounding a preconditioner amplifies: a choice
+_MEASURED_EVERY = 16  # steps between measurements of rounding that a preconditioner amplifies: a choice
 
 
 def _mismatch_ratio(
@@ -71,23 +71,24 @@ def _mismatch_ratio(
     dtype: torch.dtype,
     known: Float[Tensor, " L"] | None = None,
 ) -> tuple[float, Float[Tensor, " L"] | None]:
-    """Return the largest difference of a recorded step from the replayed one, in units of what rounding explains.
+    """Return the largest difference of a recorded step from the replayed one, in units of the expected rounding.
 
-    Only if it is larger than `replay_rounding`, the rounding of the step is measured: it is recomputed from the
-    gradient of the rows in reverse order, at weights that are moved by their own rounding. That is done parameter by
-    parameter: what a preconditioner amplifies in one explains nothing in the others.
+    The rounding of the step is measured only if the difference is larger than `replay_rounding`: the step is recomputed
+    from the gradient of the rows in reverse order, at weights that are moved by their own rounding. This is done
+    parameter by parameter: rounding that a preconditioner amplifies in one parameter does not explain differences in
+    the others.
 
     Args:
         run: The run.
         model: Its network in the dtype of the computation.
         replayed: The step.
-        difference: The recorded step less the replayed one.
+        difference: The recorded step minus the replayed one.
         dtype: The coarser of the dtypes of run and computation.
-        known: The rounding of the gradients of a step shortly before, which is not measured again where this step's
-            amplification of it explains the difference clearly.
+        known: The rounding of the gradients of a recent step; it is not measured again if this step's amplification of
+            it explains the difference clearly.
 
     Returns:
-        The ratio; and the rounding of each parameter's gradient, where it is known.
+        The ratio; and the rounding of each parameter's gradient, if it is known.
     """
     w, d, step = replayed.w, replayed.d, replayed.step
     largest, plain = float(largest_entry(difference)), replay_rounding(replayed.w, replayed.d, dtype)
@@ -96,12 +97,12 @@ def _mismatch_ratio(
     differences = _largest_by_parameter(model, difference)
 
     def ratio(rounding: Tensor) -> float:
-        # a small parameter can come out the same by chance
+        # a small parameter can agree by chance
         allowed = (CANCELLATION_FACTOR * torch.maximum(rounding, rounding.median())).clamp(min=plain)
         return float(torch.where(differences == 0, 0.0, differences / allowed).max())
 
     coefficients = step_coefficients(run, step.index, w)
-    unit = torch.arange(len(w), dtype=w.dtype, device=w.device).cos()  # of any signs, none is 0
+    unit = torch.arange(len(w), dtype=w.dtype, device=w.device).cos()  # any signs, but no zeros
     ends = (predict_step(coefficients, model.sizes, w, c * unit, replayed.momentum)[0] for c in (0, 1))
     amplification = _largest_by_parameter(model, torch.sub(*ends)).clamp(min=torch.finfo(w.dtype).tiny)
     if known is not None and (found := ratio(known * amplification)) <= _CLEARLY:
@@ -115,10 +116,10 @@ def _mismatch_ratio(
 
 
 def _moved_passes(step: Step, dtype: torch.dtype) -> Step:
-    """Move the weights that passes of a step saw, and their recorded gradients in the outputs, by their rounding.
+    """Move the weights that passes of a step saw, and their recorded output gradients, by their rounding.
 
-    Sums of the latter alone, as in the last bias, do not depend on the weights: their terms are moved by some eps, or
-    the sums may come out the same.
+    Sums of output gradients alone, as in the last bias, do not depend on the weights: their terms are moved by a few
+    eps, because otherwise the sums may agree exactly.
     """
 
     def moved(value: Tensor, eps: float) -> Tensor:
@@ -145,13 +146,13 @@ class StepMismatches:
     Attributes:
         largest: Largest difference, over weights and steps; NaN stays.
         ratio: Largest ratio of a step's difference to what rounding explains; NaN stays.
-        worst_step: The step that has it; -1 before the first one.
-        options_step: The first step that differs by more than rounding from the one that the optimizer's recorded
-            options give (`ReplayedStep.by_options`); -1 if there is none.
-        is_exact: Whether no more than rounding counts as explained, whatever share the run may leave unexplained.
-        moved: Which weights gradients moved, (P,), if that was looked at.
+        worst_step: The step with the largest ratio; -1 before the first one.
+        options_step: The first step that differs by more than rounding from the step by the optimizer's recorded
+            options (`ReplayedStep.by_options`); -1 if there is none.
+        is_exact: Whether only rounding counts as explained, even if the run may leave a share unexplained.
+        moved: A mask of the weights that gradients moved, (P,), if that was examined.
         varies_mask: Whether the loop set the gradient of a weight to 0 in some steps, and not in others.
-        clipped_alone: The only clipped step of a run whose clipping is not stated; -1 where there is no such step.
+        clipped_alone: The only clipped step of a run whose clipping is not stated; -1 if there is no such step.
     """
 
     largest: float = 0.0
@@ -162,14 +163,14 @@ class StepMismatches:
     moved: Bool[Tensor, " P"] = field(default_factory=lambda: torch.zeros(0, dtype=torch.bool))
     varies_mask: bool = False
     clipped_alone: int = -1
-    _rounding: Float[Tensor, " L"] | None = None  # of each parameter's gradient, of a step shortly before
+    _rounding: Float[Tensor, " L"] | None = None  # rounding of each parameter's gradient in a recent step
 
     def add(self, trajectory: Trajectory, model: FunctionalModel, replayed: ReplayedStep) -> bool:
         """Compare a step with the recorded one, in the precision of the training; and its moving statistics.
 
         Returns:
-            Whether rounding explains the step, but is more than a small share of it: a preconditioner has amplified
-            that of a gradient which is nothing but rounding (a bias in front of BatchNorm under Adam).
+            Whether rounding explains the step, but is more than a small share of it: a preconditioner has amplified the
+            rounding of a gradient that consists of rounding only (a bias in front of BatchNorm under Adam).
         """
         trajectory, index, w = trajectory.trained, replayed.step.index, replayed.w
         dtype = coarsest_dtype(trajectory, model.spec.dtype)
@@ -177,10 +178,10 @@ class StepMismatches:
         difference = change - (replayed.as_trained if recomputation is None else replayed.d)
         mismatch = float(largest_entry(difference))
         accepted, statistics_error = trajectory.unexplained, replayed.statistics_error
-        if self.is_exact and accepted is not None:  # rounding: rates to float32, products under autocast
+        if self.is_exact and accepted is not None:  # rounding of rates to float32, or products under autocast
             eps = [torch.finfo(forward.autocast).eps for forward in replayed.step.passes if forward.autocast]
             accepted = min(accepted, max([relative_rounding(torch.float32), *eps]))
-        if recomputation is not None:  # recorded statistics, at weights that miss the recorded ones
+        if recomputation is not None:  # recorded statistics, at weights that differ from the recorded ones
             statistics_error *= min(1.0, relative_rounding(trajectory.dtype) / JUMP_SHARE[trajectory.dtype])
 
         def explained(difference: Tensor) -> float:
@@ -196,7 +197,7 @@ class StepMismatches:
             ratio = explained(difference)
         if replayed.by_options is not None and self.options_step < 0:
             missed = replayed.as_trained - replayed.by_options
-            # torch rounds rates to float32 where options are tensors
+            # torch rounds rates to float32 if options are tensors
             allowed = relative_rounding(torch.float32) * largest_entry(replayed.as_trained)
             if not largest_entry(missed) <= allowed and not explained(missed) <= 1:
                 self.options_step = index
@@ -210,18 +211,18 @@ class StepMismatches:
 
     @property
     def retraining_findings(self) -> list[str]:
-        """Why a run that is trained again may be another one, in words; empty if it is not."""
+        """Reasons that a retrained run may differ, in words; empty if there are none."""
         varies = ["which entries of the gradient the loop sets to 0 changes along the run: it is held as recorded"]
         return self.findings + varies * self.varies_mask
 
     @property
     def numbers(self) -> dict[str, Any]:
-        """What a certificate says of the steps."""
+        """Return the certificate's numbers about the steps."""
         return {"max_step_mismatch": self.largest, "mismatch_ratio": self.ratio, "worst_step": self.worst_step}
 
     @property
     def findings(self) -> list[str]:
-        """Why the steps are not those that gradients and optimizer give, in words; empty if they are."""
+        """Reasons that the steps are not those of gradients and optimizer, in words; empty if there are none."""
         findings = []
         if not self.ratio <= 1:
             held = "; how that part would follow from other weights of the samples is not known" * self.is_exact
@@ -239,22 +240,22 @@ class StepMismatches:
 
 
 class StepResiduals:
-    """rho_s = w_{s+1} - w_s - (the update that the training gradients give), for all steps of a run.
+    """rho_s = w_{s+1} - w_s - (the update by the training gradients), for all steps of a run.
 
     The run is replayed once, and every step is compared with the recorded one. The residuals of a run in float64 that
-    may leave nothing unexplained are rounding, and are not kept unless a preconditioner amplifies it: where one is
-    more, the comparison says so. Of a run whose states are computed by the update rule, the steps that end at a kept
-    state have residuals, the jumps; those between are its steps on the gradients of this very computation.
+    may leave nothing unexplained are rounding, and are kept only if a preconditioner amplifies them: if one is larger,
+    the comparison reports it. For a run whose states are computed by the update rule, the steps that end at a kept
+    state have residuals, the jumps; the steps between are the rule's steps on the gradients of this computation.
 
     Args:
         run: Computes the gradients of the recorded run.
-        max_rows: Residuals of all weights that are held in memory; more lie in a temporary file.
-        keeps: Residuals are wanted.
-        keeps_all: Every step has one that is more than float64's rounding.
+        max_rows: Number of residuals of all weights that are held in memory; more are put into a temporary file.
+        keeps: Whether residuals are kept.
+        keeps_all: Whether every step has a residual larger than float64's rounding.
 
     Attributes:
         mismatches: The comparison.
-        seconds: How long the replay took: about as long as the training, in the dtype of the computation.
+        seconds: Duration of the replay: about as long as the training, in the dtype of the computation.
     """
 
     def __init__(self, run: RunReplay, max_rows: int, *, keeps: bool, keeps_all: bool) -> None:
@@ -272,20 +273,20 @@ class StepResiduals:
             is_kept = keeps_all if law is None else law.is_kept(index + 1)
             if keeps and (is_amplified or is_kept):
                 residual = (flat_weights(trajectory, index + 1, run.reference) - replayed.w).sub_(replayed.d)
-                if not is_kept:  # of the parameters whose rounding is amplified
+                if not is_kept:  # residuals of the parameters whose rounding is amplified
                     plain = replay_rounding(replayed.w, replayed.d, dtype)
                     parts = enumerate(residual.to(like).split(self._sizes))
                     own = {k: part.clone() for k, part in parts if part.numel() and largest_entry(part) > plain}
                     self._amplified[index] = own
                     continue
-                # all that are kept have room, which takes memory, or a temporary file, where they are written
+                # room for all kept residuals; memory, or a temporary file, is only used where they are written
                 rows = rows_of_weights(most, model.num_weights, like, max_rows) if rows is None else rows
                 rows[count] = residual.to(rows)
                 self._rows[index], count = rows[count], count + 1
         self._like, self.seconds = like, time.monotonic() - begun
 
     def __getitem__(self, s: int) -> Float[Tensor, " P"] | None:
-        """Return rho_s; None where it is zero to rounding."""
+        """Return rho_s; None if it is zero up to rounding."""
         if s not in self._amplified:
             return self._rows.get(s)
         whole = self._like.new_zeros(sum(self._sizes))
@@ -296,12 +297,12 @@ class StepResiduals:
 
 
 def run_findings(trajectory: Trajectory) -> tuple[str, ...]:
-    """Say what speaks against any result that names samples: that their indices may be others."""
+    """Return the reasons against any result that names samples: their indices may be wrong."""
     return () if trajectory.identity_finding is None else (trajectory.identity_finding,)
 
 
 def step_mismatches(trajectory: Trajectory, law: UpdateLaw, run: RunReplay) -> StepMismatches:
-    """Compare all recorded steps with those that gradients, the recorded options and clipping give.
+    """Compare all recorded steps with those by gradients, the recorded options and clipping.
 
     Args:
         trajectory: The run.
@@ -314,7 +315,7 @@ def step_mismatches(trajectory: Trajectory, law: UpdateLaw, run: RunReplay) -> S
         mismatches.add(trajectory, model, replayed)
         own = law.step(replayed.step.index)
         scale = own.recorded["grad_scale"]
-        if not (all_moved and bool(scale.all())):  # else nothing new is seen
+        if not (all_moved and bool(scale.all())):  # otherwise there is nothing new
             size = replayed.gradient.abs()
             is_seen = size > relative_rounding(trajectory.dtype) * size.max()
             is_seen = is_seen if own.is_moved is None else is_seen & own.is_moved
@@ -327,7 +328,7 @@ def step_mismatches(trajectory: Trajectory, law: UpdateLaw, run: RunReplay) -> S
 
 
 def mismatch_finding(step: int, ratio: float, largest: float) -> str:
-    """Return in words that a recorded step is not the replayed one."""
+    """Describe the difference between a recorded and a replayed step."""
     return (
         f"step {step} differs from the step that the loss's gradient on the recorded batch gives by {ratio:.2g} times "
         f"what rounding explains (largest difference of a step {largest:.2e})"
@@ -343,22 +344,22 @@ def _is_larger(a: float, b: float) -> bool:
 
 
 def larger(a: float, b: float) -> float:
-    """Return the larger of two numbers, and NaN if one of them is: Python's max() may drop it."""
+    """Return the larger of two numbers, and NaN if one of them is NaN: Python's max() may drop it."""
     return a if _is_larger(a, b) else b
 
 
 def coarsest_dtype(trajectory: Trajectory, dtype: torch.dtype) -> torch.dtype:
-    """Return float32 if the run or the computation, of this dtype, is in it, else float64."""
+    """Return float32 if the run or the computation uses it, otherwise float64; `dtype` is the computation's."""
     return torch.float32 if torch.float32 in (trajectory.dtype, dtype) else torch.float64
 
 
 def sum_tolerance(rule: Rule, trajectory: Trajectory, dtype: torch.dtype, terms: Float[Tensor, "n C"]) -> float:
-    """Return by how much the terms of a prediction may miss the network's output.
+    """Return the largest allowed difference between the terms of a prediction and the network's output.
 
     Args:
-        rule: How the steps were integrated.
-        trajectory: The run, of which each step carries the rounding of the weights.
-        dtype: Of the computation.
+        rule: Quadrature rule of the steps.
+        trajectory: The run; each step carries the rounding of the weights.
+        dtype: Dtype of the computation.
         terms: Sum of the terms' absolute values.
     """
     size, dtype = max(trajectory.model.output_size, float(terms.max())), coarsest_dtype(trajectory, dtype)
@@ -368,29 +369,29 @@ def sum_tolerance(rule: Rule, trajectory: Trajectory, dtype: torch.dtype, terms:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Certificate:
-    """Whether a sum over a run is what the network gives, with the numbers that say so.
+    """The evidence that a sum over a run equals the network's output.
 
     Attributes:
         max_error: Largest |sum - network|.
-        error_tolerance: What it may be where both ratios are at most 1.
+        error_tolerance: Largest allowed error if both ratios are at most 1.
         max_residual: Largest quadrature residual |f(w_{s+1}) - f(w_s) - integral| of a (point, step), or of a chord.
-        residual_ratio: Largest ratio of a residual to what the rule's tolerance (1e-12 for a fixed rule) or rounding
-            allows.
-        max_step_mismatch: Largest difference, over weights and steps, of a recorded step from the one that the training
-            gradients give: rounding of the weights' dtype.
-        mismatch_ratio: Largest ratio of such a difference to what rounding of weights and gradients explains.
-        worst_step: The step that has it; -1 for a run without steps.
+        residual_ratio: Largest ratio of a residual to the limit by the rule's tolerance (1e-12 for a fixed rule) or
+            rounding.
+        max_step_mismatch: Largest difference, over weights and steps, between a recorded step and the step by the
+            training gradients: rounding of the weights' dtype.
+        mismatch_ratio: Largest ratio of such a difference to the expected rounding of weights and gradients.
+        worst_step: The step with this ratio; -1 for a run without steps.
         evaluations: Gradients evaluated per point and step to choose nodes, on average; per output of a point and step
-            where outputs went through the run apart, to keep to the memory budget.
-        statuses: Number of (point, step) pairs, or of points and chords, by the reason why the rule stopped refining
+            if outputs went through the run separately to keep to the memory budget.
+        statuses: Number of (point, step) pairs, or of points and chords, by the reason that the rule stopped refining
             them.
-        unexplained_share: Share of the change of all outputs that is unexplained; 0 if it is at most 1 %, or what the
-            run accepts.
-        run_findings: What the recorded run itself says against results that name samples.
+        unexplained_share: Share of the change of all outputs that is unexplained; 0 if it is at most 1 %, or at most
+            the share that the run accepts.
+        run_findings: Reasons in the recorded run against results that name samples.
         explains: The state whose network the result explains (`Trajectory.explained`).
-        path: The path along which points were integrated, in words.
-        states: Why states between kept ones may miss the recorded ones; empty if they do not.
-        precision: Whose rounding the outputs have, where it is not that of the computation; else empty.
+        path: Description of the path along which points were integrated.
+        states: Reason that states between kept ones may differ from the recorded ones; empty if they do not.
+        precision: Description of the outputs' rounding, if it is not that of the computation; otherwise empty.
     """
 
     max_error: float
@@ -411,11 +412,11 @@ class Certificate:
 
     @classmethod
     def of(cls, result: "Certificate") -> "Certificate":
-        """Return the certificate of a result alone."""
+        """Return the certificate of a result, without the result."""
         return Certificate(**{field.name: getattr(result, field.name) for field in fields(Certificate)})
 
     def merged(self, other: "Certificate") -> "Certificate":
-        """Return the certificate of both: an error stands beside the tolerance that it was held against."""
+        """Return the certificate of both: each error keeps the tolerance with which it was compared."""
         has_larger_error = _is_larger(self.max_error / self.error_tolerance, other.max_error / other.error_tolerance)
         sums = self if has_larger_error else other
         steps = self if _is_larger(self.mismatch_ratio, other.mismatch_ratio) else other
@@ -438,14 +439,14 @@ class Certificate:
     def certified(self) -> bool:
         """Whether quadrature, steps and sum are within tolerance, and little of the outputs' change is unexplained.
 
-        The residual alone sees the quadrature only; a step that is not the stated loss's on the stated data shows in
-        the mismatch. All concern the sum, not each kernel value or contribution.
+        The residual tests the quadrature only; a step that does not follow the stated loss on the stated data shows in
+        the mismatch. All of these concern the sum, not each kernel value or contribution.
         """
         return not self.findings
 
     @property
     def findings(self) -> list[str]:
-        """Why the result is not certified, with numbers; empty if it is."""
+        """Reasons that the result is not certified, with numbers; empty if it is certified."""
         findings = []
         if not self.residual_ratio <= 1:
             findings.append(
@@ -469,7 +470,7 @@ class Certificate:
         return [*findings, *self.run_findings]
 
     def entries(self, num_points: int) -> tuple[Entry, ...]:
-        """Return what a summary says of the certificate, and the numbers behind it."""
+        """Return a summary's entries about the certificate, with its numbers."""
         if not num_points:
             return (Entry("certificate", "none: there are no points"),)
         return (
@@ -485,17 +486,17 @@ class Certificate:
 
 
 def described_precision(net: PlannedModel) -> str:
-    """Say whose rounding a network's outputs have, where it is not that of the computation."""
+    """Describe the rounding of a network's outputs if it is not that of the computation; otherwise ""."""
     text = "float32's: the network casts to float32 inside; net.float(), recorded so, is as exact and costs less"
     return "" if net.coarsest_dtype == net.model.spec.dtype else text
 
 
 def integral_facts(sums: Sums, num_pairs: int) -> dict[str, Any]:
-    """Return what a certificate says of the integrals of a run.
+    """Return the certificate's entries about the integrals of a run.
 
     Args:
-        sums: What `integral_sums` left, joined; nothing of a run without steps.
-        num_pairs: Number of points times steps.
+        sums: The joined results of `integral_sums`; empty for a run without steps.
+        num_pairs: Number of points times number of steps.
     """
     counts, (residual, ratio) = sums.added.get("statuses", torch.zeros(0)), sums.largest.get("integration", (0.0, 0.0))
     return {
@@ -507,7 +508,7 @@ def integral_facts(sums: Sums, num_pairs: int) -> dict[str, Any]:
 
 
 def _describe_statuses(statuses: Mapping[QuadratureStatus, int]) -> str:
-    """Return what the statuses say of residuals that are too large; empty if they say nothing."""
+    """Describe the statuses that explain large residuals; empty if there are none."""
     if QuadratureStatus.FIXED in statuses:
         return "; a fixed rule: epk_gp.adaptive() chooses its nodes by the residual"
     notable = {status: count for status, count in statuses.items() if status is not QuadratureStatus.CONVERGED}

@@ -1,6 +1,6 @@
 """Second derivatives of a training pass: their products with adjoints, and a check of them.
 
-torch moves the running means and variances of BatchNorm outside of the graph. A layer in training mode moves them by
+torch updates the running means and variances of BatchNorm outside the graph. A layer in training mode changes them by
 b' - b = a (stat - b), where stat is the mean or the unbiased variance of its batch; the share a is read from the
 recorded statistics before and after the pass, so that cumulative averages need no count of batches.
 
@@ -8,11 +8,11 @@ With g(w, c) = sum_i c_i grad loss_i(w) and an adjoint G of g, one double backwa
 
     <G, grad loss_i(w)>,  for every row i,   and   (dg / dw)^T G,
 
-the products with the losses' gradients and with their Hessian. The graph of the forward and backward pass is made
-once; each adjoint costs one pass back through it. It draws no random numbers, so that dropout is what it was.
+the products with the losses' gradients and with their Hessian. The graph of the forward and backward pass is built
+once; each adjoint costs one pass back through it. It draws no random numbers, so dropout stays the same.
 
-They are not where the gradient is that of no function (straight-through estimators, stop-gradients, gradients scaled by
-counts), and where torch's own second derivative of an operation is wrong.
+The products are wrong where the gradient is not the gradient of a function (straight-through estimators,
+stop-gradients, gradients scaled by counts), and where torch's own second derivative of an operation is wrong.
 """
 
 import re
@@ -43,21 +43,21 @@ from epk_gp.core.trajectory import Trajectory, flat_state
 _KINDS = ("running_mean", "running_var")
 _CHECKPOINTED = "epk_gp: this pass must keep its activations."
 
-# Relative difference between recorded statistics and those that a share of the batch's statistics gives.
+# Largest relative difference between recorded statistics and those computed with a share of the batch's statistics.
 _TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3}
 
 
 class SeenBatches(dict[str, tuple[Tensor, Tensor]]):
-    """The statistics of the batches that normalisations in training mode saw, in the graph of a forward pass.
+    """The statistics of the batches in normalisations in training mode, in the graph of a forward pass.
 
-    They are by the layer's name mean and unbiased variance of its batch, (channels,) each.
+    By the layer's name, they are the mean and the unbiased variance of its batch, (channels,) each.
     """
 
     def look(self, name: str, layer: nn.Module, a: Tensor) -> None:
-        """See the input of a layer (`watching_normalisations`)."""
+        """Receive the input of a layer (`watching_normalisations`)."""
         if not layer.training or a.numel() // a.shape[1] < 2:
             return
-        if isinstance(layer, nn.modules.instancenorm._InstanceNorm):  # those of each row, averaged
+        if isinstance(layer, nn.modules.instancenorm._InstanceNorm):  # statistics of each row, averaged
             rows = a.reshape(-1, layer.num_features, *a.shape[2:] if a.ndim > 2 else a.shape[1:]).flatten(2)
             self[name] = (rows.mean(dim=2).mean(dim=0), rows.var(dim=2).mean(dim=0))
             return
@@ -95,14 +95,14 @@ def shares_of_batches(
     after: Float[Tensor, " Q"],
     tolerance: float | None = None,
 ) -> tuple[dict[str, float], bool]:
-    """Return the share of its batch's statistics that each layer took, and whether they explain what was recorded.
+    """Return the share of its batch's statistics in each layer, and whether the shares explain the recorded statistics.
 
     Args:
         model: The network.
         seen: The batches' statistics at the recorded weights.
         before: The recorded moving statistics before the pass.
-        after: Those after it.
-        tolerance: Relative difference of the recorded statistics that is accepted; None for rounding.
+        after: The recorded moving statistics after the pass.
+        tolerance: Accepted relative difference of the recorded statistics; None for rounding.
     """
     shares: dict[str, float] = {}
     for layer in seen:
@@ -119,19 +119,19 @@ def shares_of_batches(
     )
 
 
-_Graph = tuple[list[Tensor], list[Tensor]]  # of a forward and backward pass: its leaves and its results
+_Graph = tuple[list[Tensor], list[Tensor]]  # leaves and results of a forward and backward pass
 
 
 @dataclass(eq=False)
 class LossCurvature:
-    """Multiplies adjoints with the derivatives of the gradient of a step's loss; to be used by one thread.
+    """Multiplies adjoints by the derivatives of the gradient of a step's loss; used by one thread only.
 
-    The caller has left fused attention (`disable_fused_attention`).
+    The caller has turned fused attention off (`disable_fused_attention`).
 
     Attributes:
         net: The network, with its plan.
         run: Replays the forward passes.
-        memory: Chooses how many rows and adjoints are taken together.
+        memory: Chooses how many rows and adjoints are processed together.
         explains_statistics: Whether all moving statistics so far were those of the batches.
     """
 
@@ -139,17 +139,17 @@ class LossCurvature:
     run: RunReplay
     memory: MemoryPlan
     explains_statistics: bool = True
-    _is_written_out: bool = False  # whether a pass needs functions in torch's place
+    _is_written_out: bool = False  # whether a pass needs functions that replace torch's
 
     @cached_property
     def _rows(self) -> MappedRows:
-        """The way back of several adjoints; through convolutions torch would map it by loops and copies."""
+        """The way back of several adjoints; for convolutions torch would map it by loops and copies."""
         return MappedRows(works=False if self.net.plan.calls_convolutions else None)
 
     def __call__(
         self, step: Step, of_gradient: Float[Tensor, "R P"], of_statistics: Float[Tensor, "R Q"] | None
     ) -> tuple[list[tuple[Tensor, Tensor]], Float[Tensor, "R P"], Float[Tensor, "R Q"] | None]:
-        """Pull adjoints back through the gradient of a step, and through what its passes do to moving statistics.
+        """Pull adjoints back through the gradient of a step, and through its passes' changes of moving statistics.
 
         Args:
             step: The step.
@@ -157,9 +157,9 @@ class LossCurvature:
             of_statistics: The adjoints of the moving statistics after it; None for a network without them.
 
         Returns:
-            For rows of the forward passes their samples, (B,), and the products c_i <G, grad loss_i>, (R, B); the
-            adjoints of the weights before the step, through its gradient and its batches' statistics; and those of the
-            moving statistics before it.
+            For the rows of the forward passes: their samples, (B,), and the products c_i <G, grad loss_i>, (R, B). The
+            adjoints of the weights before the step, through its gradient and its batches' statistics; and the adjoints
+            of the moving statistics before it.
         """
         state = flat_state(self.run.trajectory, step.index, self.run.reference)
         of_weights, products = torch.zeros(()), list[tuple[Tensor, Tensor]]()
@@ -177,7 +177,7 @@ class LossCurvature:
                     self._graph, step, state, data, is_last=number + 1 == len(passes), moves=carried is not None
                 )
                 made = make_graph()
-                # adjoints that go back together fit into memory
+                # adjoints that go back together must fit into memory
                 num_rows = len(data.X) if graph is None else graph.num_nodes
                 R, count = len(of_gradient), self.memory.curvature_adjoints(num_rows)
                 found = list[tuple[Tensor, ...]]()
@@ -195,7 +195,7 @@ class LossCurvature:
         return products, of_weights, None if of_statistics is None else sum(at_start, of_statistics)
 
     def _before_move(self, move: UnseenMove | None, of_statistics: Tensor | None) -> Tensor | None:
-        """Return the adjoints of the statistics before a move between passes, which is held as recorded."""
+        """Return the adjoints of the statistics before a change between passes, which is held as recorded."""
         if move is None or of_statistics is None:
             return of_statistics
         self.explains_statistics = self.explains_statistics and (move.is_reset or move.returns)
@@ -208,8 +208,8 @@ class LossCurvature:
             step: The step.
             state: Weights and moving statistics at its start.
             data: The pass.
-            is_last: Whether it is the last of the step.
-            moves: Whether anything depends on the moving statistics after it.
+            is_last: Whether it is the last pass of the step.
+            moves: Whether any result depends on the moving statistics after it.
 
         Returns:
             The leaves: the weights of the rows' losses, (B,), the parameters, and the moving statistics before the
@@ -248,12 +248,12 @@ class LossCurvature:
     def _written_out(
         self, state: Float[Tensor, " PQ"], data: PassData, seen: SeenBatches
     ) -> tuple[list[Tensor], list[Tensor], Tensor]:
-        """Return weights, moving statistics and the losses of a pass, with its graph, and see what it normalises by."""
+        """Return weights, moving statistics and losses of a pass, with its graph, and observe normalisations."""
         replay, model = self.run.passes, self.run.passes.model
         params, module = replay.params(state, data), replay.module_in_modes(data)
         before = {name: params[name].clone().requires_grad_() for name in model.statistics}
         for name, layer in module.named_modules():
-            # by these it normalises in evaluation mode; torch moves others in place
+            # normalisations in evaluation mode use these; torch updates others in place
             if isinstance(layer, nn.modules.batchnorm._NormBase) and not layer.training:
                 fixed = (f"{name}.{kind}".lstrip(".") for kind in _KINDS)
                 params |= {name: before[name] for name in fixed if name in before}
@@ -270,21 +270,21 @@ class LossCurvature:
             after = recorded[step.index + 1]
         if after is None:
             return before
-        trajectory = self.run.trajectory  # recorded statistics, at weights that may miss the recorded ones
+        trajectory = self.run.trajectory  # recorded statistics, at weights that may differ from the recorded ones
         tolerance = None if recomputation_of(trajectory) is None else JUMP_SHARE[trajectory.dtype]
         shares, explains = shares_of_batches(model, seen, before.detach(), after.to(before), tolerance)
         self.explains_statistics = self.explains_statistics and explains
         return seen.after(model, shares, before)
 
     def _pull(self, graph: _Graph, given: list[Tensor], make_graph: Callable[[], _Graph] | None) -> tuple[Tensor, ...]:
-        """Go back through a graph with some adjoints of its results; it is freed if one can make it again.
+        """Go back through a graph with some adjoints of its results; it is freed if `make_graph` can rebuild it.
 
         Returns:
             The adjoints of the weights of the rows' losses, (r, B), of the weights, (r, P), and of the moving
             statistics, (r, Q), if there are any.
         """
         count, frees = len(given[0]), make_graph is not None
-        was_freed = frees and self._rows.works  # should the adjoints fail to go back together
+        was_freed = frees and self._rows.works  # in case the adjoints cannot go back together
 
         def single(k: int) -> list[Tensor]:
             own = make_graph() if make_graph is not None and was_freed else graph
@@ -300,7 +300,7 @@ class LossCurvature:
 def _back(
     leaves: list[Tensor], results: list[Tensor], given: list[Tensor], *, is_mapped: bool, frees: bool
 ) -> list[Tensor]:
-    """Return the adjoints of the leaves; zeros where nothing depends on one."""
+    """Return the adjoints of the leaves; zeros for leaves without effect."""
     pairs = [(value.to(out), out) for value, out in zip(given, results, strict=True) if out.requires_grad]
     given, results = [value for value, _ in pairs], [out for _, out in pairs]
     grad = torch.autograd.grad(
@@ -310,15 +310,15 @@ def _back(
     return [leaf.new_zeros(*leading, *leaf.shape) if g is None else g for g, leaf in zip(grad, leaves, strict=True)]
 
 
-# Pairs of differences, relative to the weights, that are compared with each other; and by how much torch may differ
-# from them. At the fine ones even networks of many ReLUs seldom meet a kink; where a network computes in float32
-# inside, these are rounding, and the coarse ones may hold kinks.
+# Pairs of differences, relative to the weights, that are compared with each other; and the largest difference of
+# torch's derivative from them. At the fine ones even networks of many ReLUs seldom meet a kink; if a network computes
+# in float32 inside, these are rounding, and the coarse ones may contain kinks.
 _PAIRS = (((1e-8, 1e-7), 1e-3), ((1e-4, 1e-3), 0.15))
-_SETTLED = 4  # differences tell something where torch misses them by so many times what they miss each other
+_SETTLED = 4  # differences are conclusive if torch's error is this many times their own
 
 
 class _WideReplay(TrainingReplay):
-    """Replays all passes in float64, with other random numbers than the run drew, but the same ones in each call."""
+    """Replays all passes in float64, with other random numbers than the run's, but the same in each call."""
 
     def dtype_of(self, data: PassData, *, exact: bool = True) -> torch.dtype:
         """Return float64."""
@@ -326,17 +326,17 @@ class _WideReplay(TrainingReplay):
 
 
 def curvature_error(trajectory: Trajectory, net: PlannedModel, memory: MemoryPlan, moved: Bool[Tensor, " P"]) -> float:
-    """Return by what share the second derivatives along some direction differ from differences of gradients.
+    """Return the relative difference between second derivatives along some direction and differences of gradients.
 
-    The middle, the last and the first step are looked at; 0 where the difference is rounding or a kink, and where the
-    network cannot compute in float64.
+    The middle, the last and the first step are examined; the result is 0 if the difference is rounding or a kink, and
+    if the network cannot compute in float64.
 
     Args:
         trajectory: The run.
         net: The network with its plan.
-        memory: Chooses how many rows are taken together.
-        moved: Weights along which derivatives are compared, on the device of the computation: others, as the row of a
-            padding index, which has no gradient, do not change with the weights of samples.
+        memory: Chooses how many rows are processed together.
+        moved: Weights along which derivatives are compared, on the device of the computation: other weights, such as
+            the row of a padding index, have no gradient and do not depend on the weights of samples.
     """
     run, recomputation = _wide_run(trajectory.trained, net, moved.device), recomputation_of(trajectory)
     curvature = LossCurvature(PlannedModel(run.model, net.plan), run, memory)
@@ -364,7 +364,7 @@ def _wide_run(trajectory: Trajectory, net: PlannedModel, device: torch.device) -
 def _step_error(
     run: RunReplay, curvature: LossCurvature, step: Step, pair: tuple[float, float], moved: Tensor
 ) -> float | None:
-    """Return the relative error of a product with a step's Hessian; None where the differences do not settle."""
+    """Return the relative error of a product with a step's Hessian; None if the differences do not settle."""
     state = flat_state(run.trajectory, step.index, run.reference)
     P = run.model.num_weights
     direction = torch.zeros_like(state)
@@ -387,7 +387,7 @@ def _step_error(
 
 
 def _direction(w: Float[Tensor, " P"], sizes: tuple[int, ...]) -> Float[Tensor, " P"]:
-    """Return random numbers of the size of each parameter's weights."""
+    """Return random numbers with the size of each parameter's weights."""
     generator = torch.Generator().manual_seed(0)
     noise = torch.randn(len(w), generator=generator, dtype=w.dtype).to(w.device)
     typical = w.norm() / max(1, len(w)) ** 0.5
@@ -397,40 +397,40 @@ def _direction(w: Float[Tensor, " P"], sizes: tuple[int, ...]) -> Float[Tensor, 
     return noise * torch.cat(own)
 
 
-# What torch says of operations whose derivative it cannot differentiate.
+# torch's messages for operations whose derivative it cannot differentiate.
 _MESSAGES = re.compile("twice|double backward|derivative for .* is not implemented")
 _MARKED = "trying to differentiate twice a function that was marked with @once_differentiable"
 
 
 @contextmanager
 def needing_second_derivatives() -> Iterator[None]:
-    """Say what to do where torch cannot differentiate a gradient.
+    """Give advice if torch cannot differentiate a gradient.
 
     Raises:
-        ValueError: It cannot.
+        ValueError: torch cannot differentiate it.
     """
     try:
         yield
     except torch.OutOfMemoryError:
         raise
-    except RuntimeError as error:  # NotImplementedError among them
+    except RuntimeError as error:  # includes NotImplementedError
         if _MESSAGES.search(str(error)) is None:
             raise
         raise ValueError(_refusal(str(error))) from error
 
 
 def require_second_derivatives(gradients: Sequence[Tensor], own: Collection[str]) -> None:
-    """Raise if a graph holds an operation that can be differentiated once only, which none of torch's own is.
+    """Raise if a graph contains an operation that can be differentiated only once; torch's own operations cannot be it.
 
-    torch puts an error in the place of its derivative, which leads to no weight: `torch.autograd.grad` does not meet
-    it, and gives what is left of the derivative.
+    torch replaces the missing derivative by an error that leads to no weight: `torch.autograd.grad` does not meet it,
+    and returns the remaining part of the derivative.
 
     Args:
         gradients: Gradients of the losses, with their graph.
-        own: Names of the operations of one's own in the forward pass.
+        own: Names of the user's own operations in the forward pass.
 
     Raises:
-        ValueError: There is one.
+        ValueError: The graph contains such an operation.
     """
     if any(node.name().endswith("::Error") for node in graph_nodes(gradients)):
         raise ValueError(_refusal(f"{_MARKED} (operations of one's own here: {', '.join(sorted(own))})"))
@@ -444,10 +444,10 @@ def _refusal(message: str) -> str:
 
 
 def statistics_increments(replay: TrainingReplay, state: Float[Tensor, " PQ"], data: PassData) -> Float[Tensor, "n Q"]:
-    """Replay a forward pass and return what each of its rows adds to the moving statistics.
+    """Replay a forward pass and return each row's contribution to the moving statistics.
 
-    Statistics that are no normalisation's, and those of a layer that sees other rows than those of the batch, get zero:
-    what they add belongs to no row.
+    Statistics outside normalisations, and those of a layer that sees other rows than the batch, get zero: their change
+    belongs to no row.
 
     Args:
         replay: Replays the run's forward passes.
@@ -462,7 +462,7 @@ def statistics_increments(replay: TrainingReplay, state: Float[Tensor, " PQ"], d
     def look(name: str, layer: nn.Module, a: Tensor) -> None:
         if not layer.training or not isinstance(layer, nn.modules.batchnorm._BatchNorm):
             return
-        if a.ndim < 2 or len(a) % n or a.numel() // a.shape[1] < 2:  # rows are mixed
+        if a.ndim < 2 or len(a) % n or a.numel() // a.shape[1] < 2:  # the layer mixes rows
             return
         by_row = a.detach().unflatten(0, (n, -1)).movedim(2, 1).flatten(2)  # n channels positions
         count = by_row.shape[0] * by_row.shape[2]

@@ -1,4 +1,4 @@
-"""Contributions under plain gradient descent: layers stay factored, nothing of the size of the weights is kept."""
+"""Contributions under plain gradient descent: layers stay factored, and no vector of all weights is kept."""
 
 from collections.abc import Iterator, Sequence
 from functools import cached_property, lru_cache
@@ -30,13 +30,13 @@ from epk_gp.work.run import Sums
 
 
 def vanilla_lr(trajectory: Trajectory, step: Step) -> float:
-    """Return eps_s, where a plain step is -eps_s times the batch gradient; clipping and sign are part of it."""
+    """Return eps_s for plain steps of -eps_s times the batch gradient, including clipping and sign."""
     u = held_coefficients(trajectory, step.index)
     return float(u.lr[0]) * float(u.grad_scale[0])
 
 
 def points_at_a_time(block: Predictions) -> int:
-    """Count the points that are computed together; an upper bound: with all C outputs, also where one is asked for."""
+    """Count the points that are computed together: an upper bound, with all C outputs even if one is requested."""
     every = Cotangents(all_outputs("logits").of_logits, are_constant=True)
     at = WeightLocation(flat_state(block.trajectory, 0, block.X))
     jacobians = layer_jacobians(block.net, at, block.X[:1], every, block.cost)
@@ -46,17 +46,17 @@ def points_at_a_time(block: Predictions) -> int:
 class FactoredTerms(AttributionWork):
     """The terms of plain gradient descent: sample i adds -eps_s c_i <Phi_s, grad loss_i>.
 
-    In less than float64 the rounding of a step is what its integral leaves over the samples' contributions; that of a
-    chord belongs to its last step.
+    In less than float64 the rounding of a step is the difference between its integral and the samples' contributions;
+    the rounding of a chord belongs to its last step.
     """
 
     keeps_residuals = False
 
     @cached_property
     def ranges(self) -> list[slice]:
-        """Several ranges of steps where points make few blocks, so that workers share the steps.
+        """Several ranges of steps if points make few blocks, so that workers share the steps.
 
-        As many as keep the sums of all within the memory budget.
+        The number of ranges keeps all sums within the memory budget.
         """
         most = min(MAX_RANGES // len(self.blocks), self.memory_budget // (self.rows_per_block * self.num_bytes(1)))
         return step_ranges(self.kernel.trajectory.num_steps, most, self.kernel.path.every)
@@ -75,7 +75,7 @@ class FactoredTerms(AttributionWork):
                 totals.add_samples(s, samples, values)
                 changes[s - stretch.start] += values.sum(dim=(2, 3))
             for change in changes:
-                # the integral of a step is its change; of a chord it is that of all its steps
+                # the integral of a step is its change; the integral of a chord is the change over all its steps
                 totals.add_change(total if len(stretch) == 1 else change)
             if leaves_residuals(block):
                 totals.add("unexplained", stretch[-1], (total - changes.sum(dim=0)).unsqueeze(2))
@@ -83,7 +83,7 @@ class FactoredTerms(AttributionWork):
 
 
 # Output gradients at some nodes of a stretch; averages of layers that commute with the average, by number of the layer,
-# over these nodes and all before; and whether no more nodes follow.
+# over these and all earlier nodes; and whether these are the last nodes.
 LeftSide = tuple[list[NodeBatch], dict[int, LeftFactor], bool]
 
 
@@ -105,21 +105,20 @@ def _left_sides(line: IntegratedLines, num_bytes: int) -> Iterator[LeftSide]:
 def _sample_terms(
     line: IntegratedLines, stretch: range, layers_of_parts: Sequence[Sequence[int]], points_per_block: int
 ) -> Iterator[tuple[int, Int64[Tensor, " B"], Float[Tensor, "N K B G"]]]:
-    """Yield the contributions of some samples at a time of the steps of a stretch: step, samples, and what they add.
+    """Yield the contributions of some samples at a time in the steps of a stretch: step, samples, contributions.
 
-    Output gradients at all nodes are held where they fit. Where they do not, they are computed again for as many
-    samples as fit.
+    Output gradients at all nodes are held if they fit. Otherwise they are computed again for as many samples as fit.
     """
     block, N, num_parts = line.block, len(line.block.X), len(layers_of_parts)
     trajectory, memory, K = block.trajectory, block.memory, block.num_outputs
 
-    @lru_cache(maxsize=1)  # a step has many blocks, one after the other
+    @lru_cache(maxsize=1)  # a step has many consecutive blocks
     def data_of(s: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         w = flat_state(trajectory, s, block.X)
         return w, *batch_of(trajectory, trajectory.steps[s], w)
 
     def contributions(s: int, rows: Tensor, left: LeftSide) -> Float[Tensor, "N K b G"]:
-        """Return what some rows of a step add at some nodes, by parts of the network."""
+        """Return the contributions of some rows of a step at some nodes, by parts of the network."""
         (w, X, y, c), (batches, averages, is_last) = data_of(s), left
         cotangents = weighted_loss(trajectory.loss, y[rows], c[rows])
         right = layer_jacobians(block.net, WeightLocation(w), X[rows], cotangents, block.cost)
@@ -150,11 +149,11 @@ def _sample_terms(
         for place, total in sums.items():
             (s, rows), batch = blocks[place], trajectory.steps[blocks[place][0]].batch
             yield s, rows if batch is None else batch.to(rows.device)[rows], total
-        lefts = _left_sides(line, memory.node_bytes)  # for the next samples, if nothing is held
+        lefts = _left_sides(line, memory.node_bytes)  # again for the next samples, if nothing is held
 
 
 def _packed(block: Predictions, steps: range, size: int, most: int) -> Iterator[list[tuple[int, Int64[Tensor, " b"]]]]:
-    """Divide the rows of each step into blocks of a size, and put blocks together, of so many samples at most."""
+    """Divide the rows of each step into blocks of a given size, and group blocks up to a largest number of samples."""
     pack, count = list[tuple[int, Tensor]](), 0
     for s in steps:
         batch = block.trajectory.steps[s].batch

@@ -38,27 +38,27 @@ from epk_gp.kernel_machine.curvature import curvature_error
 from epk_gp.kernel_machine.influence_pass import InfluenceWork
 from epk_gp.work.run import run
 
-_ITSELF = Axis("sample", torch.zeros(1, dtype=torch.int64), ("itself",))  # of `own`: one weight for each sample
-_SMALLEST = 1e-6  # of drawn weights, relative to the range: the derivative in a weight needs its sample
+_ITSELF = Axis("sample", torch.zeros(1, dtype=torch.int64), ("itself",))  # for `own`: one weight for each sample
+_SMALLEST = 1e-6  # smallest drawn weight, relative to the range: the derivative in a weight needs its sample
 
 
 @dataclass(frozen=True)
 class Smoothing:
     """Averaging of the derivative over runs whose samples have random weights.
 
-    The derivative at the recorded weights is that of one point: where ReLUs switch, or training amplifies small
-    changes, it says little of larger ones. The average of the derivatives of runs with other weights is that of a
-    smooth function, the mean over the weights. Every second run has the weights mirrored, low + high - weights. Of
-    three runs and more the mean is trimmed, entry by entry: an eighth of the runs, and one at least, is left out on
-    either side, for the derivative under Adam is huge where a small gradient is about to change its sign.
+    The derivative at the recorded weights describes one point: where ReLUs switch, or training amplifies small changes,
+    it says little about larger changes. The average of the derivatives of runs with other weights is that of a smooth
+    function, the mean over the weights. Every second run has mirrored weights, low + high - weights. For three or more
+    runs the mean is trimmed, entry by entry: an eighth of the runs, and at least one, is left out on each side, because
+    the derivative under Adam is huge where a small gradient is about to change its sign.
 
-    Gradients are clipped to the bound that the recorder was told (`clip=`), or that a recorded step reached. One that
-    is neither stated nor reached is not known, and runs with large weights may go beyond it.
+    Gradients are clipped to the bound that was given to the recorder (`clip=`), or that a recorded step reached. A
+    bound that is neither stated nor reached is not known, and runs with large weights may exceed it.
 
     Attributes:
-        num_runs: Number of runs, each of which is trained again and costs what `influence` costs.
+        num_runs: Number of runs; each of them is retrained and costs as much as `influence`.
         low: Smallest weight.
-        high: Largest weight. Weights from 0 to 2 predict small changes, those from 0 to 1 leaving out half.
+        high: Largest weight. Weights from 0 to 2 predict small changes; weights from 0 to 1 predict leaving out half.
         seed: Seed of the weights.
     """
 
@@ -68,11 +68,11 @@ class Smoothing:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        """Raise if no weights can be drawn.
+        """Raise if weights cannot be drawn.
 
         Raises:
-            TypeError: A number is of another kind.
-            ValueError: There is no run, or the range of the weights is empty or holds negative ones.
+            TypeError: A number has a wrong type.
+            ValueError: There is no run, or the range of the weights is empty or contains negative numbers.
         """
         checks.validate_count(self.num_runs, "num_runs")
         checks.validate_integer(self.seed, "seed")
@@ -97,22 +97,23 @@ class Smoothing:
 
 @dataclass(frozen=True, eq=False, kw_only=True, repr=False)
 class Influence(Tabular):
-    """How numbers that a trained network gives depend on the weights of its training samples.
+    """The dependence of a trained network's numbers on the weights of its training samples.
 
     Attributes:
-        outputs: The numbers, (n, K): the network's outputs, or what `function` makes of them.
+        outputs: The numbers, (n, K): the network's outputs, or the results of `function`.
         values: Their derivatives, (n, K, M), or (n, K, G_1, G_2, ...) over the axes' groups. A weight multiplies the
-            loss terms of its sample; the divisor of a mean over a batch stays. `-values` predicts leaving a sample out.
-        adjoint_norms: Norm of the derivative of each number in the weights w_0 .. w_S of the run, (n, K, S + 1). Where
-            it grows by orders of magnitude towards the beginning, training amplifies small changes there, and the
-            derivative says little about large ones.
-        axes: What the values are split by.
-        max_step_mismatch: Largest difference of a recorded step from the one that the training gradients give.
-        mismatch_ratio: Largest ratio of such a difference to what rounding explains.
-        worst_step: The step that has it; -1 for a run without steps.
-        findings: Why the result is not certified, in words; empty if it is.
-        clipping: How the bound of gradient clipping is known, in words.
-        explained: What the K numbers of an input are: each an "output", or a "number" that a function gave.
+            loss terms of its sample; the divisor of a mean over a batch stays. `-values` predicts the effect of leaving
+            a sample out.
+        adjoint_norms: Norm of the derivative of each number in the weights w_0 .. w_S of the run, (n, K, S + 1). If it
+            grows by orders of magnitude towards the beginning, training amplifies small changes, and the derivative
+            says little about large ones.
+        axes: The axes along which the values are split.
+        max_step_mismatch: Largest difference between a recorded step and the step by the training gradients.
+        mismatch_ratio: Largest ratio of such a difference to the expected rounding.
+        worst_step: The step with this ratio; -1 for a run without steps.
+        findings: Reasons that the result is not certified, in words; empty if it is certified.
+        clipping: Source of the bound of gradient clipping, in words.
+        explained: The kind of the K numbers of an input: "output", or "number" for the results of a function.
     """
 
     outputs: Float[Tensor, "n K"]
@@ -128,20 +129,20 @@ class Influence(Tabular):
 
     @property
     def certified(self) -> bool:
-        """Whether every recorded step is the one that the training gradients give, and nothing of it is held."""
+        """Whether every recorded step follows from the training gradients, and no part of it is held as recorded."""
         return not self.findings
 
     @property
     def growth(self) -> Float[Tensor, "n K"]:
-        """How much larger the derivative in the weights is along the run, at most, than in the trained weights."""
+        """Ratio of the largest derivative in the weights along the run to the derivative in the trained weights."""
         norms = self.adjoint_norms
         return norms.amax(dim=2) / norms[:, :, -1].clamp(min=torch.finfo(norms.dtype).tiny)
 
     @property
     def std(self) -> Float[Tensor, "n K"]:
-        """Jackknife standard deviation sqrt(sum_i values_i^2), (n, K): how much retraining moves each number.
+        """Jackknife standard deviation sqrt(sum_i values_i^2), (n, K): the spread of each number under retraining.
 
-        Its order over numbers means more than its size (docs/theory.md, section 10).
+        Its order over numbers is more reliable than its size (docs/theory.md, section 10).
 
         Raises:
             ValueError: The values are not split by samples alone.
@@ -157,7 +158,7 @@ class Influence(Tabular):
             weights: One weight per training sample, (M,) or (m, M): 1 as recorded, 0 to leave a sample out.
 
         Raises:
-            TypeError: The weights are no tensor.
+            TypeError: The weights are not a tensor.
             ValueError: The values are not split by samples alone, or there is not one weight per sample.
         """
         checks.validate_tensor(weights, "weights")
@@ -198,8 +199,8 @@ class Influence(Tabular):
         return Summary(title, entries, table.table(rows))
 
 
-# What is differentiated: the run whose network gives it, with its inputs; its values, (n, K), or () of all inputs
-# together; and their derivatives in what this network gives, (n, K, C).
+# A question: the run whose network gives the numbers, with its inputs; the numbers, (n, K), or () for all inputs
+# together; and their derivatives in this network's outputs, (n, K, C).
 Question = tuple[Trajectory, Shaped[Tensor, "n ..."], Float[Tensor, "..."], Float[Tensor, "n K C"]]
 
 
@@ -217,42 +218,43 @@ def influence(
     truncate: int | None = None,
     **options: Unpack[checks.ComputeSettings],
 ) -> Influence:
-    """Differentiate what a trained network gives in the weight of each training sample, through the whole training.
+    """Differentiate a trained network's outputs in the weight of each training sample, through the whole training.
 
         df(w_S) / dc_i = sum_s lambda_{s+1} dT_s / dc_i,   lambda_s = lambda_{s+1} dT_s / dw,   w_{s+1} = T_s(w_s, c)
 
     T_s is the recorded step: its batch, rows as seen, random numbers, and the optimizer with its momentum, weight
-    decay, gradient clipping and preconditioner, whose own dependence on the gradients counts (docs/theory.md, section
-    10). Contributions (`attribute`) say what each sample added; this says what would be without it, to first order.
+    decay, gradient clipping and preconditioner, including its own dependence on the gradients (docs/theory.md, section
+    10). Contributions (`attribute`) state each sample's share of the prediction; influence predicts the prediction
+    without the sample, to first order.
 
     Args:
         trajectory: Training run with S steps on M points.
-        X: n inputs, of the structure of the training inputs; None with `own`.
+        X: n inputs, with the structure of the training inputs; None with `own`.
         own: True differentiates the loss of every training sample in its own weight (self-influence), in one pass:
-            `values` is (M, 1, 1). Indices (n,) of samples choose some of them. A value is negative where training on
-            the sample lowers its loss: the more negative, the more its prediction rests on the sample itself, as on a
-            wrong label.
-        head: "logits" or "log_softmax"; None follows the loss: "log_softmax" for cross entropy, else "logits".
-        classes: One output per input; K is then 1 in the result. All C outputs by default, some at a time where the
-            adjoints of all of a point do not fit into `memory_budget`.
-        function: What is differentiated in place of the outputs, as of `attribute`: maps what the network returns for n
-            rows of inputs to numbers, (n,) or (n, K), row by row; or, for all inputs, to one number, (), of all of them
-            together, such as their mean loss.
-        by: Axes of samples and steps, `by_sample(trajectory)`, `by_label`, `by_step`, or axes of one's own. Each
-            sample by default.
-        smoothing: Average the derivative over runs with random weights of the samples, which are trained again. A
-            bound of gradient clipping that was neither stated nor reached is not known to them (`retrain`).
-        truncate: Go through the last `truncate` steps only: the weights count there, and 1 before.
+            `values` is (M, 1, 1). Indices (n,) choose some of the samples. A value is negative if training on the
+            sample lowers its loss: the more negative it is, the more the prediction depends on the sample itself, as
+            for a wrong label.
+        head: "logits" or "log_softmax"; None follows the loss: "log_softmax" for cross entropy, otherwise "logits".
+        classes: One output per input; K is then 1 in the result. All C outputs by default, some at a time if the
+            adjoints of all outputs of a point do not fit into `memory_budget`.
+        function: The function to differentiate instead of the outputs, as in `attribute`: it maps the network's result
+            for n rows of inputs to numbers, (n,) or (n, K), row by row; or it maps all inputs together to one number,
+            (), such as their mean loss.
+        by: Axes of samples and steps: `by_sample(trajectory)`, `by_label`, `by_step`, or your own axes. By default each
+            sample.
+        smoothing: Average the derivative over retrained runs with random weights of the samples. They do not know a
+            bound of gradient clipping that was neither stated nor reached (`retrain`).
+        truncate: Go through the last `truncate` steps only: the weights count there, and are 1 before.
         options: `memory_budget`, `progress`, `checkpoint` and `executor`; see `ComputeOptions`.
 
     Returns:
         The derivatives, in the dtype of X.
 
     Raises:
-        TypeError, ValueError: The network cannot take the inputs; the head or an axis is unknown; a
-            class is out of range; the function returns another shape, or mixes rows; the run does not hold the
-            options of its optimizer; or the loss has no second derivatives, because torch can differentiate an
-            operation of the network once only.
+        TypeError, ValueError: The network cannot take the inputs; the head or an axis is unknown; a class is out of
+            range; the function returns another shape, or mixes rows; the run does not contain the options of its
+            optimizer; or the loss has no second derivatives, because torch can differentiate an operation of the
+            network only once.
     """
     parsed = checks.parse_options("influence", ("accumulate",), **options)
     if own is not False and any(given is not None for given in (X, head, classes, function, by, smoothing)):
@@ -283,7 +285,8 @@ def influence(
         raise TypeError(f"smoothing must be an epk_gp.Smoothing or None: got {smoothing!r}.")
     law, found = UpdateLaw(trajectory, flat_weights(trajectory, 0, X)), list[Influence]()
     retrain.require_replays(law)
-    # a retrained run agrees with the network that trained it: whether that is the recorded one, the recorded run says
+    # a retrained run agrees with the network that trained it; only the recorded run can tell whether that network is
+    # right
     net = plan_for(trajectory, trajectory.model_for(X))
     replay = RunReplay(trajectory, net.model, X, net.memory_plan(parsed.memory_budget))
     findings = step_mismatches(trajectory, law, replay).retraining_findings
@@ -314,7 +317,7 @@ def influence(
 
 
 def _own_influence(trajectory: Trajectory, own: Any, truncate: int | None, options: checks.ComputeOptions) -> Influence:
-    """Differentiate the loss of each sample in its own weight, as `influence(own=)` says."""
+    """Differentiate the loss of each sample in its own weight, for `influence(own=)`."""
     M = trajectory.num_points
     rows = torch.arange(M) if own is True else own
     checks.validate_labels(rows, rows.numel() if isinstance(rows, Tensor) else 0, M, name="own")
@@ -334,7 +337,7 @@ def _differentiate(
     factors: Float[Tensor, " M"] | None = None,
     truncate: int | None = None,
 ) -> Influence:
-    """Go through a run with a question; other arguments as of `InfluenceWork`."""
+    """Go through a run for a question; other arguments as in `InfluenceWork`."""
     asked, X, outputs, cotangents = question
     trajectory, is_asked = asked.recorded, asked.asked_of is not None
     if truncate is not None:
@@ -374,13 +377,13 @@ def _differentiate(
 def _findings(
     trajectory: Trajectory, mismatches: StepMismatches, held: Sequence[str], error: float, values: Tensor
 ) -> Iterator[str]:
-    """Say why derivatives are not certified.
+    """Yield the reasons that derivatives are not certified.
 
     Args:
         trajectory: The run.
-        mismatches: Of its steps.
+        mismatches: The mismatches of its steps.
         held: Parts of the training that are held as recorded: preconditioners by name, and "moving statistics".
-        error: By what share torch's derivative of the gradient differs from finite differences, in one direction.
+        error: Relative difference between torch's derivative of the gradient and finite differences, in one direction.
         values: The derivatives.
     """
     if held:
@@ -400,7 +403,7 @@ def _findings(
 def _question(
     trajectory: Trajectory, X: Tensor, head: Head | None, classes: Int64[Tensor, " n"] | None, function: Function | None
 ) -> Question:
-    """Return what is differentiated, after checking it."""
+    """Return the differentiated numbers of a request, after checking it."""
     if function is not None:
         if classes is not None or head is not None:
             raise ValueError("head or classes, and function, must not be given together: let the function choose.")
@@ -420,7 +423,7 @@ def _question(
 
 
 def _joint_question(trajectory: Trajectory, X: Tensor, function: Function) -> Question | None:
-    """Return the question for one number of all inputs together; None where a function does not give one."""
+    """Return the question for one number of all inputs together; None if the function does not return one."""
     model, asked = trajectory.model_for(X), RowFunction.of(function)
     params = model.unflatten(flat_state(trajectory, trajectory.num_steps, X))
     warn_unless_plain(partial(model, params), X, model.module, model.signature.rows_per_call)
@@ -430,7 +433,7 @@ def _joint_question(trajectory: Trajectory, X: Tensor, function: Function) -> Qu
     with torch.enable_grad(), disable_fused_attention():
         try:
             value = asked.function(returned, *(model.spec.cast(data) for data in asked.data))
-        # what is wrong with a function is said where it is asked row by row
+        # errors of a function are reported when it is called row by row
         except (RuntimeError, TypeError, ValueError, LookupError, AttributeError):
             return None
         if not isinstance(value, Tensor) or value.ndim or not value.requires_grad:
@@ -441,5 +444,5 @@ def _joint_question(trajectory: Trajectory, X: Tensor, function: Function) -> Qu
 
 
 def _all_numbers(returned: Any) -> Float[Tensor, "n D"]:
-    """Return all that a network returned for each row, side by side."""
+    """Return all numbers that a network returned for each row, side by side."""
     return rows_of(returned, next(len(z) for z in tensors_of(returned) if z.ndim))

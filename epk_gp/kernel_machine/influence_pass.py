@@ -1,8 +1,8 @@
-"""The pass over a run, from its last step back, that finds how outputs depend on the weights of samples.
+"""The pass over a run, from its last step back, that computes how outputs depend on the weights of samples.
 
-Entry by entry an optimizer's step is a function of the weight, its gradient and what the optimizer keeps, so its
+An optimizer's step is, entry by entry, a function of the weight, its gradient and the optimizer's state, so its
 Jacobian is one small matrix per weight: one backward pass gives a row of it for all weights. Adjoints of any number of
-outputs are then multiplied with it.
+outputs are then multiplied by it.
 """
 
 from collections.abc import Iterator, Sequence
@@ -31,14 +31,14 @@ from epk_gp.work.run import Piece, Place, RunWork, Sums
 
 
 class OptimizerJacobian:
-    """The Jacobian of the optimizer's part of a step, of which all matrices between vectors of weights are diagonal.
+    """The Jacobian of the optimizer's part of a step; all its matrices between vectors of weights are diagonal.
 
     Args:
         law: The step.
         update: Its recorded coefficients.
-        g: The gradient of the batch's loss, (P,). It matters where it is clipped.
-        slopes: Of each part that a preconditioner scales (`scale_slopes`).
-        kind: How the step clipped its gradient, if it did.
+        g: The gradient of the batch's loss, (P,). It is used if it is clipped.
+        slopes: The slopes of each part that a preconditioner scales (`scale_slopes`).
+        kind: The kind of gradient clipping in the step, if any.
     """
 
     def __init__(
@@ -56,15 +56,16 @@ class OptimizerJacobian:
     def adjoints(
         self, of_weights: Float[Tensor, "R P"], of_memory: Sequence[Tensor | None]
     ) -> tuple[Float[Tensor, "R P"], Float[Tensor, "R P"], list[Tensor | None]]:
-        """Multiply adjoints with the transposed Jacobian.
+        """Multiply adjoints by the transposed Jacobian.
 
         Args:
-            of_weights: Of the weights after the step.
-            of_memory: Of what the optimizer keeps after it, in the order of `OptimizerMemory.tensors`; None for zero.
+            of_weights: Adjoints of the weights after the step.
+            of_memory: Adjoints of the optimizer's state after it, in the order of `OptimizerMemory.tensors`; None for
+                zero.
 
         Returns:
-            The adjoints of the weights before the step, but for what goes through the gradient; of the gradient of the
-            batch's loss; and of what the optimizer keeps before the step.
+            The adjoints of the weights before the step, except through the gradient; of the gradient of the batch's
+            loss; and of the optimizer's state before the step.
         """
         c, (of_momentum, *of_kept) = self.factors, of_memory
         of_direction = -apply_matrices(self.update, self.law.sizes, of_weights, transposed=True)
@@ -86,11 +87,11 @@ class OptimizerJacobian:
         return through, self._unclipped(of_h * self.law.recorded["grad_scale"]), before
 
     def _unclipped(self, of_gradient: Float[Tensor, "R P"]) -> Float[Tensor, "R P"]:
-        """Return the adjoint of the gradient before it was clipped."""
+        """Return the adjoint of the gradient before clipping."""
         factors, clip = self.law.recorded["grad_scale"].abs(), self.law.clip
         if self.kind is None:
             return of_gradient
-        if self.kind is ClipValue:  # a clipped entry does not move with the gradient
+        if self.kind is ClipValue:  # a clipped entry does not depend on the gradient
             return of_gradient * ((factors == 1) | (factors == 0))
         g = torch.where(factors > 0, self.g, 0.0).requires_grad_()
         with torch.enable_grad():
@@ -100,8 +101,9 @@ class OptimizerJacobian:
         return of_gradient - along[:, None] * slope
 
 
-# Of some weights that a preconditioner scales: the derivatives of the step's direction, and of the momentum, in the
-# scale's logarithm; and those of this logarithm and of all that is kept, in h and in what was kept. None stands for 0.
+# For some weights that a preconditioner scales: the derivatives of the step's direction, and of the momentum, in the
+# scale's logarithm; and the derivatives of this logarithm and of the new state, in h and in the old state. None stands
+# for 0.
 Slopes = tuple[Tensor, Tensor, list[list[Tensor | None]]]
 
 
@@ -111,11 +113,11 @@ def scale_slopes(
     w: Float[Tensor, "K P"],
     g: Float[Tensor, "K P"],
 ) -> list[list[Slopes]]:
-    """Return the slopes of each part of K steps, in which the same weights are scaled by the same options.
+    """Return the slopes of each part of K steps that scale the same weights by the same options.
 
     Args:
         laws: The steps.
-        memories: What the optimizer keeps before each.
+        memories: The optimizer's states before each.
         w: The weights before each.
         g: The gradients of their losses.
     """
@@ -143,7 +145,7 @@ def scale_slopes(
 
 
 def _row(output: Tensor, inputs: list[Tensor], columns: slice) -> list[Tensor | None]:
-    """Return the derivatives of an output, entry by entry, in each input, of the first in some columns; None for 0."""
+    """Return the derivatives of an output, entry by entry, in each input; in the first for some columns; None for 0."""
     first, *rest = torch.autograd.grad(output.sum(), inputs, retain_graph=True, allow_unused=True)
     found = [None if first is None else first[:, columns], *rest]
     return [None if value is None or not bool(value.any()) else value for value in found]
@@ -157,16 +159,16 @@ def _add(total: Tensor | None, adjoint: Tensor | None, entry: Tensor | None) -> 
 
 
 class MemoryTrace:
-    """What the optimizer kept before each step, computed once more from the recorded weights and batches.
+    """The optimizer's state before each step, computed again from the recorded weights and batches.
 
-    All of it is held where it fits into memory. Elsewhere every k-th state is held, k about the root of the number of
-    steps, and those of one stretch at a time. To be read from the last step to the first, by one thread: each pass over
-    the run has a `reader` of its own.
+    All of it is held if it fits into memory. Otherwise every k-th state is held, where k is about the square root of
+    the number of steps, and the states of one stretch at a time. It is read from the last step to the first, by one
+    thread: each pass over the run has its own `reader`.
 
     Args:
         law: The steps of the run.
         run: Computes their gradients.
-        budget: Bytes of memory, of which an eighth is for what is held.
+        budget: Bytes of memory; an eighth of them is for the held states.
     """
 
     def __init__(self, law: UpdateLaw, run: RunReplay, budget: int) -> None:
@@ -176,7 +178,7 @@ class MemoryTrace:
         self.stride = max(1, S if most >= S else round(S**0.5))
         self._held: list[OptimizerMemory] = []
         self._stretch: dict[int, tuple[OptimizerMemory, Tensor]] = {}
-        # some 20 vectors of each step whose slopes are taken together
+        # about 20 vectors of each step whose slopes are computed together
         self._at_once = min(MAX_STEP_BATCH, weight_rows(budget // 4, law.reference.element_size(), 20 * sum(law.sizes)))
         self._slopes = dict[int, list[Slopes]]()
         if not law.parts:
@@ -187,17 +189,17 @@ class MemoryTrace:
                 self._held.append(memory)
             if index < (S - 1) // self.stride * self.stride:  # the last stretch is computed when it is read
                 memory = self._after(index, memory)[1]
-        if len(self._held) == 1:  # which all readers share
+        if len(self._held) == 1:  # all readers share it
             self._make(0)
 
     def reader(self, run: RunReplay) -> "MemoryTrace":
-        """Return another trace, which shares the states that are held."""
+        """Return another trace that shares the held states."""
         own = copy(self)
         own.run, own._slopes = run, {}
         return own
 
     def __getitem__(self, index: int) -> tuple[Float[Tensor, " P"], list[Slopes]]:
-        """Return what the Jacobian of a step depends on: the gradient of its loss, where it matters, and slopes."""
+        """Return the inputs of a step's Jacobian: the gradient of its loss, if it is needed, and slopes."""
         if not self.law.parts:
             momentum, update = self._initial.momentum, held_coefficients(self.law.trajectory, index)
             clips = index in self.law.clipped_steps and clip_kind(update, len(momentum)) is ClipNorm
@@ -216,7 +218,7 @@ class MemoryTrace:
         return self._stretch[index][1], self._slopes[index]
 
     def _make(self, number: int) -> None:
-        """Compute the steps of a stretch, in the place of those of another one."""
+        """Compute the steps of a stretch, replacing those of another one."""
         self._stretch, memory = {}, self._held[number]
         for step in range(number * self.stride, min((number + 1) * self.stride, self.law.trajectory.num_steps)):
             before = memory
@@ -224,34 +226,34 @@ class MemoryTrace:
             self._stretch[step] = before, g
 
     def _after(self, index: int, memory: OptimizerMemory) -> tuple[Tensor, OptimizerMemory]:
-        """Return the gradient of a step's loss, and what the optimizer keeps after the step."""
+        """Return the gradient of a step's loss, and the optimizer's state after the step."""
         run, law = self.law.trajectory, self.law.step(index)
         w, update = flat_weights(run, index, self.law.reference), step_coefficients(run, index, self.law.reference)
         g, _, _, momentum = self.run.predict(run.steps[index], update, w, memory.momentum)
         return g, replace(law.scales(memory, law.decayed(w, g))[1], momentum=momentum)
 
 
-# What the pass carries from a step to the one before it, where it is not zero: the adjoints `weights` of the trained
-# weights, (R, P), `statistics` of the moving statistics, (R, Q), `average` of the averaged weights, (R, P), and
-# `memory.0`, `memory.1`, ... of what the optimizer keeps.
+# The vectors that the pass carries from a step to the one before it, if they are not zero: the adjoints `weights` of
+# the trained weights, (R, P), `statistics` of the moving statistics, (R, Q), `average` of the averaged weights, (R, P),
+# and `memory.0`, `memory.1`, ... of the optimizer's state.
 Adjoints = dict[str, Tensor]
 
 
 @dataclass(frozen=True, eq=False)
 class InfluenceWork(RunWork):
-    """What is differentiated, and along what the result is split; in pieces of some inputs each.
+    """The differentiated numbers and the axes of the result, in pieces of some inputs each.
 
     Attributes:
-        trajectory: The run; of one that is asked (`autodiff.scalars`) the recorded one is gone through.
+        trajectory: The run; for a question (`autodiff.scalars`) the pass goes through the recorded run.
         X: n inputs, (n, ...).
-        cotangents: The derivatives of the K wanted numbers of each input in what its network gives, (n, K, C).
-        is_joint: Whether the inputs share their numbers, such as a mean over inputs, which is then the one row of the
+        cotangents: The derivatives of the K numbers of each input in its network's outputs, (n, K, C).
+        is_joint: Whether the inputs share their numbers, such as a mean over inputs, which is then the only row of the
             result.
         axes: Axes of samples and steps.
-        own: The one training sample of each input whose weight counts, (n,); None for all samples.
-        factors: What the derivative in each sample's weight is multiplied with, (M,); None for 1.
-        truncate: Number of steps, from the last one back, that are gone through.
-        memory_budget: Bytes.
+        own: The training sample of each input whose weight counts, (n,); None for all samples.
+        factors: Factors of the derivative in each sample's weight, (M,); None for 1.
+        truncate: Number of steps of the pass, from the last one back.
+        memory_budget: Bytes for the computation.
     """
 
     trajectory: Trajectory
@@ -276,14 +278,14 @@ class InfluenceWork(RunWork):
 
     @property
     def memory(self) -> MemoryPlan:
-        """Turns the budget into block sizes, for what the recorded network computes."""
+        """The memory plan, which turns the budget into block sizes for the recorded network."""
         return self.recorded_net.memory_plan(self.memory_budget)
 
     @cached_property
     def _sizes(self) -> tuple[int, int]:
-        """Numbers of an input that are in one row of the sums, and rows that go through the run together."""
+        """Numbers of an input in one row of the sums, and rows that go through the run together."""
         n, K, _ = self.cotangents.shape
-        # a joint number has one adjoint, whatever the inputs; numbers are rows where all of an input's do not fit
+        # a joint number has one adjoint for all inputs; numbers are rows if all numbers of an input do not fit
         fitting = max(1, n) if self.is_joint else self.memory.influence_points(K)
         return (K, fitting) if fitting else (1, max(1, self.memory.influence_points(1)))
 
@@ -315,12 +317,12 @@ class InfluenceWork(RunWork):
 
     @cached_property
     def trace(self) -> MemoryTrace:
-        """What the optimizer kept before each step."""
+        """The optimizer's state before each step."""
         return MemoryTrace(self.law, self.replay, self.memory_budget)
 
     @cached_property
     def replay(self) -> RunReplay:
-        """Computes the gradients of all steps, for what the optimizer kept and for the comparison of the steps."""
+        """Computes the gradients of all steps, for the optimizer's state and for the comparison of the steps."""
         return self._replay()
 
     def compute(self, place: Place, saved: Sums) -> Iterator[Sums]:
@@ -342,7 +344,7 @@ class InfluenceWork(RunWork):
             values.copy_(saved.added["values"])
             norms.copy_(saved.added["norms"])
             adjoints = {name: value.to(like) for name, value in saved.carried.items()}
-        run = self._replay()  # blocks may go through the run beside each other
+        run = self._replay()  # blocks may go through the run at the same time
         curvature, trace = LossCurvature(self.recorded_net, run, self.memory), self.trace.reader(run)
         sums = Sums({"values": values, "norms": norms}, {"unexplained": unexplained}, adjoints, saved.steps)
         yield sums
@@ -422,7 +424,7 @@ class InfluenceWork(RunWork):
         return before, products
 
     def _points(self, rows: Int64[Tensor, " rows"]) -> Int64[Tensor, " rows"]:
-        """Return the inputs that rows belong to."""
+        """Return the inputs of rows."""
         return rows // (self.cotangents.shape[1] // self._sizes[0])
 
 

@@ -1,13 +1,13 @@
 """The training side of an attribution: products of adjoints with the gradients of the losses of a step's rows.
 
-Where rows do not depend on each other, one pass gives the gradients of all of them, layer by layer: a product is then a
-matrix product for each layer. Elsewhere it is one directional derivative for each adjoint, and one forward-mode pass of
+If rows do not depend on each other, one pass gives the gradients of all of them, layer by layer: a product is then a
+matrix product for each layer. Otherwise it is one directional derivative for each adjoint, and one forward-mode pass of
 the batch gives those of all its rows:
 
     <H, grad loss_i(w)> = d/de loss_i(w + e H) at e = 0
 
-The cheaper of the two is taken by counted cost. Where torch has no forward mode, or it gives something else than plain
-autograd, each sample has a backward pass of its own.
+The counted cost chooses the cheaper way. If torch has no forward mode, or it differs from plain autograd, each sample
+has a separate backward pass.
 """
 
 from collections import Counter
@@ -35,36 +35,37 @@ from epk_gp.core.trajectory import step_coefficients
 from epk_gp.kernel_machine.terms import Predictions
 from epk_gp.optimizers.update_rules import BY_PARAMETER, SECOND, UpdateCoefficients, broadcast_to_params
 
-# What making a forward-mode pass costs beside its products, and writing and reading a number of samples' gradients, in
-# floating-point operations: 0.7 to 2 ms and 1 to 3 ns at 1e10 operations a second (docs/benchmarks.md).
+# Cost of a forward-mode pass in addition to its products, and of writing and reading one number of samples' gradients,
+# in floating-point operations: 0.7 to 2 ms and 1 to 3 ns at 1e10 operations per second (docs/benchmarks.md).
 _PASS_OVERHEAD, _WRITING = 1e7, 20.0
 
-# Relative difference that rounding leaves between a loss, or a derivative, and the same in another order of sums.
+# Relative difference by rounding between a loss, or a derivative, and the same value in another order of sums.
 _ROUNDING = {torch.float64: 1e-10, torch.float32: 1e-4}
 
-# Forward mode follows what a network computes under no_grad, a constant to the backward passes of training. Products
-# that miss the whole gradient by more than rounding are given up for plain autograd if that misses it so much less.
+# Forward mode also follows values that a network computes under no_grad, which are constant in the backward passes of
+# training. If products miss the whole gradient by more than rounding, plain autograd replaces them if its error is this
+# much smaller.
 _DOUBTS = 16.0
 
-# A way of taking products is compared with plain autograd, row by row where random numbers are drawn, in the first pass
-# of a kind, and its sum over the rows in every so many passes after it: a choice. What the sum misses in the others is
-# seen by the certificate; shares that rows exchange in a later pass of the kind would not be.
+# A way of computing products is compared with plain autograd, row by row if random numbers are drawn, in the first pass
+# of a kind, and its sum over the rows in every pass after this number: a choice. The certificate detects errors of the
+# sum in the other passes; shares that rows exchange in a later pass of the kind would not be detected.
 _COMPARED_EVERY = 16
 
-# Share of the products' absolute sum that their rounding may be where a preconditioner amplifies it. Measured for a
-# bias in front of BatchNorm under Adam: 2e-10 in float64, 3e-2 in float32.
+# Largest rounding, as a share of the products' absolute sum, where a preconditioner amplifies it. Measured for a bias
+# in front of BatchNorm under Adam: 2e-10 in float64, 3e-2 in float32.
 _AMPLIFIED_ROUNDING = {torch.float64: 1e-6, torch.float32: 0.3}
 
 
 @dataclass(frozen=True)
 class Part:
-    """Neighbouring columns of the flat weights that are gone through together: some parameters, or rows of one.
+    """Neighbouring columns of the flat weights that are processed together: some parameters, or rows of one.
 
     Attributes:
         first: The first of the parameters.
         columns: The columns.
-        pieces: Of each of the parameters, the columns among its own.
-        group: The group of parameters that they belong to.
+        pieces: The columns of each parameter, counted within the parameter.
+        group: The group of their parameters.
     """
 
     first: int
@@ -79,7 +80,7 @@ class Part:
 
 
 def coefficients_of(u: UpdateCoefficients, part: Part, shapes: Sequence[torch.Size]) -> UpdateCoefficients:
-    """Return the coefficients of a step of all L parameters, of those of a part."""
+    """Return a part's coefficients from the coefficients of a step of all L parameters."""
     if (num_params := len(shapes)) == len(part.pieces) and part.sizes == tuple(shape.numel() for shape in shapes):
         return u
     first, own = part.first, {part.first + k: piece for k, piece in enumerate(part.pieces)}
@@ -91,12 +92,12 @@ def coefficients_of(u: UpdateCoefficients, part: Part, shapes: Sequence[torch.Si
 
 
 def parts_of(shapes: Sequence[torch.Size], groups: Sequence[int], width: int, whole: Iterable[int] = ()) -> list[Part]:
-    """Cut the flat weights into parts, none of which belongs to two groups.
+    """Cut the flat weights into parts that each belong to one group.
 
     Args:
         shapes: Shapes of the L parameters.
         groups: The group of each.
-        width: Columns of a part, at most, unless one row of a parameter has more.
+        width: Largest number of columns of a part, unless one row of a parameter has more.
         whole: Parameters that are not cut.
     """
     parts, start, kept = list[Part](), 0, {*whole}
@@ -119,8 +120,8 @@ class RecordedRows:
     """Some rows of a pass.
 
     Attributes:
-        rows: Which.
-        gradients: Their gradients in each parameter; None where they are computed when they are needed.
+        rows: The range of the rows.
+        gradients: Their gradients in each parameter; None if they are computed when they are needed.
     """
 
     rows: slice
@@ -129,11 +130,11 @@ class RecordedRows:
 
 @dataclass(eq=False)
 class LossProducts:
-    """The training side of an attribution; to be used by one thread.
+    """The training side of an attribution; used by one thread only.
 
-    Every way is compared with plain autograd in the first pass of a kind, row by row where random numbers are drawn
-    (elsewhere the plan was tried for that), and by the sum of all rows in every 16th one after it; forward mode in all,
-    where a preconditioner may amplify rounding.
+    Every way is compared with plain autograd in the first pass of a kind, row by row if random numbers are drawn
+    (otherwise the plan was already tested for that), and by the sum of all rows in every 16th pass after it; forward
+    mode is compared in all passes if a preconditioner may amplify rounding.
 
     Attributes:
         block: The predictions.
@@ -143,37 +144,37 @@ class LossProducts:
     block: Predictions
     run: RunReplay
     _has_forward_mode: bool = True
-    # by the kind of passes: networks in their modes that return the losses; None where gradients by layer are not
+    # by the kind of passes: networks in their modes that return the losses; None if gradients by layer differ from
     # those of the passes
     _in_modes: dict[tuple[bytes, torch.dtype], PlannedModel | None] = field(default_factory=dict)
-    # passes, one for each direction: a loss may be near zero
+    # passes, one for each direction, because a loss may be near zero
     _rows: MappedRows = field(default_factory=lambda: MappedRows(least=(1.0, 0.0)))
     _flops_per_row: float | None = None
-    _found_rounding: float = 0.0  # largest share of the products that forward mode and plain autograd missed
-    _counts: Counter[tuple[bytes, torch.dtype]] = field(default_factory=Counter)  # of passes of a kind
-    _by_row: set[tuple[bytes, torch.dtype]] = field(default_factory=set)  # kinds of which every row was compared
-    _is_compared: bool = True  # the present one
-    # of steps that are taken together: the place and the number of rows of each, and the rows' gradients
+    _found_rounding: float = 0.0  # largest relative error of forward mode and plain autograd so far
+    _counts: Counter[tuple[bytes, torch.dtype]] = field(default_factory=Counter)  # numbers of passes of a kind
+    _by_row: set[tuple[bytes, torch.dtype]] = field(default_factory=set)  # kinds for which every row was compared
+    _is_compared: bool = True  # whether the present pass is compared
+    # for steps that are processed together: the offset and the number of rows of each, and the rows' gradients
     together: dict[int, tuple[int, int]] = field(default_factory=dict)
     _gradients: list[ParameterGradients] = field(default_factory=list)
-    _adjoints: Tensor | None = None  # of the gradients of these steps, (T, R, P)
+    _adjoints: Tensor | None = None  # adjoints of the gradients of these steps, (T, R, P)
     _passes: dict[int, list[PassData]] = field(default_factory=dict)
-    _present: Any = None  # its data
+    _present: Any = None  # data of the present step
 
     def __post_init__(self) -> None:
-        """Take what the recorded network's plan says of it."""
+        """Read the recorded network's plan."""
         self.net = self.block.recorded_net
         self.memory = self.net.memory_plan(self.block.memory_budget)
         self._all_dense = not self.net.plan.supports_interpolation
 
     def start(self, step: Step, data: PassData, num_directions: int, num_held: int = 0) -> list[RecordedRows] | None:
-        """Return the rows of a pass whose gradients are taken layer by layer; None where they are not.
+        """Return the rows of a pass whose gradients are computed layer by layer; None if they are not.
 
         Args:
             step: The step.
             data: The pass.
-            num_directions: Number of adjoints that they are to be multiplied with.
-            num_held: Number of rows whose gradients are held already: more are computed when they are needed.
+            num_directions: Number of adjoints by which they will be multiplied.
+            num_held: Number of rows whose gradients are already held: more are computed when they are needed.
         """
         kind, state, n = self._kind_of(data), self.block.trained_state(step.index), len(data.X)
         self._is_compared = self._counts[kind] % _COMPARED_EVERY == 0
@@ -192,16 +193,16 @@ class LossProducts:
         return None if self._in_modes.get(kind, self.net) is None else blocks
 
     def passes(self, step: Step) -> list[PassData]:
-        """Return the passes of a step with their data, which are held while steps are taken together."""
+        """Return the passes of a step with their data, which are held while steps are processed together."""
         if step.index not in self._passes:
             self._passes[step.index] = self.run.data(step)
         return self._passes[step.index]
 
     def start_together(self, steps: Sequence[Step], num_directions: int) -> None:
-        """Take the gradients of the rows of the first of some steps at once, layer by layer, where that is possible.
+        """Compute the gradients of the rows of the first of some steps at once, layer by layer, if that is possible.
 
-        Each of these steps has one pass, of the same kind; of one that has fewer rows than others, some come again with
-        weight 0.
+        Each of these steps has one pass, of the same kind; if one has fewer rows than others, some rows are repeated
+        with weight 0.
         """
         found, most, kind = list[tuple[Step, PassData]](), 0, None
         at_once = min(self.memory.adjoint_samples(), rows_per_pass(self.net.plan, self.net.itemsize))
@@ -235,13 +236,13 @@ class LossProducts:
             self.together, self._gradients = {}, []
 
     def adjoints(self, step: int) -> Float[Tensor, "R P"]:
-        """Return where the adjoints of a step that is taken together with others are to be written."""
+        """Return the memory for the adjoints of a step that is processed together with others."""
         if self._adjoints is None:
             raise ValueError("no steps are taken together: this is a bug in epk_gp.")
         return self._adjoints[self.together[step][0]]
 
     def of_steps(self, steps: Sequence[int], groups: Int64[Tensor, " L"]) -> list[Float[Tensor, "R B G"]]:
-        """Return c_i <H, grad loss_i> for the rows of steps that are taken together, over each group of parameters."""
+        """Return c_i <H, grad loss_i> for the rows of jointly processed steps, over each group of parameters."""
         T, (first, _) = len(steps), self.together[steps[0]]
         H = self.adjoints(steps[0])[None] if T == 1 else cast(Tensor, self._adjoints)[first : first + T]
         most = max(size for _, size in self.together.values())
@@ -266,13 +267,13 @@ class LossProducts:
             data: The pass.
             H: The adjoints.
             groups: Group of each of the L parameters.
-            blocks: What `start` returned.
+            blocks: The result of `start`.
 
         Returns:
-            The products; and, where they are compared, what <H, sum_i c_i grad loss_i> with the gradient of a backward
-            pass has more than their sum: rounding, which a preconditioner can make large where a gradient is nothing
-            else (a bias in front of BatchNorm under Adam). None where gradients are taken layer by layer, and where it
-            is more than rounding can be: left out of every term, the certificate sees it.
+            The products; and, if they are compared, the difference between <H, sum_i c_i grad loss_i> with the gradient
+            of a backward pass and their sum: rounding, which a preconditioner can make large if a gradient consists of
+            rounding only (a bias in front of BatchNorm under Adam). None if gradients are computed layer by layer, and
+            if it is more than rounding can be: it is then left out of every term, and the certificate detects it.
         """
         state, sizes = self.block.trained_state(step.index), self.net.model.sizes
         if blocks is not None:
@@ -319,10 +320,10 @@ class LossProducts:
     def _is_derivative(
         self, state: Tensor, data: PassData, H: Tensor, whole: Float[Tensor, "R G"], values: Float[Tensor, "R B G"]
     ) -> bool:
-        """Return whether forward mode follows what plain autograd differentiates.
+        """Return whether forward mode agrees with plain autograd.
 
-        Where its products miss the whole gradient by more than rounding of the pass's dtype, or than was found to be
-        rounding before, those of the worst adjoint are computed by plain autograd: rounding misses it as much.
+        If its products miss the whole gradient by more than rounding of the pass's dtype, or by more than the rounding
+        found before, those of the worst adjoint are computed by plain autograd: rounding gives it the same error.
         """
         missed = (whole - values.sum(dim=1)).sum(dim=1)
         share = missed.abs() / values.abs().sum(dim=(1, 2)).clamp(min=torch.finfo(values.dtype).tiny)
@@ -336,9 +337,9 @@ class LossProducts:
         return _DOUBTS * left >= float(missed[worst].abs())
 
     def _takes_outputs(self, data: PassData) -> bool:
-        """Whether the losses of a pass follow row by row from what the network in evaluation mode gives."""
+        """Return whether the losses of a pass follow row by row from the network's outputs in evaluation mode."""
         run = self.block.recorded
-        is_whole = data.forward.cotangents is None or run.model.signature.output is None  # a gradient in all returned
+        is_whole = data.forward.cotangents is None or run.model.signature.output is None  # gradients in all results
         return data.forward.is_deterministic and run.loss_takes_outputs and is_whole
 
     def _goes_by_layers(self, data: PassData, num_directions: int) -> bool:
@@ -346,7 +347,7 @@ class LossProducts:
         # in a shared pass there is a backward pass per sample, each through the whole graph
         if plan.shares_pass or self._in_modes.get(self._kind_of(data), self.net) is None:
             return False
-        # parameters of no layer are differentiated row by row; statistics make a row's loss depend on the other rows
+        # parameters outside layers are differentiated row by row; statistics make a row's loss depend on the other rows
         if not self._takes_outputs(data) and (self._all_dense or plan.dense_params or model.statistics):
             return False
         n, P = len(data.X), model.num_weights
@@ -360,15 +361,15 @@ class LossProducts:
         return 3 * flops + (2.0 * num_directions + _WRITING) * n * P + _PASS_OVERHEAD <= forward
 
     def _kind_of(self, data: PassData) -> tuple[bytes, torch.dtype]:
-        """Return what tells networks apart that replay passes."""
+        """Return a key that distinguishes networks that replay passes."""
         kinds = (data.forward.modes, data.forward.settings)
         key = b"".join(b"-" if kind is None else bytes(tensor_bytes(kind)) for kind in kinds)
         return key, self.run.passes.dtype_of(data)
 
     def _record(self, state: Float[Tensor, " PQ"], data: PassData, rows: slice) -> list[ParameterGradients] | None:
-        """Return the gradients c_i grad loss_i of some rows; None where they cannot be had layer by layer.
+        """Return the gradients c_i grad loss_i of some rows; None if they cannot be computed layer by layer.
 
-        Those of a pass that draws random numbers are computed in its own modes, of the whole batch together, whose
+        For a pass that draws random numbers they are computed in its own modes, for the whole batch together, whose
         masks are drawn together: the network then returns the losses.
         """
         net, replay = self.net, self.run.passes
@@ -389,12 +390,12 @@ class LossProducts:
         try:
             with replay.random_numbers(data):
                 return by_parameter(net, layer_jacobians(net, at, replay.rows(data), weights, cost))
-        except (RuntimeError, ValueError, NotImplementedError):  # UnsupportedParameterUseError among them
+        except (RuntimeError, ValueError, NotImplementedError):  # includes UnsupportedParameterUseError
             self._in_modes[key] = None
             return None
 
     def _is_verified(self, state: Tensor, data: PassData, blocks: Sequence[RecordedRows], *, by_row: bool) -> bool:
-        """Compare products along a random direction with plain autograd's: their sum, and that of every row."""
+        """Compare products along a random direction with plain autograd's: their sum, and each row's."""
         model, dtype = self.net.model, self.run.passes.dtype_of(data)
         direction, found = _noise(model.num_weights, dtype).to(state), state.new_zeros(1, len(data.X))
         (whole,) = parts_of(model.shapes, [0] * len(model.shapes), model.num_weights)
@@ -405,7 +406,7 @@ class LossProducts:
         replayed = self.run.passes.gradient(state, data, exact=True)
         if not _is_same(found.sum(), direction[0] @ replayed.gradient, found.abs().sum(), dtype):
             return False
-        if not by_row or data.forward.is_deterministic:  # then rows do not depend on each other, which the plan tried
+        if not by_row or data.forward.is_deterministic:  # the plan has tested that rows do not depend on each other
             return True
         if self._has_forward_mode and (slopes := self._slopes(state, data, direction, replayed.losses)) is not None:
             products = data.c.to(slopes) * slopes
@@ -429,24 +430,24 @@ class LossProducts:
     def _slopes(
         self, state: Tensor, data: PassData, directions: Float[Tensor, "R P"], expected: Tensor | None
     ) -> Float[Tensor, "R n"] | None:
-        """Differentiate in forward mode; None where torch has none, or where it computes other losses."""
+        """Differentiate in forward mode; None if torch has no forward mode, or if it computes other losses."""
         try:
             for _ in range(2):
                 primals, slopes = self._forward(state, data, directions)
-                # forward mode may draw other random numbers, or take another kernel
+                # forward mode may draw other random numbers, or use another kernel
                 if expected is None or _is_same(primals, expected, expected.abs().max().clamp(min=1.0)):
                     return slopes.to(directions)
                 if not self._rows.works:
                     break
                 self._rows.works = False
-        except RuntimeError:  # NotImplementedError among them
+        except RuntimeError:  # includes NotImplementedError
             pass
         return None
 
     def _forward(self, state: Tensor, data: PassData, directions: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the losses and their derivatives along all directions, mapped over directions where torch can.
+        """Return the losses and their derivatives along all directions, mapped over directions if torch can.
 
-        What draws random numbers is not mapped.
+        A pass that draws random numbers is not mapped.
         """
         graph = self.net.model.signature.graph
         at_once = self.memory.forward_mode_directions(len(data.X) if graph is None else graph.num_nodes)
@@ -463,7 +464,7 @@ class LossProducts:
     ) -> Float[Tensor, "b T"]:
         """Return c_i <H, grad loss_{i,t}> for the targets of some rows, in forward mode along one adjoint.
 
-        The other rows of the pass are computed with them where it draws random numbers, or rows depend on each other.
+        The other rows of the pass are computed with them if it draws random numbers, or if rows depend on each other.
 
         Raises:
             ValueError: torch has no forward mode for the network.
@@ -472,7 +473,7 @@ class LossProducts:
         own = some_rows(data, rows) if is_alone else data
         try:
             _, slopes = self._single(self.block.trained_state(step.index), own, direction, by_target=True)
-        except RuntimeError as error:  # NotImplementedError among them
+        except RuntimeError as error:  # includes NotImplementedError
             raise ValueError(
                 f"attribute_tokens needs a network with derivatives in forward mode: torch says {str(error)!r}."
             ) from error
@@ -496,7 +497,7 @@ class LossProducts:
         weights = {name: params[name] for name in replay.model.names}
 
         def losses(weights: dict[str, Tensor]) -> Tensor:
-            others = {name: value.clone() for name, value in params.items() if name not in weights}  # a pass moves them
+            others = {name: value.clone() for name, value in params.items() if name not in weights}  # changed by passes
             return replay.losses({**others, **weights}, data)
 
         def along(direction: Tensor) -> tuple[Tensor, Tensor]:
@@ -511,7 +512,7 @@ class LossProducts:
     def _sample_by_sample(
         self, state: Tensor, data: PassData, directions: Tensor, rows: Iterable[int] | None = None
     ) -> Tensor:
-        """Write each loss's gradient out by a forward and backward pass of its own: works wherever training does."""
+        """Compute each loss's gradient by a separate forward and backward pass: this works wherever training does."""
         columns = []
         for row in range(len(data.X)) if rows is None else rows:
             alone = torch.zeros_like(data.c)
@@ -541,7 +542,7 @@ def add_products(
     part: Part,
     scale: float = 1.0,
 ) -> None:
-    """Add the products of a part of some adjoints, times a factor, with rows' gradients."""
+    """Add the products of some adjoints, in a part and times a factor, with rows' gradients."""
     owners = gradients[part.first : part.first + len(part.pieces)]
     for own, piece, columns in zip(owners, part.pieces, H.split(list(part.sizes), dim=1), strict=True):
         rows = slice(piece.start // own.unit, piece.stop // own.unit)
@@ -553,7 +554,7 @@ def _noise(num_weights: int, dtype: torch.dtype) -> Float[Tensor, "1 P"]:
 
 
 def _loss_cotangents(block: Predictions, data: PassData, rows: slice) -> Cotangents:
-    """Return the one cotangent of each row's weighted loss, with the targets as seen."""
+    """Return the cotangent of each row's weighted loss, with the targets as seen."""
     own, loss = some_rows(data, torch.arange(len(data.X), device=data.X.device)[rows]), block.recorded.loss
 
     def derivative(z: Tensor) -> Tensor:

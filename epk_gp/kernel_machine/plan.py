@@ -1,4 +1,4 @@
-"""What a Gram block or an attribution costs before it is computed: its pieces and bytes, and seconds."""
+"""Cost estimates of a Gram block or an attribution before it is computed: pieces, bytes, and seconds."""
 
 import time
 from collections import defaultdict
@@ -26,22 +26,22 @@ from epk_gp.kernel_machine.terms import AttributionWork, leaves_residuals
 from epk_gp.quadrature.rules import Rule, WeightPath, adaptive
 from epk_gp.work.run import Piece, Sums, Work
 
-SECONDS = 10.0  # for measuring, by default
+SECONDS = 10.0  # default time for measuring
 
 
 @dataclass(frozen=True)
 class Plan:
-    """How a computation is divided, and what it costs.
+    """The division of a computation into pieces, and its cost.
 
     Attributes:
-        pieces: Number of pieces, which workers share: more workers than pieces are of no use.
-        result_bytes: Of the result.
-        piece_bytes: Of the largest piece.
-        seconds: Of all pieces in one process, one after another, extrapolated from the first ones.
-        disk_bytes: Of an attribution, the run's chunks and temporary files at most.
-        memory_bytes: The vectors of weights that it holds in memory: adjoints, residuals, states.
-        trainings: What it takes by parts, as multiples of the run's training, by operations: "states" made again,
-            "steps" compared with the recorded ones, the "test side", the "training side".
+        pieces: Number of pieces, which workers share: more workers than pieces do not help.
+        result_bytes: Bytes of the result.
+        piece_bytes: Bytes of the largest piece.
+        seconds: Time of all pieces in one process, one after another, extrapolated from the first ones.
+        disk_bytes: For an attribution, bytes of the run's chunks and, at most, of temporary files.
+        memory_bytes: Bytes of the vectors of weights in memory: adjoints, residuals, states.
+        trainings: Operations of its parts, as multiples of the run's training: "states" made again, "steps" compared
+            with the recorded ones, the "test side", the "training side".
     """
 
     pieces: int
@@ -56,17 +56,17 @@ class Plan:
 def plan_gram(
     kernel: PathKernel, a: Points, b: Points, *, seconds: float = SECONDS, **options: Unpack[ComputeSettings]
 ) -> Plan:
-    """Say what `kernel.block(a, b)` costs, which is `gram_block` with the kernel's run, rule and path.
+    """Estimate the cost of `kernel.block(a, b)`, which is `gram_block` with the kernel's run, rule and path.
 
     Args:
         kernel: The kernel.
         a: N points, each a training or a test copy.
         b: M points.
-        seconds: Time for measuring, which each kind of tiles may take once.
+        seconds: Time for measuring; each kind of tiles may use it once.
         options: `memory_budget` and `accumulate`; see `ComputeOptions`.
 
     Raises:
-        TypeError, ValueError: As of `gram_block`; or `seconds` is not positive.
+        TypeError, ValueError: As in `gram_block`; or `seconds` is not positive.
     """
     validate_positive(seconds, "seconds")
 
@@ -96,22 +96,22 @@ def plan_attribution(
     seconds: float = SECONDS,
     **options: Unpack[ComputeSettings],
 ) -> Plan:
-    """Say what `attribute` costs with the same arguments.
+    """Estimate the cost of `attribute` with the same arguments.
 
     Args:
         trajectory: The run.
         X: n inputs, taken as test copies.
-        by: As of `attribute`.
-        head: As of `attribute`.
-        rule: As of `attribute`.
-        path: As of `attribute`.
-        classes: As of `attribute`.
-        function: As of `attribute`.
-        seconds: Time for measuring. Of a block of points that takes longer, some steps are measured.
+        by: The argument of `attribute`.
+        head: The argument of `attribute`.
+        rule: The argument of `attribute`.
+        path: The argument of `attribute`.
+        classes: The argument of `attribute`.
+        function: The argument of `attribute`.
+        seconds: Time for measuring. If a block of points takes longer, only some steps are measured.
         options: `memory_budget`; see `ComputeOptions`.
 
     Raises:
-        TypeError, ValueError: As of `attribute`; or `seconds` is not positive.
+        TypeError, ValueError: As in `attribute`; or `seconds` is not positive.
     """
     validate_positive(seconds, "seconds")
     parsed = parse_options("plan_attribution", ("accumulate", "checkpoint", "executor"), **options)
@@ -122,7 +122,7 @@ def plan_attribution(
         work = attribution_work(net, *request, recorded_net=recorded_net, splits_statistics=by is not None)
         kinds = [len(work.blocks[piece.place[0]]) for piece in work.pieces]
         per_step = seconds_of_step(work.whole.recorded, work.X, seconds)
-        vars(work)["residuals"] = defaultdict(lambda: None)  # of the whole run; measured by themselves
+        vars(work)["residuals"] = defaultdict(lambda: None)  # residuals of the whole run are measured separately
         plan = _measured(work, kinds, work.num_bytes(work.num_rows), seconds)
         return replace(plan, seconds=plan.seconds + per_step * run.num_steps, **_cost(work))
 
@@ -130,7 +130,7 @@ def plan_attribution(
 
 
 def seconds_of_step(trajectory: Trajectory, X: Tensor, seconds: float) -> float:
-    """Return the seconds of a step that is compared with the recorded one, of the first ones, in the precision of X."""
+    """Return the seconds of one compared step, measured on the first steps, in the precision of X."""
     begin, count = time.perf_counter(), 0
     for _ in replayed_steps(RunReplay(trajectory, trajectory.model_for(X), X)):
         count += 1
@@ -140,7 +140,7 @@ def seconds_of_step(trajectory: Trajectory, X: Tensor, seconds: float) -> float:
 
 
 def _cost(work: AttributionWork) -> dict[str, Any]:
-    """Return bytes and trainings of an attribution; where the letters come from says docs/capabilities/long-runs.md."""
+    """Return bytes and trainings of an attribution; docs/capabilities/long-runs.md derives the formulas."""
     whole, P, blocks = work.whole, work.whole.net.model.num_weights, len(work.blocks)
     run, itemsize, k = whole.recorded.trained, whole.net.itemsize, len(work.X) * whole.num_outputs
     S, kept, made, states = run.num_steps, run.states, 0, 0
@@ -163,12 +163,12 @@ def _cost(work: AttributionWork) -> dict[str, Any]:
 
 
 def _measured(work: Work, kinds: Sequence[Hashable], result_bytes: int, seconds: float) -> Plan:
-    """Compute pieces, one of every kind and more until the time is over, and extrapolate their seconds.
+    """Compute one piece of every kind, and more until the time is over, and extrapolate their seconds.
 
     Args:
         work: The computation.
-        kinds: The kind of each piece: those of one kind differ in their steps only.
-        result_bytes: Of the result.
+        kinds: The kind of each piece: pieces of one kind differ only in their steps.
+        result_bytes: Bytes of the result.
         seconds: Time for measuring. A piece that takes longer is measured at its first steps.
     """
     begin, measured, queues = time.perf_counter(), dict[Hashable, tuple[float, int]](), dict[Hashable, list[Piece]]()
@@ -184,7 +184,7 @@ def _measured(work: Work, kinds: Sequence[Hashable], result_bytes: int, seconds:
                 if steps and time.perf_counter() - start > seconds:
                     break
             for total in sums.added.values():
-                total.cpu()  # a GPU computes behind the calls
+                total.cpu()  # a GPU computes asynchronously
             spent, counted = measured.get(kind, (0.0, 0))
             measured[kind] = spent + time.perf_counter() - start, counted + steps
     return Plan(

@@ -32,13 +32,13 @@ from epk_gp.work.run import Piece, Place, Sums, run
 
 @dataclass(frozen=True, eq=False)
 class ReconstructionWork(PathWork):
-    """A reconstruction: panels of points, and ranges of steps. One panel has all points where no piece is kept.
+    """A reconstruction: panels of points, and ranges of steps. One panel has all points if no piece is kept.
 
     Ranges of steps begin where chords do. Steps with momentum, and those of averaged weights, cannot be replayed from
-    the middle of a run: all of them are one range, and the points are divided into more panels.
+    the middle of a run: all of them form one range, and the points are divided into more panels.
 
     Attributes:
-        is_apart: Whether as many points as are integrated together go along the run by themselves.
+        is_apart: Whether the points that are integrated together go along the run separately.
     """
 
     is_apart: bool
@@ -63,7 +63,7 @@ class ReconstructionWork(PathWork):
         return Sums({"total": zeros, "sizes": zeros.clone(), "residuals": zeros[:, 0].clone()})
 
     def compute(self, place: Place, saved: Sums) -> Iterator[Sums]:
-        """Walk along a range of steps, and sum what they add at the points of a panel."""
+        """Walk along a range of steps, and sum their contributions at the points of a panel."""
         panel, number = place
         kernel, trajectory, net = self.kernel, self.kernel.trajectory, self.net
         X = self.X.split(len(self.panels[0]))[panel]
@@ -80,10 +80,10 @@ class ReconstructionWork(PathWork):
             is_amplified, w, d = mismatches.add(trajectory, net.model, replayed), replayed.w, replayed.d
             ratios[index] = mismatches.ratio
             largest.copy_(torch.maximum(largest, torch.full_like(largest, mismatches.largest)))
-            if is_amplified:  # the rounding is a part of the sum
+            if is_amplified:  # the rounding is part of the sum
                 d = flat_weights(trajectory.trained, index + 1, w) - w
             w, d = path.step(index, w, d)
-            # what update rule and gradients do not explain is one too; statistics move as recorded
+            # the part that update rule and gradients do not explain is one too; statistics change as recorded
             if _leaves_unexplained(trajectory):
                 d = flat_weights(trajectory, index + 1, w) - w
             if net.model.statistics:
@@ -98,7 +98,7 @@ class ReconstructionWork(PathWork):
             if not is_last and (index // kernel.path.every + 1) % self.lines_together:
                 continue
             w, d = lines[0] if len(lines) == 1 else map(torch.stack, zip(*lines, strict=True))
-            segment = WeightSegment(net, w, d, kernel.head, self.memory_budget // 2)  # the rest is the panel's
+            segment = WeightSegment(net, w, d, kernel.head, self.memory_budget // 2)  # the rest is for the panel
             for rows in torch.arange(len(X), device=X.device).split(self.points_together):
                 integral = integrate(segment, X[rows], kernel.rule, self.num_stretches)
                 total = integral.total.unflatten(0, (len(lines), -1))
@@ -145,14 +145,14 @@ class ReconstructionWork(PathWork):
 
 @dataclass(frozen=True, eq=False, kw_only=True, repr=False)
 class Reconstruction(Tabular, certificate.Certificate):
-    """A kernel machine's outputs beside the network's, with the certificate.
+    """A kernel machine's outputs next to the network's, with the certificate.
 
     Attributes:
         outputs: Outputs of the kernel machine, (n, C).
         network: Outputs of the trained network, (n, C).
         initial: f at the initial weights, the machine's b(x), (n, C).
-        total_residual: Largest sum of quadrature residuals over the steps of one point: an upper bound on the
-            quadrature's share of the error, known without the sum.
+        total_residual: Largest sum of quadrature residuals over the steps of one point: an upper bound on the error by
+            quadrature, known without the sum.
     """
 
     outputs: Float[Tensor, "n C"]
@@ -190,19 +190,19 @@ def reconstruct(
         f(x) = f_{w_0}(x) + sum_s sum_i K_s(x, x_i) alpha_{s,i}
              = f_{w_0}(x) + sum_s <Phi_s(x), sum_i J_s(x_i)^T alpha_{s,i}>
 
-    The training side of every step is recomputed from the training data; recorded weights only say where the
-    gradients are taken. Works for every head, loss and batch size. The certificate concerns the sum, not each kernel
+    The training side of every step is recomputed from the training data; recorded weights only determine where the
+    gradients are taken. It works for every head, loss and batch size. The certificate concerns the sum, not each kernel
     value.
 
     Args:
         trajectory: Training run with S steps.
-        X: n inputs, of the structure of the training inputs.
-        head: "logits" or "log_softmax"; None follows the loss: "log_softmax" for cross entropy, else "logits".
-        rule: How each step's integral is taken, or each chord's.
-        path: Along which the points are integrated. The sum is as exact for `chords(every=k)`, at fewer evaluations.
-            `layerwise()` is for attributions: without their samples there is nothing to sum.
-        options: `memory_budget` (beside it, one gradient of the training data), `progress`, `checkpoint` and
-            `executor`; see `ComputeOptions`.
+        X: n inputs, with the structure of the training inputs.
+        head: "logits" or "log_softmax"; None follows the loss: "log_softmax" for cross entropy, otherwise "logits".
+        rule: Quadrature rule for the integral of each step, or of each chord.
+        path: The path along which the points are integrated. The sum is just as exact for `chords(every=k)`, with fewer
+            evaluations. `layerwise()` is for attributions: without their samples there is nothing to sum.
+        options: `memory_budget` (plus one gradient of the training data), `progress`, `checkpoint` and `executor`; see
+            `ComputeOptions`.
 
     Returns:
         Outputs and certificate, in the dtype of X.
@@ -223,7 +223,7 @@ def reconstruct(
 def _leaves_unexplained(trajectory: Trajectory) -> bool:
     """Return whether steps may differ from the update rule's on exact gradients by more than their dtype's rounding.
 
-    They may where steps are coarse, and where one ends at a kept state after states that were computed again.
+    They may if steps are coarse, and if one ends at a kept state after recomputed states.
     """
     return hasattr(trajectory.trained.states, "at") or has_coarse_steps(trajectory)
 
@@ -235,7 +235,7 @@ def _reconstruct(net: PlannedModel, kernel: PathKernel, X: Tensor, options: Comp
     sums, steps = work.nothing(len(X)), max(1, trajectory.num_steps)
     for piece, found in run(work, options, "reconstruction"):
         rows = work.panels[piece.place[0]]
-        for name in ("total", "sizes", "residuals"):  # what each point has for itself
+        for name in ("total", "sizes", "residuals"):  # the results of each point
             sums.added[name][rows] += found.added.pop(name)
         sums.merge(found)
     outputs, ratios = (initial + sums.added["total"]).to(initial.dtype), sums.largest["mismatch_ratios"]

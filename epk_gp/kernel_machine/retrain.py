@@ -1,4 +1,4 @@
-"""Retraining: the recorded steps made on the gradients of runs whose samples have other weights, many at once."""
+"""Retraining: the recorded steps on the gradients of runs whose samples have other weights, many at once."""
 
 import hashlib
 import math
@@ -35,8 +35,8 @@ from epk_gp.kernel_machine.certificate import run_findings, step_mismatches, war
 from epk_gp.optimizers.update_rules import ClipValue, UpdateCoefficients, apply_matrices
 from epk_gp.work.run import Piece, Place, RunWork, Sums, run
 
-# By how much the run that is replayed with all weights 1 may miss the recorded one, relative to the way that the
-# recorded weights went.
+# Largest distance between the run that is replayed with all weights 1 and the recorded one, relative to the distance
+# that the recorded weights moved.
 REPLAY_TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-2}
 
 
@@ -47,8 +47,8 @@ class StackedStep:
     Attributes:
         step: The recorded step.
         before_passes: The moving statistics of all runs before each forward pass, (m, Q) each.
-        after_passes: Those after it.
-        coefficients: The coefficients by field, (P,) where all runs share the recorded ones, else (m, P) or (m, L).
+        after_passes: The moving statistics of all runs after each forward pass.
+        coefficients: The coefficients by field, (P,) if all runs share the recorded ones, otherwise (m, P) or (m, L).
         states: Weights and moving statistics after the step, (m, P + Q).
     """
 
@@ -60,7 +60,7 @@ class StackedStep:
 
 
 class StackedTraining:
-    """Makes the recorded steps on the gradients of several runs at once; to be used by one thread.
+    """Makes the recorded steps on the gradients of several runs at once; used by one thread only.
 
     The first run of a stack has all weights 1: the recorded coefficients belong to its gradients.
 
@@ -68,8 +68,8 @@ class StackedTraining:
         trajectory: The recorded run, or its average.
 
     Attributes:
-        holds_statistics: Whether moving statistics were moved by other passes than those of the steps so far, which
-            moves are as recorded.
+        holds_statistics: Whether moving statistics were changed by other passes than those of the steps so far; these
+            changes are as recorded.
     """
 
     def __init__(self, trajectory: Trajectory) -> None:
@@ -77,14 +77,14 @@ class StackedTraining:
         self.net = trajectory.model_for(X)
         self.run = RunReplay(trajectory, self.net, X)
         self.law = UpdateLaw(trajectory, flat_weights(trajectory, 0, X))
-        # torch computes convolutions with weights of their own by copies
+        # torch computes convolutions with separate weights by copies
         self._rows = MappedRows(works=False if any(p.ndim > 2 for p in self.net.module.parameters()) else None)
-        self.holds_statistics = False  # whether moving statistics moved between the passes, as recorded
+        self.holds_statistics = False  # whether moving statistics changed between the passes, as recorded
 
     def difference(self, replayed: Float[Tensor, " PQ"], trajectory: Trajectory) -> Float[Tensor, " 2"]:
-        """Return by how much a state misses the last one of a run, at most, and by norms relative to the way of that.
+        """Return the largest difference of a state from a run's last one, and the relative difference by norms.
 
-        The latter is the larger one of weights and moving statistics.
+        The relative difference is that to the distance moved: the larger one for weights and moving statistics.
         """
         end, start = (flat_state(trajectory, s, trajectory.inputs) for s in (trajectory.num_steps, 0))
         missed, way, tiny = replayed - end, end - start, torch.finfo(end.dtype).tiny
@@ -113,10 +113,11 @@ class StackedTraining:
     def _gradients(
         self, step: Step, states: Float[Tensor, "m PQ"], weights: Float[Tensor, "m M"]
     ) -> tuple[Float[Tensor, "m P"], list[Float[Tensor, "m Q"]], list[Float[Tensor, "m Q"]]]:
-        """Return the gradients of a step's loss of all runs, and their moving statistics.
+        """Return the gradients of a step's loss for all runs, and their moving statistics.
 
         Returns:
-            The gradients; the statistics before each pass, and at the end of the step; and those after each pass.
+            The gradients; the statistics before each pass, and at the end of the step; and the statistics after each
+            pass.
         """
         P, passes = self.net.num_weights, self.run.data(step)
         moves = self.run.unseen_moves(step, passes)
@@ -135,7 +136,7 @@ class StackedTraining:
     def _moved(
         self, move: UnseenMove | None, statistics: Float[Tensor, "m Q"], start: Float[Tensor, "m Q"]
     ) -> Float[Tensor, "m Q"]:
-        """Move statistics between passes as recorded, or to those at the start of the step."""
+        """Change statistics between passes as recorded, or back to those at the start of the step."""
         if move is None:
             return statistics
         self.holds_statistics |= not (move.is_reset or move.returns)
@@ -182,11 +183,11 @@ class StackedTraining:
 def _clipped(
     update: UpdateCoefficients, law: StepLaw, g: Float[Tensor, "m P"]
 ) -> tuple[Float[Tensor, "m P"], dict[str, Tensor]]:
-    """Clip gradients, divided by the recorded factor, which the recorded coefficients hold.
+    """Clip gradients, divided by the recorded factor, which the recorded coefficients include.
 
     Returns:
-        The gradients, and the coefficient of the unclipped ones: (m, L), or (m, P) where they were clipped entry by
-        entry; nothing where no run's was clipped by more than the recorded one.
+        The gradients, and the coefficient of the unclipped ones: (m, L), or (m, P) if they were clipped entry by entry;
+        empty if no run was clipped more than the recorded one.
     """
     clip = law.clip
     if clip is None:
@@ -200,7 +201,7 @@ def _clipped(
     if not isinstance(clip, ClipValue):
         ratios = ratios[:, (scale != 0).nonzero()[0]]
         scale = update.grad_scale.to(g)
-    return g * ratios, {"grad_scale": scale.sign() * factors}  # exactly 1 where nothing is clipped
+    return g * ratios, {"grad_scale": scale.sign() * factors}  # exactly 1 without clipping
 
 
 def retrained_run(
@@ -211,11 +212,11 @@ def retrained_run(
     Args:
         training: Makes the steps of the recorded run.
         weights: One weight per sample.
-        budget: Bytes of memory; states that do not fit into their share of it go to a temporary file.
+        budget: Bytes of memory; states that do not fit into their share of it are put into a temporary file.
 
     Returns:
-        The run, whose loss terms have the recorded weights times the given ones; and by how much a run with all weights
-        1 misses the recorded weights (`StackedTraining.difference`).
+        The run, whose loss terms have the recorded weights times the given ones; and the difference of a run with all
+        weights 1 from the recorded weights (`StackedTraining.difference`).
     """
     whole, recorded = training.trajectory, training.law.trajectory
     P, S = training.net.num_weights, recorded.num_steps
@@ -269,7 +270,7 @@ def _reweighted(training: StackedTraining, made: StackedStep, weights: Float[Ten
 
 @dataclass(frozen=True, eq=False)
 class RetrainingWork(RunWork):
-    """What is trained again: a piece is some runs that are computed together. It begins anew if it is interrupted.
+    """Retraining in pieces: some runs that are computed together. A piece starts again if it is interrupted.
 
     Attributes:
         trajectory: The run.
@@ -302,10 +303,10 @@ class RetrainingWork(RunWork):
         return fingerprint("retrain", self.trajectory.digest, self.weights, self.runs_at_once)
 
     def compute(self, place: Place, saved: Sums) -> Iterator[Sums]:
-        """Train some runs: give weights and moving statistics at their ends, (m, P + Q), averaged as the trajectory's.
+        """Train some runs: yield their last weights and moving statistics, (m, P + Q), averaged like the trajectory's.
 
-        Beside them stand by how much a run with all weights 1 misses the recorded one (`StackedTraining.difference`),
-        and whether moving statistics were held.
+        Also yield the difference of a run with all weights 1 from the recorded one (`StackedTraining.difference`), and
+        whether moving statistics were held.
         """
         trajectory, weights = self.trajectory, self.weights.split(self.runs_at_once)[place[0]]
         training, P, average = StackedTraining(trajectory), trajectory.num_weights, trajectory.average
@@ -325,18 +326,18 @@ class RetrainingWork(RunWork):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Retraining(Displayed):
-    """Networks that were trained as recorded but for the weights of the samples.
+    """Networks that were trained as recorded except for the weights of the samples.
 
     Attributes:
         trajectory: The recorded run.
-        states: Their weights, and then moving statistics, at the end, (m, P + Q).
+        states: Their weights, followed by moving statistics, at the end, (m, P + Q).
         sample_weights: The weights of the samples, (m, M).
-        max_difference: Largest difference of the weights of a run that was replayed with all weights 1 from the
+        max_difference: Largest difference between the weights of a run that was replayed with all weights 1 and the
             recorded ones.
-        difference_ratio: That difference, by norms, relative to the way that the recorded weights went; or that of the
-            moving statistics, if it is larger.
-        findings: Why the result is not certified, in words; empty if it is.
-        clipping: How the bound of gradient clipping is known, in words.
+        difference_ratio: The same difference, by norms, relative to the distance that the recorded weights moved; or
+            the same ratio for the moving statistics, if it is larger.
+        findings: Reasons that the result is not certified, in words; empty if it is certified.
+        clipping: Source of the bound of gradient clipping, in words.
     """
 
     trajectory: Trajectory
@@ -349,14 +350,14 @@ class Retraining(Displayed):
 
     @property
     def certified(self) -> bool:
-        """Whether steps made again are the recorded ones, up to rounding, and no network diverged."""
+        """Whether the repeated steps are the recorded ones, up to rounding, and no network diverged."""
         return not self.findings
 
     @door
     def run(self, number: int) -> Trajectory:
         """Return the whole run of one network, in memory: train it again and keep all its states.
 
-        Its loss terms have the recorded weights times those of its samples.
+        Its loss terms have the recorded weights times the weights of its samples.
         """
         return retrained_run(StackedTraining(self.trajectory), self.sample_weights[number], MEMORY_BUDGET)[0]
 
@@ -364,7 +365,7 @@ class Retraining(Displayed):
         """Evaluate all networks.
 
         Args:
-            X: n inputs, of the structure of the training inputs.
+            X: n inputs, with the structure of the training inputs.
             head: "logits" or "log_softmax"; None follows the run's loss.
 
         Raises:
@@ -400,13 +401,13 @@ class Retraining(Displayed):
 def retrain(trajectory: Trajectory, weights: Float[Tensor, "*m M"], **options: Unpack[ComputeSettings]) -> Retraining:
     """Train as recorded with other weights of the samples: same initial weights, batches, rows and random numbers.
 
-    A weight multiplies the loss terms of its sample, 0 leaves it out; the divisor of a mean over a batch stays, and so
-    does what the sample does to the statistics of a batch. Momentum, preconditioner and clipping follow the new
+    A weight multiplies the loss terms of its sample, and 0 leaves it out; the divisor of a mean over a batch stays, and
+    so does the sample's effect on the statistics of a batch. Momentum, preconditioner and clipping follow the new
     gradients; learning rates are those of the recorded steps. Many runs are computed together.
 
-    A bound of gradient clipping that the recorder was told (`clip=`), or that any recorded step reached, is applied to
-    all gradients. Of a bound that is neither stated nor reached the run knows nothing, and larger weights may reach it:
-    state it when recording.
+    A bound of gradient clipping that was given to the recorder (`clip=`), or that any recorded step reached, is applied
+    to all gradients. A bound that is neither stated nor reached is not known, and larger weights may reach it: state it
+    when recording.
 
     Args:
         trajectory: Training run on M samples.
@@ -417,9 +418,9 @@ def retrain(trajectory: Trajectory, weights: Float[Tensor, "*m M"], **options: U
         The trained networks, in the dtype of the recorded inputs.
 
     Raises:
-        TypeError: The weights are no tensor of floating-point numbers.
-        ValueError: There is not one finite weight per sample, or steps on other gradients are not known: those of
-            Muon, Adafactor, Rprop, SparseAdam and of update rules of the user's own; or the loss is not stated.
+        TypeError: The weights are not a tensor of floating-point numbers.
+        ValueError: There is not one finite weight per sample, or steps on other gradients are not known (for Muon,
+            Adafactor, Rprop, SparseAdam and users' own update rules); or the loss is not stated.
     """
     parsed = parse_options("retrain", ("accumulate",), **options)
     validate_trajectory(trajectory)
@@ -505,10 +506,10 @@ def require_loss_as_function(trajectory: Trajectory, what: str) -> None:
 
 
 def require_replays(law: UpdateLaw) -> None:
-    """Raise if the optimizer's steps on other gradients than the recorded ones are not known.
+    """Raise if the optimizer's steps on gradients other than the recorded ones are not known.
 
     Raises:
-        ValueError: They are not.
+        ValueError: They are not known.
     """
     if law.held:
         raise ValueError(

@@ -34,7 +34,7 @@ Groupings = tuple[tuple[Axis, ...], ...]
 
 @dataclass(eq=False)
 class Predictions(Evaluation):
-    """Predictions that are to be split into contributions.
+    """Predictions that will be split into contributions.
 
     Attributes:
         X: n inputs.
@@ -44,7 +44,7 @@ class Predictions(Evaluation):
     X: Shaped[Tensor, "n ..."]
     classes: Int64[Tensor, " n"] | None
     _recorded_net: PlannedModel | None = None
-    # of passes of some rows, by the first of them: the state, and its products
+    # products of passes over some rows, keyed by the first row: the state, and its products
     _products: dict[int, tuple[int, HeldProducts]] = field(default_factory=dict, init=False, repr=False)
 
     @property
@@ -59,12 +59,12 @@ class Predictions(Evaluation):
 
     @property
     def num_outputs(self) -> int:
-        """Number K of outputs that are asked for at each point."""
+        """Number K of requested outputs per point."""
         return self.trajectory.num_outputs if self.classes is None else 1
 
     @cached_property
     def cost(self) -> ContractionCost:
-        """What decides the representations of layer Jacobians."""
+        """The cost model that picks the representations of layer Jacobians."""
         return ContractionCost(
             num_output_pairs=self.num_outputs,
             num_contractions=self.rule.num_contractions,
@@ -75,7 +75,7 @@ class Predictions(Evaluation):
 
     @property
     def is_layerwise(self) -> bool:
-        """Whether derivatives of operations are averaged, rather than integrated along a line of the weights."""
+        """Whether derivatives of operations are averaged, instead of integrated along a line of the weights."""
         return isinstance(self.path, LayerwisePath)
 
     def state(self, s: int) -> Float[Tensor, " PQ"]:
@@ -83,11 +83,11 @@ class Predictions(Evaluation):
         return self.states.get(s)
 
     def trained_state(self, s: int) -> Float[Tensor, " PQ"]:
-        """Read a state of the run: that of the path, but for averaged weights."""
+        """Read a state of the run: the same as the path's, except for averaged weights."""
         return self.state(s) if self.trajectory.average is None else flat_state(self.trajectory.trained, s, self.X)
 
     def products(self, first: int, steps: range) -> HeldProducts:
-        """Return what holds the products of a stretch at some rows: a fraction of the budget, for the stretch before.
+        """Return the store for products of a stretch at some rows: a fraction of the budget, for the stretch before.
 
         Args:
             first: The first of the rows.
@@ -104,7 +104,7 @@ class Predictions(Evaluation):
         """Number of stretches of the path whose averaged gradients are computed together."""
         K, N, run = self.num_outputs, len(self.X), self.recorded
         most = max((run.num_points if step.batch is None else len(step.batch) for step in run.steps), default=0)
-        products = 2 * K * N * most * self.net.model.num_weights  # fewer of layers that stay factors
+        products = 2 * K * N * most * self.net.model.num_weights  # fewer for layers that stay factored
         if self.is_layerwise or (run.is_vanilla_gd and products > OPERATIONS_TOGETHER):
             return 1
         return self.memory.lines_together(2 * N * self.rule.num_contractions, K, K * N)
@@ -115,14 +115,14 @@ class Predictions(Evaluation):
         return torch.zeros(shape, dtype=spec.dtype, device=spec.device)
 
     def select_outputs(self, f: Float[Tensor, "n C"]) -> Float[Tensor, "n K"]:
-        """Keep the outputs that are asked for."""
+        """Return the requested outputs."""
         return f if self.classes is None else f.gather(1, self.classes[:, None])
 
     def cotangents(self, points: Int64[Tensor, " N"]) -> Cotangents:
-        """Return the cotangents of the outputs that are asked for, of some points.
+        """Return the cotangents of the requested outputs, for some points.
 
-        The last layer takes the representation of any other layer (`head=None`), as in the loss gradients that its
-        Jacobian is multiplied with. The head of a layerwise path is one of the operations.
+        The last layer has the representation of any other layer (`head=None`), as in the loss gradients by which its
+        Jacobian is multiplied. The head of a layerwise path is one of the operations.
         """
         head = "logits" if self.is_layerwise else self.head
         if self.classes is None:
@@ -137,8 +137,8 @@ class IntegratedLines:
     Attributes:
         block: The predictions.
         lines: The G lines.
-        integral: The nodes of each pair, and what they sum up to.
-        max_rows: Nodes evaluated at a time.
+        integral: The nodes of each pair, and their sum.
+        max_rows: Largest number of nodes evaluated at a time.
     """
 
     block: Predictions
@@ -147,10 +147,10 @@ class IntegratedLines:
     max_rows: int
 
     def node_batches(self, pairs: range | None = None) -> Iterator[NodeBatch]:
-        """Compute the output gradients at the nodes, some nodes at a time; each call computes them anew.
+        """Compute the output gradients at the nodes, some nodes at a time; each call computes them again.
 
         Args:
-            pairs: Neighbouring pairs, at whose nodes they are computed; None for all.
+            pairs: Neighbouring pairs whose nodes are used; None for all.
         """
         block, own = self.block, range(len(self.integral.total)) if pairs is None else pairs
         for pair, weights, at in self._nodes(self.max_rows, own):
@@ -184,7 +184,7 @@ class IntegratedLines:
                         own.write_average(nodes, out, adds=False)
 
     def averaged_statistics_jacobian(self) -> Float[Tensor, "K GN Q"]:
-        """Average the outputs' gradients in the moving statistics, at the nodes of those in the weights.
+        """Average the outputs' gradients in the moving statistics, at the nodes of the averages in the weights.
 
         With Phi the gradients in the weights, averaged over the same nodes,
 
@@ -200,7 +200,7 @@ class IntegratedLines:
         return total
 
     def _nodes(self, size: int, own: range) -> Iterator[tuple[Tensor, Tensor, WeightLocation]]:
-        """Yield the pairs of some nodes at a time, the nodes' weights, 0 of those that come again, and locations."""
+        """Yield the pairs of some nodes at a time, the nodes' weights (0 for repeated nodes), and locations."""
         integral = self.integral
         nodes = ((integral.point >= own.start) & (integral.point < own.stop)).nonzero().squeeze(1)
         pair, t, weights = integral.point[nodes], integral.t[nodes], integral.weight[nodes]
@@ -214,16 +214,16 @@ def integrate_stretches(block: Predictions, stretches: Sequence[range], max_node
 
     Args:
         block: The predictions.
-        stretches: The steps that each stretch stands for; it goes from the recorded state before the first to that
-            after the last.
-        max_nodes: Nodes evaluated at a time.
+        stretches: The steps of each stretch; it goes from the recorded state before the first to the state after the
+            last.
+        max_nodes: Largest number of nodes evaluated at a time.
     """
     size = min(max_nodes, rows_per_pass(block.net.plan, block.net.itemsize, block.num_outputs))
     lines, integral = block.integrate(stretches, block.X)
     return IntegratedLines(block, lines, integral, size)
 
 
-# The terms of a result, and by what each is split.
+# The terms of a result, and the kinds of axes that split each.
 TERMS = {
     "values": ("step", "sample", "parameter"),
     "decay": ("step", "parameter"),
@@ -234,18 +234,18 @@ TERMS = {
 
 
 def sources_of(trajectory: Trajectory) -> dict[str, tuple[str, ...]]:
-    """Return what else than training points adds to the predictions of a run, and by what each is split."""
+    """Return the sources of a run's predictions other than training points, with the kinds of axes that split each."""
     return dict.fromkeys(trajectory.sources, ("step", "parameter"))
 
 
 class GroupedSums:
-    """Sums of terms along the axes of one result. Terms come by parts of the network, which no axis divides.
+    """Sums of terms along the axes of one result. Terms are given by parts of the network, which no axis divides.
 
     Args:
         trajectory: The run.
         axes: The axes.
-        parts: Which part of the network each parameter belongs to.
-        reference: Has the shape, (n, K), dtype and device of the predictions.
+        parts: The part of the network to which each parameter belongs.
+        reference: Tensor with the shape, (n, K), dtype and device of the predictions.
     """
 
     def __init__(
@@ -268,7 +268,7 @@ class GroupedSums:
         return bool(self.combined.sizes["sample"])
 
     def at(self, name: str, step: int) -> Tensor:
-        """Return the entries, (n, K, ...), to which a kind of terms of a step is added."""
+        """Return the entries, (n, K, ...), to which terms of a kind in a step are added."""
         return self.sums[name][:, :, int(self.combined.index["step"][step])]
 
     def of_samples(self, samples: Int64[Tensor, " B"]) -> Int64[Tensor, " B"]:
@@ -276,7 +276,7 @@ class GroupedSums:
         return self.group_of_sample[samples.to(self.group_of_sample.device)]
 
     def of_parts(self, values: Float[Tensor, "*rest parts"]) -> Float[Tensor, "*rest G"]:
-        """Add the parts of each group."""
+        """Add up the parts of each group."""
         if self._parts_are_groups:
             return values
         grouped = values.new_zeros(*values.shape[:-1], self.combined.count("parameter"))
@@ -289,12 +289,12 @@ class GroupedSums:
 
 
 class TermSums:
-    """The sums of all results, and how large their terms are. A pass over the run adds its terms to it.
+    """The sums of all results, and the sizes of their terms. A pass over the run adds its terms to them.
 
     Args:
         trajectory: The run.
         groupings: The axes of each result.
-        reference: Has the shape, (n, K), dtype and device of the predictions.
+        reference: Tensor with the shape, (n, K), dtype and device of the predictions.
     """
 
     def __init__(self, trajectory: Trajectory, groupings: Groupings, reference: Float[Tensor, "n K"]) -> None:
@@ -305,19 +305,19 @@ class TermSums:
 
     @property
     def named(self) -> dict[str, Tensor]:
-        """What terms are added to, in a fixed order."""
+        """Return the tensors to which terms are added, in a fixed order."""
         sums = [total for grouped in self.grouped for total in grouped.sums.values()]
         return {f"sum.{number}": total for number, total in enumerate([*sums, self._of_samples, self._of_steps])}
 
     @property
     def amplification(self) -> Float[Tensor, "n K"]:
-        """Sizes of the samples' terms over those of the steps' changes; 0 where no step changed anything."""
+        """Ratio of the sizes of the samples' terms to those of the steps' changes; 0 if no step changed anything."""
         return torch.where(self._of_steps > 0, self._of_samples / self._of_steps.clamp(min=1e-300), 0.0)
 
     def add_samples(self, step: int, samples: Int64[Tensor, " B"], values: Float[Tensor, "n K B G"]) -> None:
-        """Add what some samples of a step add, a sample as often as it occurs, over G parts of the network.
+        """Add the contributions of samples of a step, repeated as they occur, over G parts of the network.
 
-        Rows that are no training points, of number -1, add to a source of their own.
+        Rows outside the training data, with number -1, are added to a separate source.
         """
         self._of_samples += values.sum(dim=3).abs().sum(dim=2)
         if self._has_outside:
@@ -328,23 +328,23 @@ class TermSums:
             own.at("values", step).index_add_(2, own.of_samples(samples), own.of_parts(values))
 
     def add(self, name: str, step: int, values: Float[Tensor, "n K G"]) -> None:
-        """Add what weight decay ("decay"), what is "unexplained", or a source adds in a step."""
+        """Add a step's contribution of weight decay ("decay"), of its "unexplained" part, or of a source."""
         for own in self.grouped:
             own.at(name, step).add_(own.of_parts(values))
 
     def add_change(self, values: Float[Tensor, "n K"]) -> None:
-        """Count what a whole step of the weights adds: the sum of all terms but the statistics."""
+        """Count the contribution of a whole step of the weights: the sum of all terms except the statistics."""
         self._of_steps += values.abs()
 
     def add_statistics(
         self, step: int, total: Float[Tensor, "n K"], of_samples: tuple[Tensor, Float[Tensor, "n K B"]] | None
     ) -> None:
-        """Add what the moving statistics add in a step.
+        """Add the contribution of the moving statistics in a step.
 
         Args:
             step: The step.
-            total: All of it.
-            of_samples: Samples of its batches, (B,), as often as they occur, and what they add; None if it is not
+            total: The whole contribution.
+            of_samples: Samples of its batches, (B,), repeated as they occur, and their contributions; None if it is not
                 split.
         """
         for own in self.grouped:
@@ -368,11 +368,11 @@ def leaves_residuals(block: Predictions) -> bool:
 
 
 def layers_of(block: Predictions, parts: Int64[Tensor, " L"]) -> list[list[int]] | None:
-    """Return the layers of each part of the network; None where a layer's Jacobian belongs to several.
+    """Return the layers of each part of the network; None if a layer's Jacobian belongs to several.
 
     Args:
         block: The predictions.
-        parts: The part that each of L parameters belongs to.
+        parts: The part to which each of L parameters belongs.
     """
     model, plan = block.net.model, block.net.plan
     part = dict(zip(model.names, parts.tolist(), strict=True))
@@ -385,10 +385,10 @@ def layers_of(block: Predictions, parts: Int64[Tensor, " L"]) -> list[list[int]]
 
 
 def is_plain_descent(block: Predictions, groupings: Groupings) -> bool:
-    """Return whether contributions can be computed from layers' factors: of plain steps, along steps or chords.
+    """Return whether contributions can be computed from layers' factors: for plain steps, along steps or chords.
 
-    What its integral leaves of a step in less than float64 belongs to no part of the network. A layerwise average is
-    measured where it is written out.
+    In less than float64, the difference between a step and its integral belongs to no part of the network. A layerwise
+    average is measured on dense gradients.
 
     Args:
         block: The predictions.
@@ -406,9 +406,9 @@ class PathWork(RunWork):
     """A sum along a path of the weights, in pieces: a block of points, and a range of steps.
 
     Attributes:
-        kernel: The run's path kernel: trajectory, head, and how each step's integral is taken.
+        kernel: The run's path kernel: trajectory, head, and quadrature rule.
         X: All inputs.
-        memory_budget: Bytes.
+        memory_budget: Bytes for the computation.
     """
 
     kernel: PathKernel
@@ -422,7 +422,7 @@ class PathWork(RunWork):
 
     @property
     def ranges(self) -> list[slice]:
-        """The steps of each range that is summed by itself: all of them by default."""
+        """The steps of each range that is summed separately: all of them by default."""
         return [slice(0, self.kernel.trajectory.num_steps)]
 
     @cached_property
@@ -436,7 +436,7 @@ class PathWork(RunWork):
         return [p for k in range(num_blocks) for p in pieces_of_ranges(f"{name}-{k}", (k,), ranges, steps)]
 
     def fingerprint_with(self, *others: object) -> str:
-        """Return a fingerprint of what is summed, and of everything else on which the sums depend."""
+        """Return a fingerprint of the summed terms, and of everything else on which the sums depend."""
         kernel, path = self.kernel, path_identity(self.kernel.path)
         asked = kernel.trajectory.digest, kernel.head, kernel.rule, self.memory_budget, self.X
         return fingerprint(*asked, *others, *path)
@@ -449,8 +449,8 @@ class AttributionWork(PathWork):
     Attributes:
         classes: One output per input, or None for all.
         groupings: The axes of each result.
-        splits_statistics: Split what the moving statistics add over the samples.
-        outputs_per_row: Number of outputs of a row of the sums, which is a point, or an output of it.
+        splits_statistics: Whether to split the contribution of the moving statistics over the samples.
+        outputs_per_row: Number of outputs of a row of the sums; a row is a point, or an output of a point.
         rows_per_block: Number of rows that go through the run together.
     """
 
@@ -470,11 +470,12 @@ class AttributionWork(PathWork):
         Args:
             block: The predictions of a block.
             totals: Their sums.
-            number: Which range.
-            sums: What an earlier call did of it.
+            number: Number of the range.
+            sums: The results of an earlier, interrupted call for it.
 
         Yields:
-            Where sums could be saved: an integral that is new, the number of steps, and what the rest of them needs.
+            Points at which sums could be saved: a new integral, the number of steps, and the state for the remaining
+            steps.
         """
 
     @cached_property
@@ -486,12 +487,12 @@ class AttributionWork(PathWork):
 
     @cached_property
     def parts(self) -> Int64[Tensor, " L"]:
-        """The part of the network that each parameter belongs to: those that no grouping tells apart are one."""
+        """The part of the network of each parameter; parameters that no grouping separates form one part."""
         return parameter_parts(self.groupings, len(self.kernel.trajectory.model.names))
 
     @cached_property
     def residuals(self) -> StepResiduals:
-        """What is left of the steps when they are compared with the recorded ones; the run is replayed."""
+        """The differences between the recorded and the replayed steps; the run is replayed."""
         whole, keeps_all = self.whole, leaves_residuals(self.whole)
         most = weight_rows(self.memory_budget, whole.net.itemsize, whole.net.model.num_weights)
         net = whole.recorded_net
@@ -509,7 +510,7 @@ class AttributionWork(PathWork):
         return list(torch.arange(self.num_rows, device=self.X.device).split(self.rows_per_block))
 
     def as_rows(self, f: Float[Tensor, "n K"]) -> Float[Tensor, "N R"]:
-        """Arrange outputs of all points as the sums are."""
+        """Arrange outputs of all points like the sums."""
         return f.reshape(-1, self.outputs_per_row)
 
     @cached_property
@@ -524,7 +525,7 @@ class AttributionWork(PathWork):
         return self.num_bytes(min(self.num_rows, self.rows_per_block))
 
     def totals(self, reference: Float[Tensor, "R K"], rows: Int64[Tensor, " R"]) -> TermSums:
-        """Return the sums of some rows, which are zero, on the device and in the dtype of a tensor."""
+        """Return zero sums of some rows, on the device and in the dtype of a tensor."""
         return TermSums(self.whole.recorded, self.groupings, reference)
 
     def num_bytes(self, num_rows: int) -> int:

@@ -1,4 +1,4 @@
-"""Contributions of loss terms: which targets of a training sequence made a prediction.
+"""Contributions of loss terms: the targets of a training sequence that made a prediction.
 
 The loss of a sequence is a sum of loss terms, one for each target: loss_i = sum_t loss_{i,t}. A contribution belongs to
 a loss term,
@@ -6,7 +6,7 @@ a loss term,
     tokens[q, i, t] = -sum_s <H_{q,s}, c_{s,i} grad loss_{i,t}(w_s)>,
 
 and the terms of a sequence add up to the contribution of the sequence. One forward-mode pass along the adjoint of a
-question gives those of all rows of a pass; taken are the passes that hold the sequences that are asked about.
+question gives the terms of all rows of a pass; only passes that contain the requested sequences are computed.
 """
 
 from collections.abc import Callable, Sequence
@@ -38,13 +38,13 @@ from epk_gp.quadrature.rules import Rule, WeightPath, adaptive
 
 @dataclass(frozen=True, eq=False, kw_only=True, repr=False)
 class TokenAttribution(Attribution):
-    """The terms of a prediction, and those of the loss terms of chosen training sequences.
+    """The terms of a prediction, and the loss terms of chosen training sequences.
 
     Attributes:
-        tokens: Contribution of each target of the chosen sequences, (n, C, R, T); 0 where targets are left out.
+        tokens: Contribution of each target of the chosen sequences, (n, C, R, T); 0 for targets that are left out.
         sequences: Numbers of the training sequences that were chosen for each output, (n, C, R).
         tokens_error: Largest |sum of the terms of a sequence - its contribution|.
-        tokens_tolerance: What rounding explains of it.
+        tokens_tolerance: The part of it that rounding explains.
     """
 
     tokens: Float[Tensor, "n C R T"]
@@ -54,7 +54,7 @@ class TokenAttribution(Attribution):
 
     @property
     def findings(self) -> list[str]:
-        """Why the result is not certified, with numbers; empty if it is."""
+        """Reasons that the result is not certified, with numbers; empty if it is certified."""
         if self.tokens_error <= self.tokens_tolerance:
             return super().findings
         return [
@@ -74,12 +74,12 @@ class TokenAttribution(Attribution):
 
 
 class TokenSums(TermSums):
-    """Sums of terms with those of the loss terms of chosen sequences.
+    """Sums of terms, including the loss terms of chosen sequences.
 
     Args:
         trajectory: The run.
         groupings: The axes of each result.
-        reference: Has the shape, (n, K), dtype and device of the predictions.
+        reference: Tensor with the shape, (n, K), dtype and device of the predictions.
         sequences: The sequences, (n, K, R).
     """
 
@@ -92,16 +92,16 @@ class TokenSums(TermSums):
 
     @property
     def named(self) -> dict[str, Tensor]:
-        """What terms are added to, in a fixed order."""
+        """Return the tensors to which terms are added, in a fixed order."""
         return super().named | {"tokens": self.tokens}
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class TokenTerms(AdjointTerms):
-    """The terms of any linear update rule, with those of the loss terms of chosen sequences.
+    """The terms of any linear update rule, with the loss terms of chosen sequences.
 
     Attributes:
-        sequences: The sequences: the same for all, (R,); of each input, (n, R); or of each of its outputs, (n, K, R).
+        sequences: The sequences: the same for all, (R,); for each input, (n, R); or for each of its outputs, (n, K, R).
     """
 
     sequences: Int64[Tensor, "*nK R"]
@@ -123,19 +123,19 @@ class TokenTerms(AdjointTerms):
         return fingerprint(super().identity(), self.chosen)
 
     def totals(self, reference: Float[Tensor, "R K"], rows: Int64[Tensor, " R"]) -> TokenSums:
-        """Return the sums of some rows, which are zero, on the device and in the dtype of a tensor."""
+        """Return zero sums of some rows, on the device and in the dtype of a tensor."""
         of_rows = self.chosen.reshape(-1, self.outputs_per_row, self.chosen.shape[2])[rows.to(self.X.device)]
         return TokenSums(self.whole.recorded, self.groupings, reference, of_rows)
 
     def takes_whole(self, totals: TermSums, passes: Sequence[PassData]) -> bool:
-        """Return whether a pass holds one of the sequences."""
+        """Return whether a pass contains one of the sequences."""
         held = totals.sequences if isinstance(totals, TokenSums) else self.chosen
         return any(bool(torch.isin(data.samples, held.to(data.samples.device)).any()) for data in passes)
 
     def add_whole(
         self, totals: TermSums, products: LossProducts, step: Step, data: PassData, H: Float[Tensor, "R P"]
     ) -> None:
-        """Add what the targets of the sequences in a pass add, one output after another."""
+        """Add the contributions of the targets of the sequences in a pass, one output after another."""
         if not isinstance(totals, TokenSums):
             return
         for row, direction in enumerate(H):
@@ -149,13 +149,13 @@ class TokenTerms(AdjointTerms):
 
 
 def _positions(run: Trajectory, data: PassData, length: int) -> slice:
-    """Return which of the recorded targets those of a pass are: all, or the first or the last of them.
+    """Return the range of the recorded targets that a pass has: all, or the first or the last of them.
 
-    The inputs of the pass say it: of each row, each tensor that is X's at one end, and not at the other. Those that the
-    loop changed say nothing, and neither do targets, which may be others in each pass.
+    The inputs of the pass show it: a row is conclusive if a tensor of it equals X's at one end, and not at the other.
+    Inputs that the loop changed show nothing, and neither do targets, which may differ in each pass.
 
     Raises:
-        ValueError: There are more than recorded, or the inputs do not say it.
+        ValueError: There are more targets than recorded, or the inputs do not show the range.
     """
     T, seen, layout = run.targets.shape[1], data.X, run.model.signature.layout
     if length == T:
@@ -190,28 +190,28 @@ def attribute_tokens(
     function: Function | None = None,
     **options: Unpack[ComputeSettings],
 ) -> TokenAttribution:
-    """Split predictions into contributions of training sequences, and some of these into those of their loss terms.
+    """Split predictions into contributions of training sequences, and chosen sequences into their loss terms.
 
         tokens[n, k, i, t] = -sum_s <H_s, c_{s,i} grad loss_{i,t}(w_s)>,   loss_i = sum_t loss_{i,t}
 
-    A target's share is what training on it, given the words before it, added. The terms of a sequence add up to its
-    contribution, which is certified.
+    A target's share is the contribution of training on it, given the words before it. The terms of a sequence add up to
+    its contribution, which is certified.
 
     Args:
         trajectory: Training run on M sequences, with a class loss of several positions: targets (M, T).
-        X: n inputs, as of `attribute`.
-        sequences: Numbers of the training sequences that are split: the same for all inputs, (R,); of each input,
-            (n, R); or of each of its K numbers, (n, K, R), as `attribute(...).top(20)` returns them. Each costs a
-            forward-mode pass of the rows of each step that sees it; of the whole batch where dropout is drawn for it.
-        head: As of `attribute`.
-        rule: As of `attribute`.
-        path: As of `attribute`.
-        classes: As of `attribute`.
-        function: As of `attribute`.
-        options: As `attribute`.
+        X: n inputs, as in `attribute`.
+        sequences: Numbers of the training sequences to split: the same for all inputs, (R,); for each input, (n, R); or
+            for each of its K numbers, (n, K, R), as `attribute(...).top(20)` returns them. Each costs a forward-mode
+            pass of its rows in each step that contains it; of the whole batch if dropout is drawn for it.
+        head: The argument of `attribute`.
+        rule: The argument of `attribute`.
+        path: The argument of `attribute`.
+        classes: The argument of `attribute`.
+        function: The argument of `attribute`.
+        options: The options of `attribute`.
 
     Raises:
-        TypeError, ValueError: As `attribute`; the loss is no sum over positions that is known, `sequences` are no
+        TypeError, ValueError: As in `attribute`; the loss is not a known sum over positions, `sequences` are not
             numbers of training sequences, or torch has no forward mode for the network.
     """
     parsed = parse_options("attribute_tokens", ("accumulate",), **options)
@@ -230,7 +230,7 @@ def attribute_tokens(
 
 
 def _validate(run: Trajectory, sequences: Int64[Tensor, "*nK R"]) -> None:
-    """Raise if the loss has no terms that are known, or there are no such sequences."""
+    """Raise if the loss has no known terms, or the sequences do not exist."""
     if not isinstance(run.loss, ClassLoss) or run.targets.ndim != 2 or run.targets.is_floating_point():
         raise ValueError(
             "attribute_tokens needs a loss that is a sum over the targets of a sequence, epk_gp.CrossEntropy or "

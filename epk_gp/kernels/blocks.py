@@ -1,4 +1,4 @@
-"""Blocks of a GPyTorch kernel between sets of tagged points, of what is made of the C x C block of two points.
+"""Blocks of a GPyTorch kernel between sets of tagged points, reduced from the C x C block of two points.
 
 Each block is computed once.
 """
@@ -23,21 +23,21 @@ from epk_gp.kernels.tagging import PointSets
 Kind = Literal["full", "independent", "trace"]
 Outputs = Kind | int
 
-# What is made of each of n blocks K(x_i, x_i), as an equation of `torch.einsum`.
+# Reductions of n blocks K(x_i, x_i), as equations of `torch.einsum`.
 _EQUATIONS: dict[str, str] = {"full": "ncd->ncd", "independent": "ncc->nc", "trace": "ncc->n"}
 
 
 @dataclass(frozen=True)
 class OutputStructure:
-    """What a kernel makes of the C x C block K(x, x') of two points.
+    """The values of a kernel from the C x C block K(x, x') of two points.
 
     Between N and M points a kernel is K matrices of (N * R) x (M * R) numbers. Rows are point-major: row i * R + k is
     output k of point i.
 
     Attributes:
-        kind: "full" - all of the block, one matrix with C rows per point; "independent" - its diagonal, one matrix per
+        kind: "full" - the whole block, one matrix with C rows per point; "independent" - its diagonal, one matrix per
             output; "trace" - one scalar kernel, sum_c K(x, x')[c, c].
-        num_outputs: C, the network's outputs.
+        num_outputs: C, the number of the network's outputs.
     """
 
     kind: Kind
@@ -45,12 +45,12 @@ class OutputStructure:
 
     @property
     def rows_per_point(self) -> int:
-        """R, the rows of a matrix that belong to one point."""
+        """Number R of rows of a matrix per point."""
         return self.num_outputs if self.kind == "full" else 1
 
     @property
     def num_matrices(self) -> int:
-        """K, the matrices between two sets of points."""
+        """Number K of matrices between two sets of points."""
         return self.num_outputs if self.kind == "independent" else 1
 
     @property
@@ -59,13 +59,13 @@ class OutputStructure:
         return torch.arange(self.num_outputs) if self.kind == "independent" else torch.tensor(0)
 
     def reduce_blocks(self, blocks: Float[Tensor, "n C C"]) -> Float[Tensor, "n K R R"]:
-        """Return what the structure makes of each of n blocks K(x_i, x_i)."""
+        """Return the reduced form of each of n blocks K(x_i, x_i)."""
         R = self.rows_per_point
         return torch.einsum(_EQUATIONS[self.kind], blocks).reshape(len(blocks), self.num_matrices, R, R)
 
 
 def parse_outputs(outputs: Outputs, num_outputs: int) -> tuple[OutputStructure, Int[Tensor, "*batch"]]:
-    """Return the structure that a kernel's argument `outputs` asks for, and the matrices that the kernel takes of it.
+    """Return the structure for a kernel's argument `outputs`, and the indices of the matrices that the kernel uses.
 
     Args:
         outputs: "full", "independent", "trace" or a class index; see `EPKKernel`.
@@ -73,7 +73,7 @@ def parse_outputs(outputs: Outputs, num_outputs: int) -> tuple[OutputStructure, 
 
     Returns:
         The structure, and the index of a matrix for every element of the kernel's batch: 0 .. C - 1 for "independent"
-        (batch shape [C]), the class index or 0 else (batch shape []).
+        (batch shape [C]); otherwise the class index or 0 (batch shape []).
 
     Raises:
         TypeError: `outputs` is neither a string nor an integer.
@@ -95,8 +95,8 @@ class BlockCache:
     """A bounded store of blocks that evicts the least recently used one first.
 
     Blocks are copied on their way in and out, so that nobody can edit a stored one, and only the caller stores: a
-    computation that fails leaves nothing behind. A deep copy is the same store (a GPyTorch kernel is deep-copied
-    whenever it is indexed); a pickled one is restored empty. Threads may share a store.
+    failed computation leaves nothing behind. A deep copy is the same store (GPyTorch deep-copies a kernel whenever it
+    is indexed); a pickled store is restored empty. Threads may share a store.
 
     Args:
         max_bytes: Upper limit for the sum of all stored blocks; 0 stores nothing.
@@ -122,7 +122,7 @@ class BlockCache:
         return len(self._blocks)
 
     def get(self, key: Hashable) -> Shaped[Tensor, "..."] | None:
-        """Return a copy of the block that is stored under a key, or None."""
+        """Return a copy of the block stored under a key, or None."""
         with self._lock:
             block = self._blocks.get(key)
             if block is None:
@@ -142,7 +142,7 @@ class BlockCache:
                 self._blocks.popitem(last=False)
 
     def computed(self, key: Hashable, compute: Callable[[], Tensor]) -> Shaped[Tensor, "..."]:
-        """Return the block that is stored under a key; compute and store it if there is none."""
+        """Return the block stored under a key; compute and store it if there is none."""
         block = self.get(key)
         if block is None:
             block = compute()
@@ -163,16 +163,16 @@ class BlockCache:
 
 @dataclass(frozen=True, eq=False)
 class KernelConfig:
-    """What all copies of one GPyTorch kernel share: the values never change, and the cache only saves time.
+    """The shared part of all copies of one GPyTorch kernel: the values never change, and the cache only saves time.
 
     GPyTorch deep-copies a kernel whenever it is indexed or expanded; a deep copy of a configuration is itself.
 
     Attributes:
         path_kernel: The kernel, with values in C x C blocks.
-        structure: What is made of such a block.
-        options: How blocks are computed.
-        cache: Blocks that have been computed, as the path kernel has them.
-        is_cosine: Values are divided by the square roots of the kernel's own diagonal at both points.
+        structure: The reduction of such a block.
+        options: Options of the computation of blocks.
+        cache: Computed blocks, in the form of the path kernel.
+        is_cosine: Whether values are divided by the square roots of the kernel's own diagonal at both points.
     """
 
     path_kernel: PathKernel
@@ -191,12 +191,12 @@ class KernelConfig:
 
     @property
     def cache_key(self) -> tuple[object, ...]:
-        """What a cached block depends on beside the points: run, structure, head, rule and path."""
+        """Everything except the points that a cached block depends on: run, structure, head, rule and path."""
         kernel = self.path_kernel
         return kernel.trajectory.digest, self.structure, kernel.head, repr(kernel.rule), kernel.path
 
     def _key(self, kind: str, *points: object) -> Hashable:
-        """Return the key of a block, for a cache that keeps any."""
+        """Return the key of a block, for a cache that keeps any block."""
         return (
             (kind, self.cache_key, *(p.key if isinstance(p, PointSets) else p for p in points))
             if self.cache.max_bytes
@@ -228,7 +228,7 @@ class KernelConfig:
 
     @torch.no_grad()
     def diagonal_blocks(self, x: PointSets) -> Float[Tensor, "N C C"]:
-        """Evaluate the C x C block of every point with itself, whatever the structure, at the cost of N blocks."""
+        """Evaluate the C x C block of every point with itself, for any structure, at the cost of N blocks."""
         key = self._key("diagonal", x)
         if (found := self.cache.get(key)) is not None:
             return found
@@ -251,9 +251,9 @@ class KernelConfig:
 
         Args:
             x: Sets whose batch broadcasts to d.
-            y: Likewise; the sides are one where they are one object.
-            matrices: Which of the structure's K matrices each pair has.
-            own_sets: The sides whose equal sets stay apart, to have a gradient each.
+            y: Sets whose batch broadcasts to d; the sides are the same if they are the same object.
+            matrices: The index of each pair's matrix among the structure's K matrices.
+            own_sets: Whether equal sets on each side stay separate, so that each has a gradient.
         """
 
         def side(z: PointSets, stay_apart: bool) -> PointsOfPairs:

@@ -19,13 +19,13 @@ from epk_gp.quadrature import rules
 
 Normalization = Literal["cosine", "mean_diagonal"] | float | int | None
 
-# Training copies whose diagonal is averaged, at most. The relative standard error of the mean of 1000 is 1/32 of the
-# diagonal's relative spread: enough for a scale that is arbitrary, at a cost that does not grow with the training set.
+# Largest number of training copies whose diagonal is averaged. The relative standard error of the mean of 1000 is 1/32
+# of the diagonal's relative spread: enough for an arbitrary scale, at a cost that does not grow with the training set.
 NORMALIZATION_POINTS = 1000
 
 
 def mean_diagonal(diagonal: Float[Tensor, "..."]) -> float:
-    """Return what a kernel's values are divided by for a mean diagonal of 1.
+    """Return the divisor of a kernel's values that gives a mean diagonal of 1.
 
     Raises:
         ValueError: The mean diagonal is not positive.
@@ -39,7 +39,7 @@ def mean_diagonal(diagonal: Float[Tensor, "..."]) -> float:
     return scale
 
 
-CACHE_BYTES = 512 * 2**20  # of blocks that a kernel keeps: a float64 matrix of 8192 rows
+CACHE_BYTES = 512 * 2**20  # size of the blocks that a kernel keeps: a float64 matrix of 8192 rows
 
 UNSUPPORTED_OPTIONS = ("progress", "checkpoint", "accumulate")  # GPyTorch calls a kernel many times, for small blocks
 
@@ -48,57 +48,56 @@ UNSUPPORTED_OPTIONS = ("progress", "checkpoint", "accumulate")  # GPyTorch calls
 class EPKKernel(gpytorch.kernels.Kernel):  # type: ignore[misc]  # gpytorch ships no types
     """The exact path kernel between training and test copies (Definition 3.4 and Theorem 3.7, Bell et al. 2023).
 
-    Points are rows of flattened inputs, which are test copies; or rows made with `train_copy` and `test_copy`, the
-    flattened input and then the copy column. There is nothing to learn in it: the network's weights are no parameters
-    of the kernel. Values have the dtype of the points, and each block is computed once (see `BlockCache`). They can be
+    Points are rows of flattened inputs, which are test copies; or rows made with `train_copy` and `test_copy`: the
+    flattened input, then the copy column. The kernel has nothing to learn: the network's weights are not parameters of
+    the kernel. Values have the dtype of the points, and each block is computed once (see `BlockCache`). They can be
     differentiated with respect to the points, once and in reverse mode (a second derivative raises a RuntimeError,
     `torch.func` a TypeError); the copy column gets the gradient 0. A state dict holds the run's digest: it loads only
     into a kernel of the same run.
 
-    In a sum or product the other kernel should not see the copy column, for which the two copies of one input are a
-    distance of 6e-6 apart: `kernel * RBFKernel(active_dims=kernel.input_dims)`.
+    In a sum or product the other kernel should not see the copy column, in which the two copies of one input differ by
+    6e-6: `kernel * RBFKernel(active_dims=kernel.input_dims)`.
 
-    Threads may share a kernel. Its cache keeps no block of a computation that failed, and none of points that were
-    edited while it was computed.
+    Threads may share a kernel. Its cache keeps no block of a failed computation, and none of points that were edited
+    during the computation.
 
-    Derivatives are computed anew in every backward pass. Measured: a variational step that learns its inducing points
-    takes 2.3 to 4.3 times one with fixed points, whose own block is kept, or 3.2 to 9 times for cosines. Points that
-    are joined with others, as training with test points in a posterior, are left out where nobody uses their gradient;
-    should the joint tensor retain its own, it is NaN there. Inducing points that all classes share are differentiated
-    as one set.
-    Parameters that belong to no layer are differentiated sample by sample: such networks take many times longer, and
-    fewer points or steps are what helps.
+    Derivatives are computed again in every backward pass. Measured: a variational step that learns its inducing points
+    takes 2.3 to 4.3 times as long as one with fixed points, whose own block is kept, or 3.2 to 9 times for cosines.
+    Points that are joined with others, such as training with test points in a posterior, are skipped if nobody uses
+    their gradient; if the joint tensor retains its own gradient, it is NaN there. Inducing points that all classes
+    share are differentiated as one set. Parameters outside layers are differentiated sample by sample: such networks
+    take many times longer; use fewer points or steps.
 
     Args:
         trajectory: Training run with C outputs.
-        outputs: What to make of the C x C block K(x, x') of two points:
-            "full" - all of it. A Gram matrix has n * C rows; row i * C + k is class k of point i.
+        outputs: The part of the C x C block K(x, x') of two points that the kernel uses:
+            "full" - the whole block. A Gram matrix has n * C rows; row i * C + k is class k of point i.
             "independent" - one kernel per class, K(x, x')[c, c], as a batch of shape [C].
             "trace" - sum_c K(x, x')[c, c], one scalar kernel.
             an integer c - K(x, x')[c, c].
-        head: "logits" or "log_softmax"; None follows the loss: "log_softmax" for cross entropy, else "logits".
+        head: "logits" or "log_softmax"; None follows the loss: "log_softmax" for cross entropy, otherwise "logits".
         rule: Quadrature rule.
-        path: Along which test copies move. `chords(every=k)` evaluates them once for k steps: another kernel of the
-            run, positive semi-definite as well.
+        path: The path of test copies. `chords(every=k)` evaluates them once for k steps: another kernel of the run,
+            also positive semi-definite.
         normalize: None; a positive number to divide by; "mean_diagonal", the mean diagonal of this kernel (over points
             and, for "full" and "independent", classes) on at most 1000 evenly spaced training copies; or "cosine",
             which divides each row and column by the square root of the kernel's own diagonal there. Every matrix of
-            cosines is a correlation matrix, its diagonal 1 exactly.
-        cache_bytes: Limit for the blocks that are kept; 0 keeps none.
+            cosines is a correlation matrix with a diagonal of exactly 1.
+        cache_bytes: Limit for the kept blocks; 0 keeps none.
         active_dims: Columns of wider inputs to use; the copy column, if there is one, last.
         options: `memory_budget`, see `ComputeOptions`.
 
     Attributes:
-        config: What all copies of the kernel share.
-        outputs: As given.
-        scale: What all values are divided by; 1.0 without normalization and for cosines.
+        config: The shared part of all copies of the kernel.
+        outputs: The argument `outputs`.
+        scale: Divisor of all values; 1.0 without normalization and for cosines.
 
     Raises:
-        TypeError: `outputs`, `rule`, `path` or `normalize` is of the wrong kind, or an option is unknown.
-        ValueError: `outputs`, `head` or `normalize` is not known, or the class does not exist.
+        TypeError: `outputs`, `rule`, `path` or `normalize` has a wrong type, or an option is unknown.
+        ValueError: `outputs`, `head` or `normalize` is unknown, or the class does not exist.
     """
 
-    _source: ClassVar[str] = "run"  # what the kernel is of
+    _source: ClassVar[str] = "run"  # origin of the kernel
 
     def __init__(
         self,
@@ -165,11 +164,11 @@ class EPKKernel(gpytorch.kernels.Kernel):  # type: ignore[misc]  # gpytorch ship
         return tuple(range(torch.Size(self.trajectory.input_shape).numel()))
 
     def num_outputs_per_input(self, x1: Tensor, x2: Tensor) -> int:
-        """Count the rows per point: C for outputs="full", else 1."""
+        """Count the rows per point: C for outputs="full", otherwise 1."""
         return self.config.structure.rows_per_point
 
     def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Tensor]]:
-        """List the buffers that have the batch's shape; `active_dims` has not, and GPyTorch would index it."""
+        """List the buffers that have the batch's shape; `active_dims` has another, and GPyTorch would index it."""
         for name, buffer in super().named_buffers(*args, **kwargs):
             if name.rpartition(".")[2] != "active_dims":
                 yield name, buffer
@@ -192,7 +191,7 @@ class EPKKernel(gpytorch.kernels.Kernel):  # type: ignore[misc]  # gpytorch ship
             tagged = [tag_points(self.trajectory, x) for x in points]
             validate_batches(self._matrices.shape, *points)
             x1, x2 = tagged if has_widths else (x1, x2)
-        if diag:  # GPyTorch takes (C, n) for a matrix where n = C and the points have no batch of their own
+        if diag:  # GPyTorch takes (C, n) for a matrix if n = C and the points have no batch
             x1 = x1[(None,) * (self._matrices.ndim + 2 - x1.ndim)]
             x2 = x2 if x2 is None else x2[(None,) * (self._matrices.ndim + 2 - x2.ndim)]
         return super().__call__(x1, x2, diag=diag, last_dim_is_batch=last_dim_is_batch, **params)
@@ -210,17 +209,17 @@ class EPKKernel(gpytorch.kernels.Kernel):  # type: ignore[misc]  # gpytorch ship
         Args:
             x1: (*b, n, D + 1), or (*b, n, D) for test copies.
             x2: (*c, m, D + 1) or (*c, m, D); b, c and the kernel's batch shape broadcast to d.
-            diag: Only the diagonal, for n = m.
-            last_dim_is_batch: Must be False: a column of a point is no point.
+            diag: Whether to compute only the diagonal, for n = m.
+            last_dim_is_batch: Must be False: a column of a point is not a point.
             params: Ignored.
 
         Returns:
-            (*d, n * R, m * R), or (*d, n * R) with `diag`; R = C for outputs="full", else 1.
+            (*d, n * R, m * R), or (*d, n * R) with `diag`; R = C for outputs="full", otherwise 1.
 
         Raises:
-            TypeError: Points of a kind that the kernel cannot take, inside a transformation of `torch.func`, or with a
-                forward-mode tangent.
-            ValueError: Points that the kernel cannot take, or, for cosines, a point whose kernel with itself is zero.
+            TypeError: The kernel cannot take points of this kind, or they are inside a transformation of `torch.func`,
+                or have a forward-mode tangent.
+            ValueError: The kernel cannot take the points, or, for cosines, the kernel of a point with itself is zero.
         """
         if last_dim_is_batch:
             raise ValueError("last_dim_is_batch must be False: got True, but a single column of a point is no point.")
@@ -233,7 +232,7 @@ class EPKKernel(gpytorch.kernels.Kernel):  # type: ignore[misc]  # gpytorch ship
         return values if self.scale == 1 else values / self.scale
 
     def get_extra_state(self) -> UInt8[Tensor, " bytes"]:
-        """Return the run's digest for the state dict; a tensor, as BoTorch copies state dicts entry by entry."""
+        """Return the run's digest for the state dict: a tensor, as BoTorch copies state dicts entry by entry."""
         return torch.tensor(list(bytes.fromhex(self.trajectory.digest)), dtype=torch.uint8)
 
     def set_extra_state(self, state: Shaped[Tensor, " bytes"]) -> None:

@@ -13,9 +13,9 @@ from epk_gp.core.inputs import Inputs, Points, pack_inputs
 from epk_gp.core.step import content_key
 from epk_gp.core.trajectory import Trajectory
 
-# The copy column's entries: of floating-point rows, and of integers. No column of a table holds such numbers by chance,
-# as a label or a task of 0 and 1 would. float16 and bfloat16 hold the fractions exactly, float32 both; the copies of
-# one point lie 6e-6 apart.
+# The copy column's entries, for rows of floating-point numbers and of integers. No column of a table contains such
+# numbers by chance, unlike a label or a task of 0 and 1. float16 and bfloat16 represent the fractions exactly, float32
+# both; the copies of one point are 6e-6 apart.
 _TEST_MARKS, _TRAIN_MARKS = ((m * 2.0**-20, -m * 2**20) for m in (151, 157))
 
 
@@ -26,12 +26,12 @@ def train_copy(X: Inputs) -> Shaped[Tensor, "n columns"]:
         X: n inputs of any shape, a tensor or several (a tuple or dict); each is flattened to D numbers.
 
     Returns:
-        (n, D + 1): the flattened inputs, and a last column of a number that stands for x_I = 1 and that no table has by
+        (n, D + 1): the flattened inputs, and a last column with a number that marks x_I = 1 and that no table has by
         chance. The dtype is that of the inputs; integers of less than 32 bits become int64.
 
     Raises:
-        TypeError: The inputs are not a tensor, or complex or Boolean.
-        ValueError: The inputs have no dimension of points and one of values, or a value is not finite.
+        TypeError: The inputs are not a tensor, or are complex or Boolean.
+        ValueError: The inputs do not have the shape (n, ...), or a value is not finite.
     """
     return _with_copy_column(X, _TRAIN_MARKS)
 
@@ -43,11 +43,11 @@ def test_copy(X: Inputs) -> Shaped[Tensor, "n columns"]:
         X: n inputs of any shape, a tensor or several (a tuple or dict); each is flattened to D numbers.
 
     Returns:
-        (n, D + 1): the flattened inputs, and a last column of a number that stands for x_I = 0, as of `train_copy`.
+        (n, D + 1): the flattened inputs, and a last column with a number that marks x_I = 0, as in `train_copy`.
 
     Raises:
-        TypeError: The inputs are not a tensor, or complex or Boolean.
-        ValueError: The inputs have no dimension of points and one of values, or a value is not finite.
+        TypeError: The inputs are not a tensor, or are complex or Boolean.
+        ValueError: The inputs do not have the shape (n, ...), or a value is not finite.
     """
     return _with_copy_column(X, _TEST_MARKS)
 
@@ -74,7 +74,7 @@ def _append(rows: Tensor, marks: tuple[float, int]) -> Tensor:
 
 
 def has_mark(x: Shaped[Tensor, "*n columns"], marks: tuple[float, int] = _TRAIN_MARKS) -> Bool[Tensor, "*n"]:
-    """Return which rows with a copy column are training copies, or have other marks."""
+    """Return a mask of the rows whose copy column has given marks, by default those of training copies."""
     column = x[..., -1].double()  # in a narrow dtype a comparison would round the mark
     return (column == marks[0]) | (column == marks[1])
 
@@ -90,7 +90,7 @@ def _validate_entries(X: Tensor) -> None:
 
 
 def tag_points(trajectory: Trajectory, x: Shaped[Tensor, "*n columns"]) -> Shaped[Tensor, "*n columns_and_1"]:
-    """Return points with a copy column: rows that have none are test copies. Gradients flow back to them.
+    """Return points with a copy column: rows without one become test copies. Gradients flow back to the points.
 
     Args:
         trajectory: The run.
@@ -100,12 +100,11 @@ def tag_points(trajectory: Trajectory, x: Shaped[Tensor, "*n columns"]) -> Shape
         (..., n, D + 1); the same object if it has a copy column.
 
     Raises:
-        TypeError: `x` is not a tensor, or its entries are complex or Boolean, or not float32 or float64 where the
+        TypeError: `x` is not a tensor, or its entries are complex or Boolean, or not float32 or float64 although the
             network takes floating-point numbers, or it is inside a transformation of `torch.func`, or has a
             forward-mode tangent.
-        ValueError: The rows have another width than the run's inputs with or without the copy column, there are none,
-            the last column is no copy column, a value is not finite, or a gradient with respect to integers is asked
-            for.
+        ValueError: The rows have a wrong width, there are no rows, the last column is not a copy column, a value is not
+            finite, or a gradient with respect to integers is requested.
     """
     if not isinstance(x, Tensor):
         raise TypeError(
@@ -147,7 +146,7 @@ def tag_points(trajectory: Trajectory, x: Shaped[Tensor, "*n columns"]) -> Shape
 
 
 def validate_batches(batch_shape: torch.Size, *points: Shaped[Tensor, "..."]) -> None:
-    """Raise if batches of points do not go together with each other and with a kernel's batch.
+    """Raise if batches of points do not fit each other or the kernel's batch.
 
     Args:
         batch_shape: The kernel's batch shape: [C] if it has one matrix per class.
@@ -174,19 +173,18 @@ def requires_graph(x: Shaped[Tensor, "*n"]) -> bool:
 
 def is_transformed(x: Shaped[Tensor, "*n"]) -> bool:
     """Return whether x is inside `torch.func.grad`, `vmap` or another transformation, where a tensor has no data."""
-    of_torch = torch._C._functorch  # which has no public names for this
+    of_torch = torch._C._functorch  # torch has no public names for this
     return of_torch.is_functorch_wrapped_tensor(x) or of_torch.is_legacy_batchedtensor(x)
 
 
 @dataclass(frozen=True, eq=False)
 class PointSets:
-    """Sets of n points each, parsed and copied: should another thread edit them meanwhile, these stay as they are.
+    """Sets of n points each, parsed and copied: later edits of the originals by another thread do not change them.
 
     Attributes:
-        rows: The points as they were given, with the copy column, (*b, n, D + 1). Gradients flow back to them.
-        X: Inputs, (*c, n, ...). A batch dimension along which one set repeats, as SVGP and BoTorch repeat points, has
-            size 1.
-        is_train: Whether they are training copies, (*c, n).
+        rows: The given points, with the copy column, (*b, n, D + 1). Gradients flow back to them.
+        X: Inputs, (*c, n, ...). A batch dimension along which one set repeats, as in SVGP and BoTorch, has size 1.
+        is_train: Whether each point is a training copy, (*c, n).
     """
 
     rows: Shaped[Tensor, "*b n columns"]
@@ -218,18 +216,18 @@ class PointSets:
         return Points(self.X.flatten(0, self.is_train.ndim - 1), self.is_train.flatten())
 
     def singles(self) -> "PointSets":
-        """Return the sets of one point each that these consist of."""
+        """Return sets of one point each, one for each point of these sets."""
         inner = self.is_train.ndim
         return PointSets(self.rows.unsqueeze(-2), self.X.unsqueeze(inner), self.is_train.unsqueeze(inner))
 
     def split(self, size: int) -> "list[PointSets]":
-        """Split one set into sets of at most so many points."""
+        """Split one set into sets with at most this many points."""
         return [
             PointSets(*own) for own in zip(*(z.split(size) for z in (self.rows, self.X, self.is_train)), strict=True)
         ]
 
     def equals(self, other: "PointSets") -> bool:
-        """Return whether both are the same points, their batches broadcast, with values of one dtype."""
+        """Return whether both have the same points, after broadcasting their batches, and values of the same dtype."""
         if self is other:
             return True
         if self.count != other.count or self.rows.dtype != other.rows.dtype:
@@ -241,15 +239,15 @@ class PointSets:
 def parse_points(
     trajectory: Trajectory, x: Shaped[Tensor, "*n columns"], dtype: torch.dtype | None = None
 ) -> PointSets:
-    """Check points as a kernel takes them, and parse them.
+    """Check and parse points for a kernel.
 
     Args:
-        trajectory: The run, which knows the shape and the kind of its inputs.
-        x: As of `tag_points`.
-        dtype: Of the parsed rows; by default their own.
+        trajectory: The run, which determines the shape and the kind of the inputs.
+        x: Points, as in `tag_points`.
+        dtype: Dtype of the parsed rows; by default their own.
 
     Raises:
-        TypeError, ValueError: As of `tag_points`; or an entry is no integer of the kind that the network takes.
+        TypeError, ValueError: As in `tag_points`; or an entry is not an integer of the kind that the network takes.
     """
     rows, kind = tag_points(trajectory, x).to(dtype), trajectory.inputs.dtype
     distinct = _without_repeated_sets(rows.detach())

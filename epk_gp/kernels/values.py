@@ -1,9 +1,10 @@
-"""Values of a GPyTorch kernel, as they are or as cosines, and their derivatives.
+"""Values of a GPyTorch kernel, plain or as cosines, and their derivatives.
 
-GPyTorch joins fixed points with those that are optimised, training with test points or data with inducing points, and
-hands over slices of the joint tensor. All of them require gradients then, although those of the fixed points are thrown
-away: with BoTorch they would be most of the work, as every restart has its own copy of the training points. Measured,
-50 training points and 10 restarts: 4 to 17 times the whole. So a backward pass asks what of a gradient is used.
+GPyTorch joins fixed points with optimised ones, such as training with test points or data with inducing points, and
+passes slices of the joint tensor. All of them then require gradients, although the gradients of the fixed points are
+discarded: with BoTorch they would be most of the work, because every restart has its own copy of the training points.
+Measured, 50 training points and 10 restarts: 4 to 17 times the total. So a backward pass finds out which part of a
+gradient is used.
 """
 
 from collections.abc import Sequence
@@ -16,13 +17,13 @@ from torch import Tensor
 from epk_gp.kernels.blocks import KernelConfig
 from epk_gp.kernels.tagging import PointSets, is_transformed, requires_graph
 
-_ROWS = 1024  # of a matrix that are multiplied at a time, so that no second matrix is made
+_ROWS = 1024  # rows of a matrix that are multiplied at a time, so that no second matrix is needed
 
-# Rounding errors up to which weights count as symmetric, relative to the largest one: those that reach K(Z, Z) through
-# GPyTorch's Cholesky factor differ from their transpose by 1 to 3 of them.
+# Rounding errors up to which weights count as symmetric, relative to the largest one: weights that reach K(Z, Z)
+# through GPyTorch's Cholesky factor differ from their transpose by 1 to 3 of them.
 _SYMMETRIC = 16
 
-# Backward functions of operations that move numbers, and do not change them.
+# Backward functions of operations that move numbers without changing them.
 _MOVES = {
     f"{name}Backward{version}"
     for name in (
@@ -36,26 +37,26 @@ _MOVES = {
 def kernel_values(
     config: KernelConfig, x: PointSets, y: PointSets, matrices: Int64[Tensor, "*k"], *, diag: bool = False
 ) -> Float[Tensor, "*d rows"] | Float[Tensor, "*d rows cols"]:
-    """Evaluate a kernel, or its diagonal, with derivatives where a side asks for them.
+    """Evaluate a kernel, or its diagonal, with derivatives for the sides that require them.
 
-    A kernel of cosines is divided by the square roots of its own diagonal at both points. Where both sides are the same
-    points its diagonal is 1, exactly, and so is its derivative 0.
+    A kernel of cosines is divided by the square roots of its own diagonal at both points. If both sides are the same
+    points, its diagonal is exactly 1, and the derivative of the diagonal is 0.
 
     Args:
         config: The kernel.
         x: Sets of n points, whose batch b broadcasts to d.
-        y: Sets of m points, likewise.
-        matrices: Which of the structure's K matrices, (*k); it broadcasts to d.
-        diag: Only the diagonal, for n = m.
+        y: Sets of m points, whose batch broadcasts to d.
+        matrices: Indices into the structure's K matrices, (*k); they broadcast to d.
+        diag: Whether to compute only the diagonal, for n = m.
 
     Raises:
-        ValueError: A cosine is asked for at a point whose kernel with itself is zero.
+        ValueError: A cosine is requested at a point whose kernel with itself is zero.
     """
     evaluate = _diagonal if diag else _raw_values
     if not config.is_cosine:
         return evaluate(config, x, y, matrices)
     R, same, has_graph = config.structure.rows_per_point, x.equals(y), requires_graph(x.rows) or requires_graph(y.rows)
-    if x is y and has_graph and not diag:  # the matrix has the diagonal, and one gradient is enough
+    if x is y and has_graph and not diag:  # the matrix contains the diagonal, and one gradient is enough
         values = _raw_values(config, x, y, matrices)
         left = right = inverse_norms_of(values.diagonal(dim1=-2, dim2=-1), R)
         return cosine_of(values, left, right, same_points=True)
@@ -79,16 +80,16 @@ def cosine_of(
     """Multiply kernel values by the inverse norms of both sides, in their own memory if they have no graph.
 
     Args:
-        values: Owned by the caller.
+        values: Kernel values, owned by the caller.
         left: 1 / sqrt(k(x, x)); e and f broadcast to d.
         right: 1 / sqrt(k(y, y)).
-        same_points: Both sides are the same points, so that the diagonal is 1.
+        same_points: Whether both sides are the same points, so that the diagonal is 1.
     """
     if values.requires_grad or left.requires_grad or right.requires_grad:
         cosine = values * (left[..., :, None] * right[..., None, :])
         ones = cosine.new_ones(cosine.shape[:-1])
         return cosine.diagonal_scatter(ones, dim1=-2, dim2=-1) if same_points else cosine
-    values = values.contiguous()  # a batch that repeats itself is expanded
+    values = values.contiguous()  # a repeated batch is expanded
     for rows in torch.arange(values.shape[-2]).split(_ROWS):
         part = slice(int(rows[0]), int(rows[-1]) + 1)
         # the factors are multiplied first, so that a symmetric matrix stays symmetric to the last bit
@@ -109,10 +110,10 @@ def point_blocks(
         first: Number of the first point in an error.
 
     Returns:
-        The blocks; and, of a kernel of cosines, the inverse norms of the rows that they were multiplied by.
+        The blocks; and, for a kernel of cosines, the inverse norms of the rows by which they were multiplied.
 
     Raises:
-        ValueError: A cosine is asked for at a point whose kernel with itself is zero.
+        ValueError: A cosine is requested at a point whose kernel with itself is zero.
     """
     values = config.structure.reduce_blocks(config.diagonal_blocks(x))
     if not config.is_cosine:
@@ -135,7 +136,7 @@ def normalized_block(
         config: The kernel.
         x: One set of n points.
         y: One set of m points.
-        norms: Inverse norms of both (`point_blocks`).
+        norms: Inverse norms of both sides (`point_blocks`).
 
     Returns:
         (K, n * R, m * R), owned by the caller.
@@ -145,11 +146,11 @@ def normalized_block(
 
 
 def inverse_norms_of(diagonal: Float[Tensor, "*d rows"], per_point: int, *, first: int = 0) -> Float[Tensor, "*d rows"]:
-    """Return what a cosine is multiplied by at each row.
+    """Return the factor of a cosine at each row.
 
     Args:
         diagonal: k(x, x) of every row.
-        per_point: Rows that belong to one point.
+        per_point: Number of rows per point.
         first: Number of the first point in an error.
 
     Raises:
@@ -169,7 +170,7 @@ def inverse_norms_of(diagonal: Float[Tensor, "*d rows"], per_point: int, *, firs
 
 
 def _diagonal(config: KernelConfig, x: PointSets, y: PointSets, matrices: Tensor) -> Tensor:
-    """Evaluate the diagonals of `_raw_values` only, (*d, n * R): every point is a set of its own."""
+    """Evaluate only the diagonals of `_raw_values`, (*d, n * R): every point is its own set."""
     single = x.singles()
     values = _raw_values(config, single, single if y is x else y.singles(), matrices[..., None])
     return values.diagonal(dim1=-2, dim2=-1).flatten(-2)
@@ -178,7 +179,7 @@ def _diagonal(config: KernelConfig, x: PointSets, y: PointSets, matrices: Tensor
 def _raw_values(config: KernelConfig, x: PointSets, y: PointSets, matrices: Tensor) -> Tensor:
     """Evaluate the kernel without normalisation, with derivatives: one matrix for each element of a batch.
 
-    Sets that only repeat themselves are computed once. One set against many sets is one block against one long set.
+    Repeated sets are computed once. One set against many sets is one block against one long set.
     """
     left, right = (z.is_train.shape[:-1] for z in (x, y))
     batch, (P, Q) = torch.broadcast_shapes(left, right), (left.numel(), right.numel())
@@ -210,11 +211,11 @@ def _select(values: Tensor, matrices: Tensor) -> Tensor:
 
 
 class _Values(torch.autograd.Function):
-    """Attach derivatives to values; they are computed when a backward pass asks for them.
+    """Attaches derivatives to values; they are computed when a backward pass requests them.
 
-    They can be asked for with `create_graph=True`, but not be differentiated again: that raises a RuntimeError. The
-    values are an argument, and not computed in `forward`: in there torch switches off the forward-mode derivatives that
-    the path kernel uses.
+    They can be requested with `create_graph=True`, but not be differentiated again: that raises a RuntimeError. The
+    values are an argument, not computed in `forward`: there, torch switches off the forward-mode derivatives that the
+    path kernel uses.
     """
 
     @staticmethod
@@ -243,7 +244,7 @@ class _Values(torch.autograd.Function):
 
 
 class _DifferentiatedOnce(torch.autograd.Function):
-    """Tie grads to all that they depend on; without it a second derivative would be 0, and nobody would see it."""
+    """Connects gradients to everything they depend on; otherwise a second derivative would silently be 0."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, y: Tensor, weights: Tensor, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -258,10 +259,10 @@ class _DifferentiatedOnce(torch.autograd.Function):
 
 
 def _asked_gradients(ctx: Any, weights: Tensor) -> list[Tensor | None]:
-    """Compute the gradients that a backward pass asks for; those that it throws away are NaN.
+    """Compute the gradients that a backward pass requests; discarded gradients are NaN.
 
-    Equal sets of which only the sum of their gradients is used, such as inducing points that all classes share, are
-    computed as one set.
+    Equal sets whose gradients are only used as a sum, such as inducing points that all classes share, are computed as
+    one set.
     """
     (config, *points, matrices), sides = ctx.of, list[tuple[bool, bool, bool]]()
     for z, is_asked, (node, _) in zip(points, ctx.needs_input_grad, ctx.next_functions, strict=False):
@@ -281,7 +282,7 @@ def _asked_gradients(ctx: Any, weights: Tensor) -> list[Tensor | None]:
     gradients = list[Tensor | None]()
     for number, (z, gradient) in enumerate(zip(points, found, strict=True)):
         total = torch.full_like(z.rows, torch.nan) if asked[number] and not wanted[number] else None
-        if gradient is not None:  # that of the first of equal sets, where only their sum is used; of the inputs
+        if gradient is not None:  # of the first of equal sets, if only their sum is used; for the inputs
             own = gradient.reshape(*(z.batch if own_sets[number] else z.is_train.shape[:-1]), z.count, -1)
             total = torch.zeros_like(z.rows)
             total[tuple(slice(size) for size in own.shape)] = own.to(total)
@@ -297,18 +298,18 @@ def _is_symmetric(x: PointSets, y: PointSets, weights: Tensor) -> bool:
 
 
 def _balanced(x: Tensor, dim: int) -> Tensor:
-    """Return random whole numbers in the shape of points whose sum over a dimension is 0."""
+    """Return random integers, in the shape of points, whose sum over a dimension is 0."""
     numbers = torch.randint(1, 1024, x.shape, generator=torch.Generator(x.device).manual_seed(0), device=x.device).to(x)
     numbers.select(dim, 0).sub_(numbers.sum(dim))
     return numbers
 
 
 def is_used(node: Any, gradient: Float[Tensor, "..."]) -> bool:
-    """Return whether the running backward pass uses anything of a gradient, behind what only moves or adds numbers.
+    """Return whether the running backward pass uses any part of a gradient, other than to move or add numbers.
 
     Args:
         node: The backward function that takes the gradient.
-        gradient: Ones, to ask for any use; or numbers that add up to 0, to ask for more than the use of their sum.
+        gradient: Ones, to test for any use; or numbers that sum to 0, to test for more than the use of their sum.
     """
     goes_on = _is_running(node) and any(source is not None and _is_running(source) for source, _ in node.next_functions)
     if torch.is_anomaly_enabled() or type(node).__name__ not in _MOVES or not goes_on:
@@ -321,5 +322,5 @@ def is_used(node: Any, gradient: Float[Tensor, "..."]) -> bool:
 def _is_running(node: Any) -> bool:
     try:
         return torch._C._will_engine_execute_node(node)
-    except RuntimeError:  # "A leaf node was passed": the gradient of that leaf is what was asked for
+    except RuntimeError:  # "A leaf node was passed": the gradient of that leaf was requested
         return True

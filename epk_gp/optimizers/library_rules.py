@@ -1,11 +1,11 @@
-"""Update rules of optimizers that are not torch's, as `schedulefree` and `pytorch_optimizer` write them.
+"""Update rules of optimizers outside torch, as implemented by `schedulefree` and `pytorch_optimizer`.
 
-They are candidates, found by the name of a class. Every step of a recording is compared with its rule's: a class of the
-same name that does something else is an error and no wrong result. timm's and other copies of the same algorithm
-have the same rule where options and state have these names.
+They are candidates, found by the name of a class. Every recorded step is compared with its rule: a class of the same
+name with another algorithm raises an error and never gives a wrong result. timm's and other versions of the same
+algorithm have the same rule if options and state have these names.
 
-Some of them write into gradients, so that all rules here read the gradient as it was before the step. Options that are
-attributes of such an optimizer (`maximize`, `eps1`) stand among those of its groups.
+Some of these optimizers write into gradients, so all rules here read the gradient before the step. Options that are
+attributes of such an optimizer (`maximize`, `eps1`) are listed among those of its groups.
 
 **Schedule-free** optimizers (Defazio et al. 2024) evaluate gradients at y, between a base sequence z and its average x:
 
@@ -15,7 +15,7 @@ The weights that the loop trains, and that are recorded, are y. With the buffer 
 
     u' = (1 - c) u - (r + k) g,    y' - y = c u + k g,    k = r (beta (1 - c) - 1)
 
-x, which `optimizer.eval()` puts into the network, is an average of the recorded weights: eliminating z gives
+x, the weights that `optimizer.eval()` sets, is an average of the recorded weights: eliminating z gives
 
     x' = (1 - a) x + a y',    a = c / (1 - beta (1 - c))
 
@@ -36,7 +36,7 @@ from epk_gp.optimizers.update_rules import GRADIENT, OPTIONS, WEIGHTS, LinearSte
 
 
 def _step(group: Options, rate: float | Tensor, **coefficients: Any) -> LinearStep:
-    """Add the sign of the gradient, and the decay of the weights: decoupled, at a rate, unless it is coupled."""
+    """Add the sign of the gradient, and the decay of the weights: decoupled, with a rate, unless it is coupled."""
     decay, is_decoupled = float(group.get("weight_decay", 0.0)), group.get("weight_decouple", True)
     factor = float(rate) if is_decoupled and not group.get("fixed_decay") else 1.0
     added = {"decoupled_decay" if is_decoupled else "weight_decay": decay * factor}
@@ -52,7 +52,7 @@ def _mean(beta: float) -> dict[str, Any]:
 
 
 def _h(group: Options, before: Options) -> Tensor:
-    """Return the gradient as the optimizer uses it, with its sign and the coupled decay."""
+    """Return the gradient in the optimizer's form, with its sign and the coupled decay."""
     g: Tensor = _sign(group) * before[GRADIENT]
     is_coupled = not group.get("weight_decouple", True) and group["weight_decay"]
     return g.add(before[WEIGHTS], alpha=group["weight_decay"]) if is_coupled else g
@@ -63,7 +63,7 @@ def _debiased(beta: float, count: float | int) -> float:
 
 
 def _rate_of_mean(group: Options) -> float:
-    """Return the learning rate over the first moment's bias correction."""
+    """Return the learning rate divided by the first moment's bias correction."""
     bias = 1.0 if group.get("adam_debias") else _debiased(float(group["betas"][0]), group["step"])
     return float(group["lr"]) / bias
 
@@ -104,7 +104,7 @@ def _stable_adamw(p: nn.Parameter, group: Options, before: Options, after: Optio
 
 
 def _scale_in_place(p: nn.Parameter, group: Options, before: Options) -> float:
-    """Return the factor of the gradient where the optimizer clips the norm of all gradients in place."""
+    """Return the factor of the gradient if the optimizer clips the norm of all gradients in place."""
     g, sign = before[GRADIENT], _sign(group)
     is_clipped = group["max_grad_norm"] and p.grad is not None and bool(g.any())
     return sign * abs(float((p.grad * g).sum() / g.square().sum())) if is_clipped else sign
@@ -124,13 +124,13 @@ def _lamb(p: nn.Parameter, group: Options, before: Options, after: Options) -> L
 
 
 def _prodigy(p: nn.Parameter, group: Options, before: Options, after: Options) -> LinearStep:
-    """The estimated distance d scales the gradients of a step as it was before the step."""
+    """The estimated distance d from before the step scales the step's gradients."""
     (beta1, beta2), old = map(float, group["betas"]), before[OPTIONS]
     d, count = float(old["d"]), old["step"]
     bias = _debiased(beta1, count) / math.sqrt(_debiased(beta2, count)) if group["bias_correction"] else 1.0
     rate = d * float(group["lr"]) / bias
     momentum_lr = rate / (after["exp_avg_sq"].sqrt() + float(group["d"]) * float(group["eps"]))
-    if not group["weight_decouple"]:  # the class adds a coupled decay to gradients that it has used already
+    if not group["weight_decouple"]:  # the class adds a coupled decay to gradients that were already used
         group = {**group, "weight_decay": 0.0}
     return _step(group, rate, momentum_lr=momentum_lr, beta=beta1, one_minus_dampening=d * (1 - beta1))
 
@@ -159,7 +159,7 @@ def _schedule_free(p: nn.Parameter, group: Options, before: Options, after: Opti
         v = after["max_exp_avg_sq"] if group.get("ams_bound") else v
         scale = 1 / ((v + 1e-15 if is_other else v).sqrt() + float(group["eps"]))  # pytorch_optimizer adds 1e-15
     k = rate * (beta * (1 - c) - 1)
-    of_u = c / (1 - c) if c < 1 else 0.0  # u is 0 where the average is the base sequence alone
+    of_u = c / (1 - c) if c < 1 else 0.0  # u is 0 if the average is the base sequence alone
     return LinearStep(
         lr=-(k + of_u * (rate + k)) * scale,
         momentum_lr=-of_u,
@@ -171,9 +171,9 @@ def _schedule_free(p: nn.Parameter, group: Options, before: Options, after: Opti
 
 
 def in_training_mode(optimizers: Sequence[Optimizer], weights: dict[int, Tensor]) -> dict[int, Tensor] | None:
-    """Return weights, by the `id` of their parameter, as schedule-free optimizers have them while they train.
+    """Return weights, by the `id` of their parameter, in the form that schedule-free optimizers use in training.
 
-    None where no optimizer is schedule-free.
+    None if no optimizer is schedule-free.
     """
     groups = [(optimizer, group) for optimizer in optimizers for group in optimizer.param_groups]
     if not any("train_mode" in group for _, group in groups):
@@ -193,7 +193,7 @@ def _lead(p: nn.Parameter, group: Options, state: Options) -> tuple[Tensor, ...]
 
 
 def _inverse_root(state: Options, kind: str) -> Tensor:
-    """Return the inverse root of a second moment that is kept as a product of rows and columns."""
+    """Return the inverse root of a second moment that is stored as a product of rows and columns."""
     row, column = (state[f"exp_avg_{kind}_{side}"] for side in ("row", "col"))
     result: Tensor = (row / row.mean(dim=-1, keepdim=True)).rsqrt()[..., None] * column.rsqrt()[..., None, :]
     return result
@@ -212,8 +212,8 @@ def _came(p: nn.Parameter, group: Options, before: Options, after: Options) -> L
 def _adan(p: nn.Parameter, group: Options, before: Options, after: Options) -> LinearStep:
     """The moving average of differences of gradients is linear in h and in the sum n' = beta2 n + h.
 
-    It is (1 - beta2) / beta2 (h - (1 - beta2) n'), where n begins so that the first difference is 0; or 2 h where the
-    loss is maximised, as the class keeps the first gradient with the other sign.
+    It is (1 - beta2) / beta2 (h - (1 - beta2) n'), where n starts so that the first difference is 0; or 2 h if the loss
+    is maximised, because the class keeps the first gradient with the other sign.
     """
     (beta1, beta2, beta3), count, lr = map(float, group["betas"]), group["step"], float(group["lr"])
     decay, first = lr * float(group["weight_decay"]), (1 - 2 * beta2 * group.get("maximize", False)) / (1 - beta2)
@@ -258,7 +258,7 @@ def _soap(p: nn.Parameter, group: Options, before: Options, after: Options) -> L
             f"SOAP must have matrices and vectors, as its steps turn each dimension by a matrix of its own: got "
             f"{shape}. Leave dimensions apart (merge_dims=False), and give other parameters another optimizer."
         )
-    if count == 0:  # the first gradient only makes the basis
+    if count == 0:  # the first gradient only creates the basis
         return LinearStep(beta=1.0)
     h = _sign(group) * before[GRADIENT]
     left, right, *_ = *(Q if len(Q) else None for Q in before["Q"]), None
@@ -266,7 +266,7 @@ def _soap(p: nn.Parameter, group: Options, before: Options, after: Options) -> L
     turned = turned if right is None else turned @ right
     v = before["exp_avg_sq"].lerp(turned.square(), 1 - beta2)
     rate = lr * (math.sqrt(_debiased(beta2, count)) / _debiased(beta1, count) if group["correct_bias"] else 1.0)
-    decay = lr * float(group["weight_decay"])  # after the step
+    decay = lr * float(group["weight_decay"])  # applied after the step
     scale = rate * (1 - decay) / (v.sqrt() + float(group["eps"]))
     inner = {"inner_left": None if left is None else left.T, "inner_right": right}
     outer = {"left": left, "right": None if right is None else right.T}
@@ -274,10 +274,10 @@ def _soap(p: nn.Parameter, group: Options, before: Options, after: Options) -> L
 
 
 def lookahead(inner: UpdateRule) -> UpdateRule:
-    """Return the rule of Lookahead over an optimizer: every k-th step ends between it and the slow weights.
+    """Return the rule of Lookahead over an optimizer: every k-th step ends between its weights and the slow ones.
 
-    The second buffer n is minus what the inner steps d have added since then: w - n are the slow weights. The step is
-    d + (1 - alpha) n' where it ends there.
+    The second buffer n is minus the sum of the inner steps d since then: w - n are the slow weights. A step with a
+    pull-back is d + (1 - alpha) n'.
     """
 
     def coefficients(p: nn.Parameter, group: Options, before: Options, after: Options) -> LinearStep:
@@ -312,7 +312,7 @@ def _adafactor(p: nn.Parameter, group: Options, before: Options, after: Options)
     return _step(group, rate, momentum_lr=1.0, beta=beta, one_minus_dampening=(1 - beta) * scale)
 
 
-_TABLE: tuple[tuple[Any, ...], ...] = (  # coefficients, names of classes, what is needed of the state before, buffers
+_TABLE: tuple[tuple[Any, ...], ...] = (  # coefficients, names of classes, needed entries of the state before, buffers
     (_lion, "Lion Tiger", ()),
     (_adabelief, "AdaBelief", ()),
     (_qhadam, "QHAdam", ()),
@@ -331,10 +331,10 @@ LIBRARY_RULES = {
     for coefficients, names, needs, *buffers in _TABLE
     for name in names.split()
 }
-# Options with which such a class makes other steps than its rule's.
+# Options for which such a class makes other steps than its rule.
 _OTHER_STEPS = ("rectify", "adanorm", "cautious", "use_gc", "stable_adamw", "normalize_gradient", "caution")
 
-# What the refusal of an unknown class shows.
+# Text shown when an unknown class is refused.
 TEMPLATE = """
     from epk_gp.optimizers.update_rules import LinearStep, UpdateRule
 
@@ -350,7 +350,7 @@ TEMPLATE = """
 
 
 def of_class(rule: UpdateRule, optimizer: Optimizer) -> UpdateRule:
-    """Return a library's rule for a class of its name, whose attributes stand among its options."""
+    """Return a library's rule for a class with its name; the class's attributes count as options."""
     kind = f"{type(optimizer).__module__}.{type(optimizer).__name__}"
     for option in _OTHER_STEPS:
         if any(group.get(option) for group in optimizer.param_groups):
@@ -369,7 +369,7 @@ def of_class(rule: UpdateRule, optimizer: Optimizer) -> UpdateRule:
 
 
 def orthogonalising_matrix(U: Tensor, coefficients: tuple[float, float, float], steps: int, eps: float) -> Tensor:
-    """Return the matrix Q that Muon's Newton-Schulz iteration multiplies an update U with, on its shorter side.
+    """Return the matrix Q by which Muon's Newton-Schulz iteration multiplies an update U on its shorter side.
 
     The iteration X <- (a I + b A + c A A) X with A = X X^T is a product of matrices on one side of U / max(|U|, eps).
     """
@@ -392,13 +392,13 @@ class NoOptimizer(Optimizer):
         super().__init__([p for p in net.parameters() if p.requires_grad], {"lr": 0.0})
 
     def keep(self, parameters: Mapping[str, nn.Parameter]) -> Mapping[str, Options]:
-        """Copy weights and gradients as they are before a step, and return them by name."""
+        """Copy weights and gradients before a step, and return them by name."""
         gradients = {name: p.grad.clone() for name, p in parameters.items() if p.grad is not None}
         self._before = [(p, p.detach().clone(), gradients.get(name)) for name, p in parameters.items()]
         return {name: {GRADIENT: g} for name, g in gradients.items()}
 
     def has_moved(self) -> bool:
-        """Return whether the weights moved since; set the learning rate to the one that comes nearest to how."""
+        """Return whether the weights moved since; set the learning rate to the best fit of the move."""
         moves = [(w.double() - p.detach(), g) for p, w, g in self._before]
         pairs = [(move, g.double()) for move, g in moves if g is not None]
         along, size = (float(sum((a * b).sum() for a, b in each)) for each in (pairs, [(g, g) for _, g in pairs]))

@@ -1,15 +1,15 @@
-"""The update rule of every optimizer of torch that takes one gradient a step, and of several on one network.
+"""The update rules of torch's optimizers that take one gradient per step, and of several optimizers on one network.
 
 Each rule reads the coefficients of a `LinearStep` from the optimizer's options and its state before and after the step.
-What an optimizer derives from the gradients themselves (second moments, signs, an orthogonalising matrix) is held as
-recorded: the step is linear in the gradients with these numbers. Some coefficients are proportional to a scale, as
-1 / (sqrt(v) + eps) with v a moving average of squares. `PRECONDITIONERS` has the scales that are computed entry by
-entry, as functions of what the optimizer keeps and of
+Values that an optimizer derives from the gradients themselves (second moments, signs, an orthogonalising matrix) are
+held as recorded: the step is linear in the gradients with these numbers. Some coefficients are proportional to a scale
+such as 1 / (sqrt(v) + eps), where v is a moving average of squares. `PRECONDITIONERS` contains the scales that are
+computed entry by entry, as functions of the optimizer's state and of
 
     h = grad_scale * g + weight_decay * w,
 
-so that a coefficient at other gradients is the recorded one times the ratio of both scales. Learning rates and their
-schedules are common factors and drop out.
+so that a coefficient for other gradients is the recorded one times the ratio of both scales. Learning rates and their
+schedules are common factors and cancel.
 """
 
 import math
@@ -29,25 +29,25 @@ from epk_gp.optimizers.library_rules import NoOptimizer, orthogonalising_matrix
 from epk_gp.optimizers.update_rules import GRADIENT, OPTIONS, WEIGHTS, LinearStep, Options, UpdateRule
 
 Memory = tuple[Tensor, ...]
-_BLOCK = 1 << 16  # entries on which several operations are made while they are in the processor's cache
+_BLOCK = 1 << 16  # entries that are processed together while they are in the processor's cache
 
 
 def _count(group: Options, state: Options) -> Any:
-    """Return the number of the step, from 1 on: as torch computes with it, a float32 tensor where it is capturable."""
+    """Return the number of the step, from 1 on, as torch computes it: a float32 tensor if it is capturable."""
     return state["step"] if group.get("capturable", False) else float(state["step"])
 
 
 def _as_computed(group: Options, value: Any) -> Any:
-    """Return an option as torch computes with it: a tensor stays one, with its rounding, but in fused kernels."""
+    """Return an option as torch uses it: a tensor stays a tensor, with its rounding, except in fused kernels."""
     if not isinstance(value, Tensor):
         return value
     return float(value) if group.get("fused", False) else value.detach().squeeze()
 
 
 def _step(group: Options, **coefficients: Any) -> LinearStep:
-    """Add what all optimizers have: the sign of the gradient, and the decay of the weights."""
+    """Add the common coefficients of all optimizers: the sign of the gradient, and the decay of the weights."""
     decay = group.get("weight_decay", 0.0)
-    if group.get("decoupled_weight_decay", group.get("weight_decouple", False)):  # weights times 1 - lr * weight_decay
+    if group.get("decoupled_weight_decay", group.get("weight_decouple", False)):  # times 1 - lr * weight_decay
         shrunk = 1 - float(1 - _as_computed(group, group["lr"]) * _as_computed(group, decay))
         coefficients = {"decoupled_decay": shrunk} | coefficients
     else:
@@ -65,7 +65,7 @@ def _sgd(p: nn.Parameter, group: Options, before: Options, after: Options) -> Li
     lr, mu, is_nesterov = float(group["lr"]), float(group.get("momentum", 0.0)), group.get("nesterov", False)
     if mu == 0:
         return _step(group, lr=lr, beta=1.0)
-    has_buffer = bool(before.keys() - {GRADIENT})  # torch starts it with the gradient itself
+    has_buffer = bool(before.keys() - {GRADIENT})  # torch initialises it with the gradient itself
     dampening = float(group.get("dampening", 0.0)) if has_buffer else 0.0
     buffer = {"beta": mu if has_buffer else 0.0, "one_minus_dampening": 1.0 - dampening}
     return _step(group, lr=lr if is_nesterov else 0.0, momentum_lr=lr * mu if is_nesterov else lr, **buffer)
@@ -99,7 +99,7 @@ def _adamax(p: nn.Parameter, group: Options, before: Options, after: Options) ->
 def _nadam(p: nn.Parameter, group: Options, before: Options, after: Options) -> LinearStep:
     lr, decay = _as_computed(group, group["lr"]), float(group["momentum_decay"])
     beta1, beta2 = map(float, group["betas"])
-    count, product = _count(group, after), float(after["mu_product"])  # the product of mu_1 .. mu_t
+    count, product = _count(group, after), float(after["mu_product"])  # product of mu_1 .. mu_t
     mu, mu_next = (float(beta1 * (1 - 0.5 * 0.96 ** (n * decay))) for n in (count, count + 1))
     denominator = (after["exp_avg_sq"] / float(1 - beta2**count)).sqrt() + float(group["eps"])
     rates = {"lr": lr * (1 - mu) / (1 - product), "momentum_lr": lr * mu_next / (1 - product * mu_next)}
@@ -112,7 +112,7 @@ def _radam(p: nn.Parameter, group: Options, before: Options, after: Options) -> 
     correction = 1 - beta2**count
     rho = float(rho_inf - 2 * count * beta2**count / correction)
     momentum_lr: float | Tensor = float(group["lr"]) / float(1 - beta1**count)
-    if rho > 5:  # before that, torch takes the momentum as it is
+    if rho > 5:  # before that, torch uses the momentum unscaled
         rectified = ((rho - 4) * (rho - 2) * rho_inf / ((rho_inf - 4) * (rho_inf - 2) * rho)) ** 0.5
         scale = rectified * float(correction**0.5)
         momentum_lr = momentum_lr * scale / (after["exp_avg_sq"].sqrt() + float(group["eps"]))
@@ -120,7 +120,7 @@ def _radam(p: nn.Parameter, group: Options, before: Options, after: Options) -> 
 
 
 def _sparse_adam(p: Any, group: Options, before: Options, after: Options) -> LinearStep:
-    """Adam on the entries of the sparse gradient; the buffers of the others keep what they hold."""
+    """Adam on the entries of the sparse gradient; the buffers of other entries stay unchanged."""
     beta1, beta2 = map(float, group["betas"])
     count, seen = float(after["step"]), torch.zeros(p.shape, dtype=torch.bool, device=p.device)
     seen[tuple(p.grad.coalesce().indices())] = True
@@ -152,13 +152,13 @@ def _adadelta(p: nn.Parameter, group: Options, before: Options, after: Options) 
 
 
 def _asgd(p: nn.Parameter, group: Options, before: Options, after: Options) -> LinearStep:
-    # torch keeps the step size eta in float32; the one after a step is that of the next step
+    # torch keeps the step size eta in float32; the value after a step is used in the next step
     eta = float(before["eta"] if before else torch.as_tensor(group["lr"]).to(after["eta"].dtype))
     return _step(group, lr=eta, decoupled_decay=float(group["lambd"]) * eta)
 
 
 def _rprop(p: nn.Parameter, group: Options, before: Options, after: Options) -> LinearStep:
-    size = after["prev"].abs()  # of the gradient, and 0 where its sign changed and the step was left out
+    size = after["prev"].abs()  # size of the gradient; 0 where its sign changed and the step was skipped
     return _step(group, lr=torch.where(size > 0, after["step_size"] / size, 0.0))
 
 
@@ -198,7 +198,7 @@ def _muon(p: Any, group: Options, before: Options, after: Options) -> LinearStep
 
 
 def _muon_of_library(p: nn.Parameter, group: Options, before: Options, after: Options) -> LinearStep:
-    """Muon of `pytorch_optimizer`: parameters of any dimension, and groups that Adam trains."""
+    """Muon of `pytorch_optimizer`: parameters of any dimension, and groups that use Adam."""
     if not group["use_muon"]:
         return _adamw(p, {**group, "amsgrad": False}, before, {**after, "step": group["step"]})
     shape, buffer = (p.shape[0], p.numel() // p.shape[0]), after["momentum_buffer"]
@@ -242,9 +242,9 @@ class Preconditioner:
     """The scale of an optimizer's coefficients.
 
     Attributes:
-        scale: Maps what the optimizer keeps before a step, h, the options and the number of the step from 1 on to the
-            scale, and to what is kept after the step, entry by entry. The number of the step is one, or one per weight.
-        initial: Returns what each of the kept tensors holds before the first step.
+        scale: Maps the optimizer's state before the step, h, the options and the number of the step (from 1 on) to the
+            scale and the state after the step, entry by entry. The number of the step is one number, or one per weight.
+        initial: Returns the initial value of each stored tensor.
         fields: Returns the names of the coefficients that are proportional to the scale.
     """
 
@@ -254,7 +254,7 @@ class Preconditioner:
 
 
 def _sqrt(v: Tensor) -> Tensor:
-    """Return the root, with derivative 0 at 0: where all gradients so far are 0."""
+    """Return the root, with derivative 0 at 0, where all gradients so far are 0."""
     is_positive = v > 0
     return torch.where(is_positive, torch.where(is_positive, v, 1.0).sqrt(), 0.0)
 
@@ -266,7 +266,7 @@ def _average(kept: Tensor, value: Tensor, decay: float) -> Tensor:
 def _adam_scale(memory: Memory, h: Tensor, options: Options, count: Tensor) -> tuple[Tensor, Memory]:
     v = _average(memory[0], h * h, options["betas"][1])
     used, memory = v, (v, *memory[1:])
-    if options.get("amsgrad", False):  # switched off, the optimizer leaves the maximum as it is
+    if options.get("amsgrad", False):  # without it, the optimizer leaves the maximum unchanged
         used = torch.maximum(memory[1], v)
         memory = (v, used)
     return 1 / (_sqrt(used) / (1 - options["betas"][1] ** count).sqrt() + options["eps"]), memory
@@ -320,14 +320,14 @@ PRECONDITIONERS: dict[str, Preconditioner] = {
     "Adagrad": Preconditioner(_adagrad_scale, lambda options: (float(options["initial_accumulator_value"]),)),
     "Adadelta": Preconditioner(_adadelta_scale, lambda options: (0.0, 0.0)),
 }
-# The options that scales and their fields depend on; of the betas it is the second.
+# The options that scales and their fields depend on; for the betas only the second.
 _OF_SCALES = ("eps", "betas", "amsgrad", "alpha", "centered", "momentum", "rho", "initial_accumulator_value")
-# Their coefficients do not depend on the gradients.
+# Options whose coefficients do not depend on the gradients.
 LINEAR_RULES = frozenset({"SGD", "ASGD", GRADIENT_DESCENT.name, "SGDW", "SGDScheduleFree", "ScheduleFreeSGD"})
 
 
 def fits_scale(rule: str, options: Options) -> bool:
-    """Return whether a rule's scale can be computed by options that a file holds."""
+    """Return whether a rule's scale can be computed from options stored in a file."""
     if rule not in PRECONDITIONERS:
         return True
     preconditioner, one = PRECONDITIONERS[rule], torch.ones(1, dtype=torch.float64)
@@ -346,13 +346,13 @@ GivenRules = Sequence[tuple[UpdateRule | None, Optimizer]]
 
 @dataclass(frozen=True)
 class OptimizerGroup:
-    """A parameter group of an optimizer when recording began, or from a step on where it is another one.
+    """A parameter group of an optimizer when recording began, or from a later step on at which it changed.
 
     Attributes:
-        rule: Name of the update rule, one of torch's optimizers; empty for a rule of the user's own.
+        rule: Name of the update rule, one of torch's optimizers; empty for a user's own rule.
         names: Names of its parameters.
-        options: Its options: numbers, texts and sequences of them. Learning rates may change during a run. Of a group
-            that holds from a step on only those that the preconditioner depends on.
+        options: Its options: numbers, texts and sequences of them. Learning rates may change during a run. For a group
+            that holds from a later step on, only the options of its preconditioner.
     """
 
     rule: str
@@ -364,7 +364,7 @@ class OptimizerGroup:
         return {"rule": self.rule, "names": list(self.names), "options": dict(self.options)}
 
     def of_scale(self) -> "OptimizerGroup":
-        """Return the group with those options alone that its preconditioner depends on."""
+        """Return the group with only those options that its preconditioner depends on."""
         present = [name for name in _OF_SCALES if name in self.options and self.rule in PRECONDITIONERS]
         held = {name: [0.0, self.options[name][1]] if name == "betas" else self.options[name] for name in present}
         return OptimizerGroup(self.rule, self.names, held)
@@ -376,11 +376,11 @@ class OptimizerGroup:
 
 
 def given_rules(optimizers: Optimizers, rules: Rules) -> GivenRules:
-    """Return each optimizer with the update rule that the user gave for it.
+    """Return each optimizer with the update rule that the user passed for it.
 
     Raises:
-        TypeError: An entry is no update rule.
-        ValueError: There is not one entry for each optimizer.
+        TypeError: An entry is not an update rule.
+        ValueError: There is not one entry per optimizer.
     """
     several = as_optimizers(optimizers)
     given: tuple[Any, ...] = tuple(rules) if isinstance(rules, list | tuple) else (rules,) * len(several)
@@ -392,9 +392,9 @@ def given_rules(optimizers: Optimizers, rules: Rules) -> GivenRules:
 
 
 def groups_of(optimizer: Optimizer, given: UpdateRule | None, names: Mapping[int, str]) -> tuple[OptimizerGroup, ...]:
-    """Return the parameter groups of one optimizer as they are now.
+    """Return the present parameter groups of one optimizer.
 
-    The user gave its update rule, `given`; `names` has the network's parameters by their `id`.
+    `given` is the user's update rule for it; `names` has the network's parameters by their `id`.
     """
     rule = _known_rule(optimizer).name if given is None else ""
     groups = []
@@ -405,7 +405,7 @@ def groups_of(optimizer: Optimizer, given: UpdateRule | None, names: Mapping[int
 
 
 def options_of(optimizer: Optimizer) -> list[Any]:
-    """Return all options of the groups and the number of their parameters: equal where `groups_of` gives the same."""
+    """Return all options of the groups and their numbers of parameters: equal results mean equal `groups_of`."""
     options = [[*group.values(), len(group["params"])] for group in optimizer.param_groups]
     for group in options if any(Tensor in set(map(type, group)) for group in options) else ():
         group[:] = [_plain(option) if isinstance(option, Tensor) else option for option in group]
@@ -413,7 +413,7 @@ def options_of(optimizer: Optimizer) -> list[Any]:
 
 
 def _plain(option: Any) -> Any:
-    """Return an option with numbers in the place of tensors; None for what is no number, text or sequence of them."""
+    """Return an option with tensors replaced by numbers; None if it is not a number, text or sequence of them."""
     if isinstance(option, tuple | list):
         return [_plain(value) for value in option]
     if isinstance(option, Tensor):
@@ -422,7 +422,7 @@ def _plain(option: Any) -> Any:
 
 
 def as_optimizers(optimizers: Optimizers) -> tuple[Optimizer, ...]:
-    """Return one or several optimizers as a tuple, without wrappers that keep no state of their own.
+    """Return one or several optimizers as a tuple, without wrappers that have no state.
 
     Raises:
         TypeError: The object is neither an optimizer nor a sequence of optimizers.
@@ -448,22 +448,22 @@ def as_optimizers(optimizers: Optimizers) -> tuple[Optimizer, ...]:
 
 
 def _unwrapped(optimizer: Any) -> Any:
-    """Return the optimizer inside a wrapper without a state of its own, such as Accelerate's, Lightning's or SAM."""
+    """Return the optimizer inside a wrapper without its own state, such as Accelerate's, Lightning's or SAM."""
     for name in ("optimizer", "base_optimizer"):
         inner, state = getattr(optimizer, name, None), getattr(optimizer, "state", None)
         if not isinstance(inner, Optimizer) or optimizer.param_groups is not inner.param_groups:
             continue
-        # SAM keeps the weights from which it has climbed
+        # SAM stores the weights before its ascent step
         if not state or state is inner.state or {key for held in state.values() for key in held} <= {"old_p", "e_w"}:
             return _unwrapped(inner)
     return optimizer
 
 
 def rule_for(optimizers: Optimizers, given: Rules = None) -> UpdateRule:
-    """Return the update rule of an optimizer, or the common one of several optimizers of one network.
+    """Return the update rule of an optimizer, or the joint rule of several optimizers of one network.
 
-    A rule is given for an optimizer that is not one of torch's; of several optimizers a sequence with one entry for
-    each, None for torch's own.
+    A rule is given for an optimizer that is not one of torch's; for several optimizers a sequence with one entry each,
+    None for torch's own.
 
     Raises:
         TypeError: An object is not an optimizer.
@@ -475,7 +475,7 @@ def rule_for(optimizers: Optimizers, given: Rules = None) -> UpdateRule:
 
     def coefficients(p: nn.Parameter, group: Options, before: Options, after: Options) -> LinearStep:
         rule = next(rule for rule, optimizer in rules if any(group is own for own in optimizer.param_groups))
-        # what another rule needs would make a first step look like a later one
+        # entries that another rule needs would make a first step look like a later one
         added = {WEIGHTS, GRADIENT, OPTIONS} - {*rule.needs_before}
         return rule.coefficients(p, group, {name: before[name] for name in before.keys() - added}, after)
 
@@ -489,7 +489,7 @@ def rule_for(optimizers: Optimizers, given: Rules = None) -> UpdateRule:
 
 
 def _known_rule(optimizer: Optimizer) -> UpdateRule:
-    """Return the rule of a class, of a base, of a library's class of its name; SGD's for one without other options."""
+    """Return the rule of a class, of a base class, or of a library's class of this name; SGD's if options allow it."""
     inner = getattr(optimizer, "optimizer", None)
     for kind in type(optimizer).__mro__:
         if kind in RULES:
@@ -517,7 +517,7 @@ def _known_rule(optimizer: Optimizer) -> UpdateRule:
 
 
 def state_of(optimizer: Optimizer, p: nn.Parameter) -> Options:
-    """Return what an optimizer keeps of a parameter, with what the one inside it keeps."""
+    """Return an optimizer's state of a parameter, including that of a wrapped optimizer."""
     own: Options = optimizer.state.get(p, {})
     inner = vars(optimizer).get("optimizer")
     return {**inner.state.get(p, {}), **own} if isinstance(inner, Optimizer) else own
@@ -526,7 +526,7 @@ def state_of(optimizer: Optimizer, p: nn.Parameter) -> Options:
 def states_before(
     optimizer: Optimizer, parameters: Mapping[str, nn.Parameter], needs_before: Collection[str]
 ) -> Mapping[str, Options]:
-    """Return what an optimizer holds of each parameter before a step, for `UpdateRule.coefficients`.
+    """Return an optimizer's state of each parameter before a step, for `UpdateRule.coefficients`.
 
     Args:
         optimizer: The optimizer that will make the step.
@@ -534,8 +534,8 @@ def states_before(
         needs_before: Names of the entries to copy (`UpdateRule.needs_before`).
 
     Returns:
-        By the parameter's name its state: a copy of each entry that is needed, and None for each other one. It is empty
-        where the optimizer has no state of the parameter yet.
+        Its state by the parameter's name: a copy of each needed entry, and None for the others; empty if the optimizer
+        has no state of the parameter yet.
     """
     result: dict[str, dict[str, Any]] = {}
     groups = {id(p): group for group in optimizer.param_groups for p in group["params"]} if needs_before else {}
@@ -554,9 +554,9 @@ def states_before(
 def momentum_before(
     optimizers: Optimizers, rules: Rules, parameters: Sequence[nn.Parameter]
 ) -> Float[Tensor, " B"] | None:
-    """Return what momentum buffers hold before the recording, second ones after the first; None of new optimizers.
+    """Return the momentum buffers before the recording, second buffers after the first; None for new optimizers.
 
-    Of one that is not new, second moments and the like hold earlier gradients too.
+    For an optimizer that is not new, second moments and similar entries also contain earlier gradients.
     """
     found, is_new = list[tuple[UpdateRule, nn.Parameter, Options, Options]](), True
     for given, optimizer in given_rules(optimizers, rules):
@@ -575,10 +575,10 @@ def momentum_before(
 
 
 def _holds_gradients(is_known: bool, group: Options, name: str, value: Any) -> bool:
-    """Return whether an entry of an optimizer's state is another one than before the first step."""
+    """Return whether an entry of an optimizer's state differs from its initial value."""
     is_known = is_known or name in ("momentum_buffer", "exp_avg")
     if not is_known or name in ("eta", "step_size", "slow_params") or not isinstance(value, Tensor | int | float):
-        return False  # of an optimizer of the user's own; or what follows from the options and weights
+        return False  # a user's own optimizer, or a value that follows from options and weights
     fresh = {"sum": group.get("initial_accumulator_value", 0.0), "mu": 1.0, "mu_product": 1.0}.get(name, 0.0)
     return bool((torch.as_tensor(value) != fresh).any())
 

@@ -1,6 +1,6 @@
-"""Update rules.
+"""Update rules, and gradient clipping.
 
-The coefficients by which an optimizer's step follows from the batch gradient, and gradient clipping.
+An update rule consists of the coefficients by which an optimizer's step follows from the batch gradient.
 
 An update rule is covered exactly if its step is linear in all gradients so far, with coefficients that are held as
 recorded (docs/theory.md, section 4). With g the batch gradient, w the weights and m a momentum buffer, every such step
@@ -11,10 +11,10 @@ is
     step = -left (momentum_lr * m' + lr * h) right - decoupled_decay * w
 
 with one coefficient per parameter tensor, or one per weight (a diagonal preconditioner). `left` and `right` are the
-matrices of a matrix preconditioner; for nearly all optimizers there are none. Where an optimizer divides in a basis of
-its own, inner_left m' inner_right takes the place of m' in the step, and the same of h. Some optimizers have a second
+matrices of a matrix preconditioner; nearly all optimizers have none. If an optimizer divides in its own basis,
+inner_left m' inner_right replaces m' in the step, and h is replaced in the same way. Some optimizers have a second
 buffer (`SecondBuffer`), which adds -rate * n' to the step. `epk_gp.optimizers.torch_rules` reads the coefficients of
-torch's optimizers, `epk_gp.optimizers.library_rules` those of other libraries'.
+torch's optimizers, `epk_gp.optimizers.library_rules` those of other libraries.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -28,8 +28,8 @@ from torch import Tensor, nn
 
 Number = float | Tensor
 Options = Mapping[str, Any]
-# In `UpdateRule.needs_before`, beside names of the optimizer's state: the parameter, its gradient, and the options of
-# its group, as they were before the step.
+# In `UpdateRule.needs_before`, in addition to names of the optimizer's state: the parameter, its gradient, and the
+# options of its group, as they were before the step.
 WEIGHTS, GRADIENT, OPTIONS = "weights", "gradient", "options"
 MATRICES = ("left", "right", "inner_left", "inner_right")
 SECOND = "second"
@@ -55,14 +55,14 @@ class LinearStep:
         momentum_lr: Factor of the new buffer in the step.
         beta: Factor of the old buffer in the new one.
         one_minus_dampening: Factor of h in the new buffer.
-        grad_scale: Factor of the gradient in h: -1 where the loss is maximised.
+        grad_scale: Factor of the gradient in h: -1 if the loss is maximised.
         weight_decay: Factor of the weights in h (coupled weight decay).
         decoupled_decay: Factor of the weights in the step (decoupled weight decay, times the learning rate).
-        left: Matrix (rows, rows) that the step of a parameter of rows * columns weights, row by row, is multiplied
-            with from the left; None for the identity.
-        right: Matrix (columns, columns) that it is multiplied with from the right; None for the identity.
-        inner_left: Matrix that m' and h are multiplied with from the left before their coefficients; None for none.
-        inner_right: The same from the right.
+        left: Matrix (rows, rows) that multiplies the step of a parameter of rows * columns weights, row by row, from
+            the left; None for the identity.
+        right: Matrix (columns, columns) that multiplies it from the right; None for the identity.
+        inner_left: Matrix that multiplies m' and h from the left before their coefficients; None for the identity.
+        inner_right: Matrix that multiplies them from the right; None for the identity.
         second: The second buffer, if there is one.
     """
 
@@ -81,16 +81,16 @@ class LinearStep:
 
     @property
     def numbers(self) -> tuple[Number, ...]:
-        """The coefficients that are no matrices, in the order of `FIELDS`."""
+        """The coefficients that are not matrices, in the order of `FIELDS`."""
         return _FIELDS_OF(self)
 
     @property
     def has_matrices(self) -> bool:
-        """Whether the step is multiplied with a matrix, or has a second buffer."""
+        """Whether the step has a matrix or a second buffer."""
         return _MATRICES_OF(self) != (None,) * len(BY_PARAMETER)
 
 
-# Of a parameter without a gradient: torch moves neither it nor its buffer.
+# For a parameter without a gradient: torch moves neither it nor its buffer.
 NO_UPDATE = LinearStep(beta=1.0, grad_scale=0.0)
 FIELDS = tuple(item.name for item in fields(LinearStep) if item.name not in BY_PARAMETER)
 _FIELDS_OF, _MATRICES_OF = attrgetter(*FIELDS), attrgetter(*BY_PARAMETER)
@@ -109,21 +109,21 @@ class UpdateRule:
 
     Attributes:
         name: Name of the rule in the run's header.
-        coefficients: Function that is called after each step for each parameter that has a gradient, as
-            f(p, group, before, after): the parameter after the step, with its gradient, the options of its group, and
-            the optimizer's state of it before and after the step. Returns the coefficients of the step. `before` is
-            empty if there was no state before the step. Otherwise it has all entries of the state; those in
-            `needs_before` are copies, the others are None.
+        coefficients: Function that is called after each step for each parameter with a gradient, as f(p, group, before,
+            after): the parameter after the step, with its gradient, the options of its group, and the optimizer's state
+            of it before and after the step. It returns the coefficients of the step. `before` is empty if there was no
+            state before the step. Otherwise it has all entries of the state: copies of those in `needs_before`, and
+            None for the others.
         needs_before: Names of the entries of the state that the function reads in `before`. The names "weights",
             "gradient" and "options" stand for the parameter, its gradient, and the options of its group before the
-            step, which are then there in the first step too. An optimizer that writes into gradients needs "gradient".
-        unexplained: How much of the steps' norm the rule leaves unexplained, because the optimizer computes in a lower
-            precision than that of the weights; 0 for a rule that holds up to the rounding of the weights.
-        buffers: Function of parameter, options and state that returns m, and n if there is one, of an optimizer that
-            has made steps before the recording: its "momentum_buffer" or "exp_avg" by default.
-        refusal: The error if one of the first two steps is another one, of a rule that is a guess.
-        of_entries: Names of the entries of the state that the function reads, where each weight's coefficients follow
-            from its own entries by the same formula: then it is called once for all parameters. None where they do not.
+            step; they are also present in the first step. An optimizer that writes into gradients needs "gradient".
+        unexplained: Share of the steps' norm that the rule leaves unexplained, because the optimizer computes in a
+            lower precision than the weights; 0 for a rule that holds up to the rounding of the weights.
+        buffers: Function of parameter, options and state that returns m, and n if there is one, for an optimizer that
+            has made steps before the recording: by default its "momentum_buffer" or "exp_avg".
+        refusal: The error message if one of the first two steps does not follow a guessed rule.
+        of_entries: Names of the entries of the state that the function reads, if each weight's coefficients follow from
+            its own entries by the same formula: it is then called once for all parameters. None otherwise.
     """
 
     name: str
@@ -136,10 +136,10 @@ class UpdateRule:
 
 
 def validate_unexplained(rule: UpdateRule, unexplained: float | None) -> None:
-    """Raise if a rule leaves a part of the steps unexplained, and nobody said that it may.
+    """Raise if a rule leaves a part of the steps unexplained, and the user did not allow it.
 
     Raises:
-        ValueError: The rule leaves more than rounding, and no share is given.
+        ValueError: The rule leaves more than rounding, and `unexplained` is not given.
     """
     if rule.unexplained > 0 and unexplained is None:
         raise ValueError(
@@ -152,12 +152,12 @@ def validate_unexplained(rule: UpdateRule, unexplained: float | None) -> None:
 class UpdateCoefficients:
     """The coefficients of one step of all L parameters.
 
-    Each attribute holds one number per parameter, (L,) float64, or one per weight, (P,). `LinearStep` says what each
-    stands for. `left`, `right` and the inner ones hold square matrices by the position 0 .. L - 1 of the parameter;
-    parameters whose matrix is the identity are left out. `second` holds the numbers of `SecondBuffer` by that position,
-    (5, 1) or one per weight. Where one weight's number says those of all others of its parameter
-    (`epk_gp.core.update_law.compact_update`), `places` has by the coefficient's name the place of this weight among
-    those of each parameter, (L,), and -1 where all of them share the number.
+    Each attribute holds one number per parameter, (L,) float64, or one per weight, (P,). `LinearStep` defines each of
+    them. `left`, `right` and the inner matrices are square, keyed by the index 0 .. L - 1 of the parameter; identities
+    are left out. `second` holds the numbers of `SecondBuffer` by the same index, (5, 1) or one per weight. If one
+    weight's number determines all others of its parameter (`epk_gp.core.update_law.compact_update`), `places` holds, by
+    the coefficient's name, the index of this weight within each parameter, (L,), and -1 if all weights share the
+    number.
     """
 
     lr: Tensor
@@ -175,31 +175,31 @@ class UpdateCoefficients:
     places: Mapping[str, Tensor] = field(default_factory=dict, kw_only=True)
 
     def __iter__(self) -> Iterator[Tensor]:
-        """Iterate over the coefficients that are no matrices, in the order of `FIELDS`."""
+        """Iterate over the coefficients that are not matrices, in the order of `FIELDS`."""
         return iter(_FIELDS_OF(self))
 
     @property
     def has_matrices(self) -> bool:
-        """Whether the step of any parameter is multiplied with a matrix, or has a second buffer."""
+        """Whether the step of any parameter has a matrix or a second buffer."""
         return any(_MATRICES_OF(self))
 
     def tensors(self) -> Iterator[Tensor]:
-        """Iterate over all tensors: the coefficients, and then the matrices by the position of their parameter."""
+        """Iterate over all tensors: the coefficients, and then the matrices by the index of their parameter."""
         yield from self
         for name in BY_PARAMETER if self.has_matrices else ():
             yield from (matrix for _, matrix in sorted(getattr(self, name).items()))
 
     def map(self, function: Callable[[Tensor], Tensor]) -> "UpdateCoefficients":
-        """Return the same coefficients with a function applied to each tensor, matrices included."""
+        """Return the same coefficients with a function applied to each tensor, including matrices."""
         rest: dict[str, Any] = {name: {k: function(Q) for k, Q in getattr(self, name).items()} for name in BY_PARAMETER}
         return UpdateCoefficients(*map(function, self), **rest, places=self.places)
 
 
 def stack_coefficients(steps: Sequence[LinearStep], sizes: Sequence[int]) -> UpdateCoefficients:
-    """Join the coefficients of all parameters; one that any parameter has per weight becomes one number per weight.
+    """Join the coefficients of all parameters; a coefficient given per weight in one becomes per weight in all.
 
     Raises:
-        TypeError: A step is no `LinearStep`.
+        TypeError: A step is not a `LinearStep`.
         ValueError: A coefficient has another shape than the parameter, or a matrix's sides do not fit its size.
     """
     matrices: dict[str, dict[int, Tensor]] = {name: {} for name in BY_PARAMETER}
@@ -221,7 +221,7 @@ def stack_coefficients(steps: Sequence[LinearStep], sizes: Sequence[int]) -> Upd
 
 
 def _joined(name: str, values: Sequence[Number], sizes: Sequence[int]) -> Tensor:
-    """Return a coefficient of all parameters: one number for each, or one for each weight if any parameter has that."""
+    """Return a coefficient of all parameters: one number each, or one per weight if any parameter has that."""
     like = next((value for value in values if isinstance(value, Tensor) and value.ndim), None)
     if like is None:
         return torch.tensor([float(value) for value in values], dtype=torch.float64)
@@ -233,13 +233,13 @@ def _joined(name: str, values: Sequence[Number], sizes: Sequence[int]) -> Tensor
             numbers.append(value.detach().flatten())
         else:
             raise ValueError(f"{name} must be one number or one per weight, {size}: got {tuple(value.shape)}.")
-    return torch.cat(numbers)  # which promotes their types
+    return torch.cat(numbers)  # this promotes their types
 
 
 def stack_steps(steps: Sequence[Sequence[LinearStep] | LinearStep], sizes: Sequence[int]) -> list[UpdateCoefficients]:
-    """Return the coefficients of several steps, as `stack_coefficients` does for one; they share their memory.
+    """Return the coefficients of several steps, as `stack_coefficients` does for one; they share memory.
 
-    One `LinearStep` in the place of those of the parameters has the coefficients of all weights in their order.
+    A single `LinearStep` instead of a sequence holds the coefficients of all weights in order.
     """
     several = [(own,) if isinstance(own, LinearStep) else own for own in steps]
     if any(type(own) is not LinearStep or own.has_matrices for step in several for own in step):
@@ -267,13 +267,13 @@ def broadcast_to_params(value: Tensor, sizes: Sequence[int], reference: Tensor) 
 
 
 def coefficient_of_all(value: Tensor, sizes: Sequence[int], reference: Tensor) -> Number:
-    """Return a coefficient as one number where all weights have the same, else as one number per weight."""
+    """Return a coefficient as one number if all weights share it, otherwise as one number per weight."""
     is_shared = len(value) == len(sizes) and len(set(value.tolist())) == 1
     return float(value[0]) if is_shared else broadcast_to_params(value, sizes, reference)
 
 
 def weighted_sum(memory: Tensor | None, *terms: tuple[Number, Tensor]) -> Tensor:
-    """Add up coefficients times vectors, in some memory; what is a vector itself is not copied there."""
+    """Add up coefficients times vectors, in `memory` if given; a term that is already a vector is not copied."""
     total: Tensor | None = None
     for c, vector in terms:
         if isinstance(c, Tensor):
@@ -287,7 +287,7 @@ def weighted_sum(memory: Tensor | None, *terms: tuple[Number, Tensor]) -> Tensor
 def linear_step(
     c: Sequence[Number], w: Tensor, g: Tensor, m: Tensor, memory: Sequence[Tensor | None] = (None, None, None)
 ) -> tuple[Tensor, Tensor]:
-    """Return minus the step of coefficients without matrices, in the order of `FIELDS`, and the momentum after it."""
+    """Return minus the step for coefficients without matrices, in the order of `FIELDS`, and the momentum after it."""
     lr, momentum_lr, beta, one_minus_dampening, grad_scale, weight_decay, decoupled_decay = c
     h = weighted_sum(memory[0], (grad_scale, g), (weight_decay, w))
     after = weighted_sum(memory[1], (beta, m), (one_minus_dampening, h))
@@ -297,7 +297,7 @@ def linear_step(
 def second_coefficients(
     update: UpdateCoefficients, sizes: Sequence[int], reference: Tensor
 ) -> tuple[Float[Tensor, " P"], ...]:
-    """Return the numbers of `SecondBuffer` per weight; those of parameters that have none leave the buffer as it is."""
+    """Return the numbers of `SecondBuffer` per weight; for parameters without one they leave the buffer unchanged."""
     untouched = reference.new_tensor(SecondBuffer(rate=0.0, beta=1.0))[:, None]
     numbers = [update.second.get(k, untouched) for k in range(len(sizes))]
     whole = [value.to(reference).expand(-1, size) for value, size in zip(numbers, sizes, strict=True)]
@@ -318,7 +318,7 @@ def predict_step(
         sizes: Number of weights of each of the L parameters.
         w: The weights before the step.
         g: The gradient of the batch's loss at w.
-        m: The momentum buffer before the step, zero before the first step; then the second one, if there is one.
+        m: The momentum buffer before the step, zero before the first step; then the second buffer, if there is one.
     """
     c = {name: coefficient_of_all(getattr(update, name), sizes, w) for name in FIELDS}
     m, n = m[: len(w)], m[len(w) :]
@@ -337,8 +337,8 @@ def predict_step(
 def step_tolerance(start: Tensor, predicted: Tensor) -> float:
     """Return the largest difference between a recorded and a predicted step that rounding can explain.
 
-    A step is the difference of two weight vectors, so it carries the rounding of the weights (4 eps of the largest
-    weight) beside the relative rounding of the gradient.
+    A step is the difference of two weight vectors, so it has the rounding of the weights (4 eps of the largest weight)
+    in addition to the relative rounding of the gradient.
     """
     eps = torch.finfo(start.dtype).eps
     return float(relative_rounding(start.dtype) * largest_entry(predicted) + 4 * eps * largest_entry(start))
@@ -347,9 +347,10 @@ def step_tolerance(start: Tensor, predicted: Tensor) -> float:
 def rounding_of_terms(
     update: UpdateCoefficients, sizes: Sequence[int], w: Tensor, g: Tensor, m: Tensor
 ) -> Float[Tensor, " P"]:
-    """Return by how much rounding may change each weight's step, where terms of `predict_step` cancel.
+    """Return the change of each weight's step by rounding, where terms of `predict_step` cancel.
 
-    The step of a sign, v / |v|, is the sum of two terms that are as much larger than it as v is a small difference.
+    The step of a sign, v / |v|, is the sum of two terms whose size relative to it grows as v becomes a small
+    difference.
     """
     eps = torch.finfo(w.dtype).eps
     step, _ = predict_step(update.map(torch.abs), sizes, w.abs(), g.abs(), m.abs())
@@ -357,7 +358,7 @@ def rounding_of_terms(
 
 
 def largest_entry(x: Float[Tensor, " P"]) -> Float[Tensor, ""]:
-    """Return the largest absolute value of a vector, without a copy of it."""
+    """Return the largest absolute value of a vector, without a copy."""
     low, high = torch.aminmax(x)
     return torch.maximum(-low, high)
 
@@ -365,8 +366,8 @@ def largest_entry(x: Float[Tensor, " P"]) -> Float[Tensor, ""]:
 def relative_rounding(dtype: torch.dtype) -> float:
     """Return the relative rounding of a gradient or step that is accepted without a closer look.
 
-    In float64 it is the square root of eps, 1.5e-8. In float32 that would be 3.5e-4 and hide a weight decay or a
-    gradient scaled by 0.9998; it is 64 eps = 7.6e-6, and a larger difference is compared with the gradient in float64
+    In float64 it is the square root of eps, 1.5e-8. In float32 the root would be 3.5e-4, which hides a weight decay or
+    a gradient scaled by 0.9998; it is 64 eps = 7.6e-6, and a larger difference is compared with the gradient in float64
     (`consistent_up_to_rounding` in `epk_gp.recording.check`).
     """
     eps = float(torch.finfo(dtype).eps)
@@ -376,9 +377,9 @@ def relative_rounding(dtype: torch.dtype) -> float:
 def move_by_rounding(w: Float[Tensor, " P"], eps: float) -> Float[Tensor, " P"]:
     """Return weights whose entries are moved by one eps of their size, up or down.
 
-    What a computation gives at both weights differs by its rounding: the change of its inputs that rounding stands for.
+    The results of a computation at both weights differ by its rounding error.
     """
-    index = torch.arange(min(w.numel(), 65_537), device=w.device, dtype=torch.float64)  # then again
+    index = torch.arange(min(w.numel(), 65_537), device=w.device, dtype=torch.float64)  # then repeated
     factor = 1 + eps * (index * index).sin().sign().to(w.dtype)
     return torch.cat([part * factor[: len(part)] for part in w.split(len(factor))])
 
@@ -391,17 +392,17 @@ def apply_matrices(
     transposed: bool = False,
     inner: bool = False,
 ) -> Float[Tensor, "*n P"]:
-    """Multiply flat vectors of weights with the matrices of a step, or with their transposes.
+    """Multiply flat vectors of weights by the matrices of a step, or by their transposes.
 
     Args:
         update: The coefficients of the step.
         sizes: Number of weights of each of the L parameters.
         vectors: Vectors of P weights.
-        transposed: Whether to multiply with the transposed matrices, as the adjoint of a step does.
-        inner: Whether to multiply with the inner matrices.
+        transposed: Whether to multiply by the transposed matrices, as the adjoint of a step does.
+        inner: Whether to multiply by the inner matrices.
 
     Returns:
-        The products; the vectors themselves where the step has no such matrices.
+        The products; the vectors themselves if the step has no such matrices.
     """
     lefts, rights = (update.inner_left, update.inner_right) if inner else (update.left, update.right)
     if not lefts and not rights:
@@ -419,7 +420,7 @@ def apply_matrices(
 
 
 def _matrix_shape(left: Tensor | None, right: Tensor | None, size: int) -> tuple[int, int]:
-    """Return rows and columns of a parameter that is multiplied with matrices."""
+    """Return rows and columns of a parameter that is multiplied by matrices."""
     rows = len(left) if left is not None else size // (1 if right is None else len(right))
     columns = len(right) if right is not None else size // rows
     expected = [Q is None or Q.shape == (side, side) for Q, side in ((left, rows), (right, columns))]
@@ -433,7 +434,7 @@ def _matrix_shape(left: Tensor | None, right: Tensor | None, size: int) -> tuple
 
 
 def scale_gradient(update: UpdateCoefficients, factor: float | Tensor, sizes: Sequence[int]) -> UpdateCoefficients:
-    """Multiply the gradient's coefficient by a factor, that of gradient clipping."""
+    """Multiply the gradient's coefficient by the factor of gradient clipping."""
     if isinstance(factor, Tensor) and len(factor) != len(update.grad_scale):
         return replace(update, grad_scale=broadcast_to_params(update.grad_scale, sizes, factor) * factor)
     return replace(update, grad_scale=update.grad_scale * factor)
@@ -475,7 +476,7 @@ class ClipValue:
 
     Attributes:
         bound: The largest absolute value that is not clipped.
-        norm_type: The p of the norm that is then the bound.
+        norm_type: The p of the norm whose bound this is.
     """
 
     bound: float
@@ -496,7 +497,7 @@ Clip = ClipNorm | ClipValue
 
 
 def clip_from_json(stated: Sequence[float] | None) -> Clip | None:
-    """Return the clipping of a run's header: the bound of the entries, or the bound of the norm and its p."""
+    """Return the clipping of a run's header: a bound of the entries, or a bound of the norm and its p."""
     if stated is None:
         return None
     return ClipValue(*stated) if len(stated) == 1 else ClipNorm(*stated)
@@ -509,16 +510,16 @@ def is_clipped(update: UpdateCoefficients) -> bool:
 
 
 def clip_kind(update: UpdateCoefficients, num_weights: int) -> type[ClipNorm | ClipValue] | None:
-    """Return how a step clipped its gradient, None if it did not; of a norm beside a mask, all have one factor or 0."""
+    """Return the kind of clipping of a step's gradient, None without; a norm's factors are equal, or 0 by a mask."""
     factors = update.grad_scale.abs()
     is_whole = len(factors) != num_weights or len(factors[factors > 0].unique()) == 1
     return None if not is_clipped(update) else ClipNorm if is_whole else ClipValue
 
 
 def shown_clip(update: UpdateCoefficients, scale: Tensor, g: Float[Tensor, " P"]) -> Clip | None:
-    """Return the clipping, of the 2-norm or entry by entry, that the factors of a step show; None if it has none.
+    """Return the clipping, of the 2-norm or of the entries, that a step's factors show; None without clipping.
 
-    That it was one of this norm shows where another step has the same bound.
+    That this norm was clipped shows if another step has the same bound.
 
     Args:
         update: The recorded coefficients of the step.

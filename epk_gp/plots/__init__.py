@@ -1,7 +1,7 @@
 """Drawing functions: each takes computed numbers and an Axes, draws into it and returns it; `..._figure` are whole.
 
-Start with `style` (colours and sizes, each with one meaning) and `contributions`. What a figure shows is computed in
-`epk_gp.analysis` and before; nothing is computed here.
+Start with `style` (colours and sizes, each with one meaning) and `contributions`. The numbers of a figure are computed
+in `epk_gp.analysis` and other folders; nothing is computed here.
 """
 
 from epk_gp.plots.contributions import attribution_bars as attribution_bars
@@ -16,7 +16,6 @@ from epk_gp.plots.maps import uncertainty_map as uncertainty_map
 from epk_gp.plots.scores import check_figure as check_figure
 from epk_gp.plots.scores import risk_coverage as risk_coverage
 from epk_gp.plots.scores import score_histogram as score_histogram
-from epk_gp.plots.scores import suspicion_bars as suspicion_bars
 from epk_gp.plots.scores import verification_figure as verification_figure
 from epk_gp.plots.style import COLORMAP as COLORMAP
 from epk_gp.plots.style import PALETTE as PALETTE

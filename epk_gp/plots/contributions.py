@@ -1,4 +1,4 @@
-"""Pictures of what training points and steps added to an output, and of how outputs depend on points' weights."""
+"""Pictures of the contributions of training points and steps."""
 
 import itertools
 import math
@@ -14,14 +14,13 @@ from torch import Tensor
 from epk_gp.analysis.breakdown import PredictionBreakdown
 from epk_gp.core.losses import Head
 from epk_gp.core.trajectory import Trajectory
-from epk_gp.kernel_machine.influence import Influence
 from epk_gp.plots import style
 
-_SIGNS = (style.RAISED, style.LOWERED)  # colours
-_CUT = 2.5  # a bar is cut where it is longer than this many times the longest bar of a single point
+_SIGNS = (style.RAISED, style.LOWERED)  # colours of the signs
+_CUT = 2.5  # a bar is cut at this many times the length of the longest bar of a single point
 _IMAGES_PER_ROW = 6
-_IMAGE_ROW = 0.98  # inches of a row of training images, with captions
-_CURVE = 2.3  # inches of width of a curve beside contributions
+_IMAGE_ROW = 0.98  # height in inches of a row of training images, with captions
+_CURVE = 2.3  # width in inches of a curve next to contributions
 
 
 def attribution_bars(
@@ -43,12 +42,12 @@ def attribution_bars(
     Args:
         ax: Axes to draw into.
         contributions: Signed contribution of each of M training points to one output of one prediction.
-        labels: Class of each training point, which gives the bar's colour; None where points have no class: then the
-            colour is the sign's.
+        labels: Class of each training point, which sets the bar's colour; None if points have no class: the sign then
+            sets the colour.
         names: Names of the classes, in order; None means "class 0", "class 1", …
-        top: Largest number of points drawn of either sign.
+        top: Largest number of points drawn for each sign.
         title: Title.
-        output: What the contributions sum to, such as "logit of class 2".
+        output: Name of the sum of the contributions, such as "logit of class 2".
 
     Returns:
         The Axes.
@@ -68,7 +67,7 @@ def attribution_bars(
     others = np.setdiff1d(np.arange(len(values)), np.concatenate([helpful, harmful]))
     rest = float(values[others].sum())
 
-    # Rows run from the top down; the rest stands between the two signs.
+    # Rows run from the top down; the bar of the other points is between the two signs.
     rows = [*helpful.tolist(), *([None] if len(others) else []), *harmful.tolist()]
     heights = np.array([rest if i is None else values[i] for i in rows])
     longest = max((abs(values[i]) for i in rows if i is not None), default=abs(rest))
@@ -89,7 +88,7 @@ def attribution_bars(
         ax.plot([0.84 * drawn[row], 0.87 * drawn[row]], [row + 0.45, row - 0.45], color="white", linewidth=4)
 
     low, high = min(0.0, float(drawn.min())), max(0.0, float(drawn.max()))
-    room = 0.28 * (high - low or 1.0)  # for the numbers beside the bars
+    room = 0.28 * (high - low or 1.0)  # for the numbers next to the bars
     ax.set_xlim(low - room if low < 0 else -0.02 * room, high + room if high > 0 else 0.02 * room)
     total = f"all bars together: {style.short(values.sum(), sign=True)}"
     ax.set_xlabel(f"{style.DOWN} lowered     contribution to the {style.plain(output)}     {style.UP} raised\n{total}")
@@ -138,7 +137,7 @@ def training_image(
 def image_row(
     axes: Iterable[Axes], entries: Iterable[tuple[style.Numbers, str, float, str]], colours: tuple[str, str] = _SIGNS
 ) -> None:
-    """Draw images, each with the text above it, its sign and the text below it; Axes that are left over are empty."""
+    """Draw images, each with the text above it, its sign and the text below it; unused Axes are empty."""
     for ax, entry in itertools.zip_longest(axes, entries):
         if entry is None:
             ax.set_axis_off()
@@ -167,11 +166,11 @@ def attribution_figure(
         breakdown: Contributions to the predicted outputs of n points.
         trajectory: The run.
         X: The n points.
-        chosen: Indices of the points that are drawn, one below the other.
-        top: Number of training points drawn of either sign.
-        head: What the outputs are, for their names.
-        number: What a point's one number is called, where it is no output.
-        labels: True classes of the n points, where they are known.
+        chosen: Indices of the drawn points, one below the other.
+        top: Number of training points drawn for each sign.
+        head: The head of the outputs, for their names.
+        number: Word for a point's number, if it is not an output.
+        labels: True classes of the n points, if they are known.
         names: Names of the classes, in order.
     """
     images, points = style.as_images(trajectory.inputs), style.as_images(X)
@@ -206,7 +205,7 @@ def attribution_figure(
 
 
 def _sides(part: FigureBase, title: str) -> tuple[FigureBase, Axes]:
-    """Return the place for contributions to an output, and Axes for a curve on their right."""
+    """Return the area for contributions to an output, and Axes for a curve on its right."""
     part.suptitle(title, x=0.01, ha="left", weight="bold")
     left, right = part.subfigures(1, 2, squeeze=False, width_ratios=(style.WIDTH - _CURVE, _CURVE))[0]
     return left, right.subplots()
@@ -215,7 +214,7 @@ def _sides(part: FigureBase, title: str) -> tuple[FigureBase, Axes]:
 def _draw_images(
     figure: FigureBase, samples: Tensor, point: Tensor, training: Tensor, below: list[str], output: str, shown: int
 ) -> None:
-    """Draw the point, the training images that raised its output most, and below those that lowered it most."""
+    """Draw the point, the training images that raised its output most, and below them those that lowered it most."""
     values, order = samples.sort(descending=True)
     ranked = list(zip(order.tolist(), values.tolist(), strict=True))
     raised, lowered = [entry for entry in ranked if entry[1] > 0], [entry for entry in ranked[::-1] if entry[1] < 0]
@@ -226,75 +225,3 @@ def _draw_images(
         part.suptitle(title, x=0.01, ha="left", fontsize=style.SMALL)
         axes = part.subplots(math.ceil(shown / _IMAGES_PER_ROW), min(shown, _IMAGES_PER_ROW), squeeze=False)
         image_row(axes.flat, [(training[i], style.short(value, sign=True), value, below[i]) for i, value in entries])
-
-
-@style.styled
-def influence_figure(
-    effect: Influence,
-    predicted: Int64[Tensor, " n"],
-    chosen: Sequence[int],
-    top: int,
-    trajectory: Trajectory,
-    *,
-    head: Head | None = None,
-    number: str | None = None,
-) -> Figure:
-    """Draw the training points on whose weights predicted outputs depend most, and the adjoint along the run.
-
-    The adjoint, the derivative of the output in the weights of each state, is relative to that at the run's end.
-
-    Args:
-        effect: The derivatives of all outputs of n points, or of the predicted ones.
-        predicted: The predicted class of each point.
-        chosen: Indices of the points that are drawn, one below the other.
-        top: Number of training points drawn of either sign.
-        trajectory: The run.
-        head: What the outputs are, for their names.
-        number: What a point's one number is called, where it is no output.
-    """
-    known = style.class_labels(trajectory.targets)
-    figure = style.new_figure((1.3 + 0.36 * min(top, trajectory.num_points)) * len(chosen))
-    for part, n in zip(figure.subfigures(len(chosen), 1, squeeze=False)[:, 0], chosen, strict=True):
-        k = 0 if effect.outputs.shape[1] == 1 else int(predicted[n])
-        output = number or style.output_name(int(predicted[n]), head, is_class=known is not None)
-        value, std = style.short(float(effect.outputs[n, k])), style.short(float(effect.std[n, k]))
-        left, curve = _sides(part, f"point {n}: {output} {value} ± {std} (jackknife)")
-        ax = attribution_bars(left.subplots(), effect.values[n, k], known, top=top, title="", output=output)
-        total = f"all bars together: {style.short(float(effect.values[n, k].sum()), sign=True)}"
-        ax.set_xlabel(
-            f"{style.DOWN} its weight lowers     derivative in the sample's weight     {style.UP} raises\n{total}"
-        )
-        norms = style.as_numpy("norms", effect.adjoint_norms[n, k])
-        curve.plot(np.arange(len(norms)), norms / (norms[-1] or 1.0), color=style.EXACT, linewidth=1.6)
-        curve.axhline(1.0, color=style.GREY, linewidth=0.8, linestyle="--")
-        curve.set(xlabel="training step", ylabel="adjoint, relative to its end", yscale="log")
-    return figure
-
-
-@style.styled
-def datamodel_figure(
-    scores: Float[Tensor, "n M"],
-    without: Float[Tensor, "m k"],
-    names: Sequence[str],
-    top: int,
-    labels: Int64[Tensor, " M"] | None,
-) -> Figure:
-    """Draw the samples that change numbers most by their absence, and the numbers without the largest of them.
-
-    Args:
-        scores: Change of each number by the whole of each sample.
-        without: The first m numbers, which are drawn, without the 0 .. k - 1 samples that raise them most.
-        names: What each number is.
-        top: Number of samples drawn of either sign.
-        labels: Classes of the samples; None where they have none.
-    """
-    figure = style.new_figure((1.3 + 0.36 * min(top, scores.shape[1])) * len(without))
-    for n, part in enumerate(figure.subfigures(len(without), 1, squeeze=False)[:, 0]):
-        left, curve = _sides(part, f"point {n}: {names[n]} is {style.short(float(without[n, 0]))}")
-        ax = attribution_bars(left.subplots(), scores[n], labels, top=top, title="", output=names[n])
-        ax.set_xlabel(f"{style.DOWN} its absence raises     score     {style.UP} its absence lowers")
-        curve.plot(style.as_numpy("without", without[n]), color=style.EXACT, marker="o", markersize=3, linewidth=1.6)
-        limits = curve.get_ylim()
-        curve.axhline(0, color=style.GREY, linewidth=0.8, linestyle="--")  # where it lies among them
-        curve.set(xlabel="largest scores left out", ylabel=f"{names[n]}, predicted", ylim=limits)
-    return figure

@@ -28,24 +28,24 @@ from epk_gp.core.show import count, shortened
 from epk_gp.gp.data import as_numbers
 from epk_gp.plots import style
 
-_MAX_POINTS = 600  # training points drawn on the maps of a figure
-_MOST_COLUMNS, _LEGEND, _HANDLE = 6, 88, 6  # of a legend, its width in characters, and that of a marker
-_ROW = 0.18  # inches of a row of a legend
+_MAX_POINTS = 600  # training points drawn in the maps of a figure
+_MOST_COLUMNS, _LEGEND, _HANDLE = 6, 88, 6  # columns of a legend, its width in characters, and that of a marker
+_ROW = 0.18  # height in inches of a row of a legend
 _COORDINATES = ("$x_1$", "$x_2$")
-_FINE = 241  # nodes per side between which a map is drawn: a node is a pixel or two
-_LEVELS = 12  # shades, about
-_BLUR = 0.012  # of the side: the width over which the steps of a boundary between nodes are rounded off
-_VISIBLE = 0.015  # of the side: half the width of the narrowest region that is named
-_FEW = 5  # classes whose colours are enough; the regions of more are named
-_SMOOTHINGS = 20  # of what is continued beyond a region: it is drawn up to a node's distance from it
+_FINE = 241  # nodes per side of the drawn map: a node is one or two pixels
+_LEVELS = 12  # approximate number of shades
+_BLUR = 0.012  # of the side: width for smoothing the steps of a boundary between nodes
+_VISIBLE = 0.015  # of the side: half the width of the narrowest named region
+_FEW = 5  # classes that colours distinguish; with more classes, regions are named
+_SMOOTHINGS = 20  # smoothings of the continuation beyond a region, which is drawn up to one node outside
 _NEIGHBOURS = np.array([[0, 1, 0], [1, 0, 1], [0, 1, 0]]) / 4
-_PALE = 0.22  # share of a class's colour in that of its region
-_EVEN = 0.7548777, 0.5698403  # whose multiples, taken together, are spread evenly over a square (Roberts 2018)
-_SPREAD = 0.7  # of a cell: where the points of a category are drawn
-_LONGEST = 20  # characters of the name of a class, a category or another column
-_AXIS = 32  # characters of the name of an axis
-_ROOM = 40  # characters of all categories' names that stand beside each other below a map
-_MOST_NAMES = 24  # of categories along an axis
+_PALE = 0.22  # share of a class's colour in its region's colour
+_EVEN = 0.7548777, 0.5698403  # multiples of these are spread evenly over a square (Roberts 2018)
+_SPREAD = 0.7  # of a cell: width of the area in which a category's points are drawn
+_LONGEST = 20  # characters in the name of a class, a category or another column
+_AXIS = 32  # characters in the name of an axis
+_ROOM = 40  # characters of all categories' names in a row below a map
+_MOST_NAMES = 24  # names of categories along an axis
 _LINE = 80  # characters of other columns and their values above a map
 _HALO: list[effects.AbstractPathEffect] = [effects.withStroke(linewidth=2.8, foreground="white")]
 
@@ -69,9 +69,9 @@ def uncertainty_map(
 ) -> Axes:
     """Draw a scalar over a plane, dark where it is large, with training points and the decision boundary.
 
-    The values between the nodes are interpolated by cubic splines, cut at the smallest and the largest value, and drawn
-    in about ten shades whose edges are contour lines. The boundary is smoothed over 1 % of the side. Where the network
-    predicts more than five classes, their regions are named in the map.
+    The values between the nodes are interpolated by cubic splines, limited to the smallest and the largest value, and
+    drawn in about ten shades whose edges are contour lines. The boundary is smoothed over 1 % of the side. If the
+    network predicts more than five classes, their regions are named in the map.
 
     Args:
         ax: Axes to draw into; a colour bar is added to its figure.
@@ -79,17 +79,17 @@ def uncertainty_map(
         grid_y: Evenly spaced, increasing coordinates of the rows.
         values: The scalar, one row per entry of grid_y.
         title: Title.
-        points: Training points in the plane; those outside the grid are not visible.
-        labels: Class of each point, which gives its colour.
-        boundary: Class that the network predicts at each node of the grid, or of a finer grid over the same extent;
-            lines are drawn where it changes.
-        regions: Class that the network predicts at each node of the grid, where the values jump at the boundary, as all
-            do that are of the predicted class: they are interpolated in the region of each class by itself.
+        points: Training points in the plane; points outside the grid are not visible.
+        labels: Class of each point, which sets its colour.
+        boundary: Class predicted by the network at each node of the grid, or of a finer grid over the same extent;
+            lines are drawn at its changes.
+        regions: Class predicted by the network at each node of the grid, for values that jump at the boundary, such as
+            values of the predicted class: they are interpolated separately in the region of each class.
         colorbar_label: Name and unit of `values`.
         names: Names of the classes, in order; None means "class 0", "class 1", …
         limits: Smallest and largest value of the shades; None means those of `values`.
-        colorbar: Whether a colour bar is drawn.
-        in_cells: Whether columns, and rows, belong to cells of many equal ones: the boundary is not smoothed there.
+        colorbar: Whether to draw a colour bar.
+        in_cells: Whether columns, and rows, form cells of many equal ones: the boundary is then not smoothed.
 
     Returns:
         The Axes.
@@ -125,13 +125,13 @@ def class_regions(
     grid_y: Float[style.Numbers, " ny"],
     classes: Int[style.Numbers, "ny nx"],
 ) -> Axes:
-    """Draw where the network predicts which class, in pale colours: a background for points.
+    """Draw the network's predicted classes in pale colours: a background for points.
 
     Args:
         ax: Axes to draw into.
         grid_x: Evenly spaced, increasing coordinates of the columns.
         grid_y: Evenly spaced, increasing coordinates of the rows.
-        classes: Class that the network predicts at each node.
+        classes: Class predicted by the network at each node.
 
     Returns:
         The Axes.
@@ -151,7 +151,7 @@ def region_handles(classes: Sequence[int], *, names: Sequence[str] | None = None
     """Return the entries of a legend of `class_regions`.
 
     Args:
-        classes: Classes that are drawn.
+        classes: The drawn classes.
         names: Names of the classes, in order; None means "class 0", "class 1", …
     """
     return [
@@ -163,10 +163,10 @@ def region_handles(classes: Sequence[int], *, names: Sequence[str] | None = None
 def map_handles(
     labels: Int[style.Numbers, " n"] | Sequence[int], *, names: Sequence[str] | None = None
 ) -> list[Artist]:
-    """Return the entries of a legend that several maps share: one per class of training points, and the boundary.
+    """Return the entries of a legend for several maps: one per class of training points, and the boundary.
 
     Args:
-        labels: Classes of the points that are drawn.
+        labels: Classes of the drawn points.
         names: Names of the classes, in order; None means "class 0", "class 1", …
     """
     handles: list[Artist] = [
@@ -180,15 +180,15 @@ def map_handles(
 def map_figure(
     m: UncertaintyMap, axis_names: tuple[str, str] | None = None, *, plane: str | None = None, validation: object = None
 ) -> Figure:
-    """Draw what a process says over a plane, with the training points that it judges by.
+    """Draw the maps of a process over a plane, with the training points that it uses.
 
-    Of an `UncertainClassifier` that is the error score and the out-of-distribution score; of a `LogitGP` the
+    For an `UncertainClassifier` these are the error score and the out-of-distribution score; for a `LogitGP` the
     probability that the network's class is wrong, its standard deviation, the entropy and the kernel.
 
     Args:
         m: The map.
-        axis_names: Names of the two directions; None for those of the map.
-        plane: Which plane is shown, and what the other coordinates are there; None for the values of other columns.
+        axis_names: Names of the two directions; None for the map's own.
+        plane: Description of the plane and of the other coordinates; None for the values of other columns.
         validation: Validation points, as a tensor, an array or a data frame: they are drawn as crosses.
     """
     panels: list[tuple[Any, str, str, Any]] = [
@@ -229,7 +229,7 @@ def map_figure(
 
 
 def legend_columns(handles: Sequence[Artist]) -> int:
-    """Return in how many columns a legend below a figure has room."""
+    """Return the number of columns that fit into a legend below a figure."""
     lengths = [_HANDLE + len(str(handle.get_label())) for handle in handles]
     widths = {n: sum(map(max, np.array_split(lengths, n))) for n in range(1, min(len(lengths), _MOST_COLUMNS) + 1)}
     return max((n for n, width in widths.items() if width <= _LEGEND), default=1)
@@ -238,10 +238,10 @@ def legend_columns(handles: Sequence[Artist]) -> int:
 def draw_panel(
     ax: Axes, m: UncertaintyMap, values: Float[Tensor, "ny nx"], points: Float[Tensor, "n 2"], **options: Any
 ) -> None:
-    """Draw a scalar of a map; white is 0, so that a map of almost equal values is all of one shade.
+    """Draw a scalar of a map; white is 0, so that a map of almost equal values has a single shade.
 
-    The darkest shade is the largest value, or 1 for the out-of-distribution score. Categories are cells that nothing is
-    interpolated across, and their points are spread in them.
+    The darkest shade is the largest value, or 1 for the out-of-distribution score. Categories are cells without
+    interpolation between them, and their points are spread inside them.
     """
     axes, regions = [m.x, m.y], options.pop("regions", None)
     limits = (0.0, 1.0 if values is m.out_of_distribution else float(values.max()))
@@ -260,7 +260,7 @@ def draw_panel(
 
 
 def _in_cells(m: UncertaintyMap, points: Float[Tensor, "n 2"]) -> Float[Tensor, "n 2"]:
-    """Return where points are drawn: those of a category in its cell, spread evenly, so that they can be seen."""
+    """Return the positions at which points are drawn; points of a category are spread evenly in its cell."""
     places, number = points.clone(), torch.arange(len(points), dtype=points.dtype)
     for k, (axis, names) in enumerate(zip((m.x, m.y), m.plane.categories, strict=True)):
         if names is not None:
@@ -272,7 +272,7 @@ def _in_cells(m: UncertaintyMap, points: Float[Tensor, "n 2"]) -> Float[Tensor, 
 
 
 def _name_cells(axis: Axis, names: Sequence[str]) -> None:
-    """Write the names of categories at their cells, and draw lines between these."""
+    """Write the names of categories at their cells, and draw lines between the cells."""
     words, is_x = [shortened(name, _LONGEST) for name in names], axis is axis.axes.xaxis
     step, is_long = math.ceil(len(words) / _MOST_NAMES), sum(len(word) + 2 for word in words) > _ROOM
     labels = [style.plain(word) for word in words[::step]]
@@ -284,7 +284,7 @@ def _name_cells(axis: Axis, names: Sequence[str]) -> None:
 
 
 def held_columns(plane: Plane) -> str:
-    """Return the values of other columns than the two of a plane, as a sentence; empty if there are none."""
+    """Describe the values of other columns than the two of a plane, as a sentence; empty if there are none."""
     words = [f"{shortened(name, _LONGEST)} {value:.5g}" for name, value in plane.others.items()]
     shown = sum(length <= _LINE for length in itertools.accumulate(len(word) + 2 for word in words))
     held = words[:shown] + [f"and {count(len(words) - shown, 'more column')}"] * (shown < len(words))
@@ -292,7 +292,7 @@ def held_columns(plane: Plane) -> str:
 
 
 def draw_colorbar(axes: Sequence[Axes], shades: ContourSet | AxesImage, label: str) -> None:
-    """Draw the colour bar of one or several maps beside them, with few ticks."""
+    """Draw the colour bar of one or several maps next to them, with few ticks."""
     formatter = ScalarFormatter()
     formatter.set_powerlimits((-3, 4))
     ticks = np.asarray(shades.levels)[::2] if isinstance(shades, ContourSet) else None
@@ -302,7 +302,7 @@ def draw_colorbar(axes: Sequence[Axes], shades: ContourSet | AxesImage, label: s
 
 
 def shades_of(ax: Axes) -> ContourSet:
-    """Return the shades of a map, for a colour bar that several maps share."""
+    """Return the shades of a map, for a colour bar shared by several maps."""
     return next(artist for artist in ax.collections if isinstance(artist, ContourSet) and artist.filled)
 
 
@@ -311,10 +311,10 @@ class _Borders:
 
     Attributes:
         x: Columns of the fine grid.
-        y: Its rows.
-        classes: Class at each of its nodes.
+        y: Rows of the fine grid.
+        classes: Class at each node.
         present: Classes that occur, ascending.
-        leads: How far each of them is ahead of the best other one (class, y, x): neighbours change sign on one line.
+        leads: Lead of each class over the best other one (class, y, x): neighbours change sign on one line.
     """
 
     def __init__(
@@ -347,7 +347,7 @@ def _interpolated(x: np.ndarray, y: np.ndarray, z: np.ndarray) -> np.ndarray:
 
 
 def _by_region(x: np.ndarray, y: np.ndarray, z: np.ndarray, regions: np.ndarray, borders: _Borders) -> np.ndarray:
-    """Interpolate the values of each class by themselves, continued to the other nodes harmonically."""
+    """Interpolate the values of each class separately, with a harmonic continuation to the other nodes."""
     style.require_shape("regions", regions, z.shape)
     fine, at = _interpolated(x, y, z), borders.region_at(*_fine_axes(x, y))
     for c in np.unique(regions):
@@ -365,16 +365,16 @@ def _draw_shades(ax: Axes, x: np.ndarray, y: np.ndarray, fine: np.ndarray, limit
     if high <= low:  # all values are equal: one shade
         high = low + max(abs(low), 1.0) * 1e-6
     levels = MaxNLocator(_LEVELS, steps=[1, 2, 2.5, 4, 5, 10]).tick_values(low, high)
-    half = (levels[1] - levels[0]) / 2  # a shade stands for its middle: the first is white, the last the darkest
+    half = (levels[1] - levels[0]) / 2  # a shade represents its middle: the first is white, the last the darkest
     shown = fine.clip(levels[0], levels[-1])
     ends: dict[str, Any] = {"vmin": levels[0] + half, "vmax": levels[-1] - half}
     shades = ax.contourf(*_fine_axes(x, y), shown, levels=levels, cmap=style.COLORMAP, zorder=0, **ends)
-    shades.set_edgecolor("face")  # no light seams between the shades
+    shades.set_edgecolor("face")  # avoids light seams between the shades
     return shades
 
 
 def _frame(ax: Axes, x: np.ndarray, y: np.ndarray) -> None:
-    is_square = np.isclose(x[1] - x[0], y[1] - y[0])  # else the axes have a unit each
+    is_square = np.isclose(x[1] - x[0], y[1] - y[0])  # otherwise the axes have different units
     limits: dict[str, Any] = {"xlim": (x[0], x[-1]), "ylim": (y[0], y[-1])}
     ax.set(**limits, xlabel="$x_1$", ylabel="$x_2$", aspect="equal" if is_square else "auto")
     ax.grid(visible=False)
@@ -405,9 +405,9 @@ def _draw_boundary(ax: Axes, borders: _Borders, names: Sequence[str] | None) -> 
 
 
 def _name_regions(ax: Axes, borders: _Borders, names: Sequence[str] | None) -> None:
-    """Write each class of the network where its region is widest, if it is wide enough to be seen."""
+    """Write each class of the network where its region is widest, if it is wide enough to be visible."""
     for c, lead in zip(borders.present.tolist(), borders.leads, strict=True):
-        depth = distance_transform_edt(np.pad(lead > 0, 1))[1:-1, 1:-1]  # the frame is a border too
+        depth = distance_transform_edt(np.pad(lead > 0, 1))[1:-1, 1:-1]  # the frame is also a border
         row, column = divmod(int(depth.argmax()), depth.shape[1])
         if depth[row, column] >= _VISIBLE * max(depth.shape):
             frame = {"facecolor": "white", "edgecolor": style.class_colour(c), "linewidth": 1.6}

@@ -1,7 +1,6 @@
-"""Pictures of scores: the risk of the predictions that are kept, distributions, and suspicious labels."""
+"""Pictures of scores: the risk of the kept predictions, and distributions."""
 
-import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 
 import numpy as np
 from jaxtyping import Bool, Float, Int64, Shaped
@@ -9,7 +8,6 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from torch import Tensor
 
-from epk_gp.analysis.labels import LabelErrors
 from epk_gp.analysis.score_check import CheckedScores, ScoreCheck
 from epk_gp.core.show import count
 from epk_gp.datamodels.model import Verification
@@ -17,10 +15,10 @@ from epk_gp.plots import style
 from epk_gp.plots.contributions import image_row
 
 _SHOWN = 10  # images in a row
-_IMAGE_ROW = 1.35  # inches of a row of images, with its title
-_NAMED = len(style.PALETTE)  # questions that have a colour each
-_FEW_DOTS = 500  # that are drawn large
-_MIN_KEPT = 0.02  # the share of points from which a curve is drawn: the risk of a few points is 0 or 1
+_IMAGE_ROW = 1.35  # height in inches of a row of images, with its title
+_NAMED = len(style.PALETTE)  # number of questions with separate colours
+_FEW_DOTS = 500  # largest number of dots that are drawn large
+_MIN_KEPT = 0.02  # share of points at which a curve starts: the risk of a few points is 0 or 1
 
 
 def risk_coverage(ax: Axes, risks: Mapping[str, Float[style.Numbers, " n"]]) -> Axes:
@@ -28,7 +26,7 @@ def risk_coverage(ax: Axes, risks: Mapping[str, Float[style.Numbers, " n"]]) -> 
 
     Args:
         ax: Axes to draw into.
-        risks: By name of the score, the share of wrong ones among the 1 .. n surest predictions.
+        risks: By name of the score, the share of wrong predictions among the 1 .. n most certain ones.
 
     Returns:
         The Axes.
@@ -66,7 +64,8 @@ def score_histogram(ax: Axes, scores: Mapping[str, Float[style.Numbers, " n"]], 
     colours = (style.IN_DISTRIBUTION, style.OUT_OF_DISTRIBUTION, style.PALETTE[6])[len(scores) == 1 :]
     for number, ((name, values), colour) in enumerate(zip(scores.items(), colours, strict=False)):
         array = style.as_numpy(name, values)
-        # The first is filled and the others are outlines: they are told apart where they overlap, and without colours.
+        # The first is filled and the others are outlines, so that they can be distinguished in overlaps and without
+        # colours.
         ax.hist(
             array.clip(0, 1), bins=40, range=(0, 1), weights=np.full(len(array), 1 / len(array)), color=colour,
             histtype="stepfilled" if number == 0 else "step", alpha=0.75 if number == 0 else 1, label=style.plain(name),
@@ -74,29 +73,6 @@ def score_histogram(ax: Axes, scores: Mapping[str, Float[style.Numbers, " n"]], 
         )  # fmt: skip
     ax.set(xlabel=style.plain(label), ylabel="share of points", xlim=(0, 1))
     ax.legend(fontsize=style.SMALL)
-    return ax
-
-
-def suspicion_bars(ax: Axes, margins: Float[style.Numbers, " m"], names: Sequence[str]) -> Axes:
-    """Draw the margins of suspicious labels, the worst on top: below 0 another class is expected.
-
-    Args:
-        ax: Axes to draw into.
-        margins: Margin of each label.
-        names: What each label is.
-
-    Returns:
-        The Axes.
-
-    Raises:
-        ValueError: There is not one name per margin, or a margin is not finite.
-    """
-    values = style.as_numpy("margins", margins)
-    if len(names) != len(values):
-        raise ValueError(f"names must name each label: got {len(names)} names for {len(values)} margins.")
-    colours = [style.WRONG if value < 0 else style.IN_DISTRIBUTION for value in values]
-    style.signed_bars(ax, values, colours, [style.plain(name) for name in names])
-    ax.set(xlabel="margin of the label: below 0 another class is expected")
     return ax
 
 
@@ -112,10 +88,10 @@ def scores_figure(
     right: Bool[Tensor, " n"] | None,
     risks: Mapping[str, Float[Tensor, " n"]],
 ) -> Figure:
-    """Draw the risk of the predictions kept, or error scores; scores beside ordinary points'; and images, if they are.
+    """Draw the risk of the kept predictions, or error scores; scores compared with ordinary points; and images, if any.
 
-    A frame of an image is solid and dark, with a tick, where the network's class is right; dashed and pink, with a
-    cross, where it is wrong; and grey where no label is known.
+    The frame of an image is solid and dark, with a tick, if the network's class is right; dashed and pink, with a
+    cross, if it is wrong; and grey if no label is known.
 
     Args:
         X: n points.
@@ -123,9 +99,9 @@ def scores_figure(
         error: Their error scores.
         far: Their out-of-distribution scores.
         ordinary: Out-of-distribution scores of the validation points.
-        predicted: The network's class, which the error score is about.
-        right: Whether that is the true class; None where no labels are known.
-        risks: Risk-coverage curves by name of the score; empty where no labels are known.
+        predicted: The network's class, to which the error score refers.
+        right: Whether this is the true class; None if no labels are known.
+        risks: Risk-coverage curves by name of the score; empty if no labels are known.
     """
     images = style.as_images(X)
     ratios = (3.1,) if images is None else (3.1, 3 * _IMAGE_ROW)
@@ -160,10 +136,10 @@ def scores_figure(
 
 @style.styled
 def check_figure(check: ScoreCheck) -> Figure:
-    """Draw how scores of samples agree with exact numbers, and with training again.
+    """Draw the agreement of scores with exact numbers, and with retraining.
 
     Args:
-        check: What `epk_gp.check_scores` returned.
+        check: The result of `epk_gp.check_scores`.
     """
     rows = check.systems | check.references
     values, figure = np.array([list(_agreements(a)) for a in rows.values()]), style.new_figure(1.1 + 0.36 * len(rows))
@@ -179,7 +155,7 @@ def check_figure(check: ScoreCheck) -> Figure:
 
 
 def _agreements(each: CheckedScores) -> Iterator[tuple[float, float, float]]:
-    """Yield what is drawn of a system, each with its interval; NaN where it was not computed."""
+    """Yield the drawn values of a system, each with its interval; NaN for values that were not computed."""
     for kind in ("contributions", "derivatives"):
         yield (float(each.likeness[kind]["cosine"].nanmean()) if kind in each.likeness else np.nan,) * 3
     for found, interval in ((each.lds, each.lds_interval), (each.left_out, each.left_out_interval)):
@@ -191,7 +167,7 @@ def verification_figure(verification: Verification) -> Figure:
     """Draw measured against predicted changes, a dot for each network and question, with the diagonal and the slope.
 
     Args:
-        verification: What `Datamodel.verify` returned.
+        verification: The result of `Datamodel.verify`.
     """
     x, y = (
         style.as_numpy(name, value - verification.outputs)
@@ -212,33 +188,4 @@ def verification_figure(verification: Verification) -> Figure:
     ax.set_title(f"{count(s, 'network')}, {count(Q, 'question')}: correlation {verification.correlation:.2f}")
     ax.set(xlabel="predicted change", ylabel="measured change", xlim=ends, ylim=ends, aspect="equal")
     figure.legend(loc="outside right center", fontsize=style.SMALL)
-    return figure
-
-
-@style.styled
-def suspicious_labels_figure(
-    found: LabelErrors, inputs: Shaped[Tensor, "M ..."], labels: Int64[Tensor, " M"], top: int
-) -> Figure:
-    """Draw the most suspicious labels: the images, with label and expected class, or else their margins.
-
-    Args:
-        found: Training points, judged.
-        inputs: Their inputs.
-        labels: Their labels.
-        top: How many are drawn.
-    """
-    chosen = found.indices[:top].tolist()
-    places = [int((found.points == i).nonzero()) for i in chosen]
-    names = [f"{int(labels[i])} → {int(found.predicted[k])}" for i, k in zip(chosen, places, strict=True)]
-    images, title = style.as_images(inputs), "most suspicious first: label → expected class"
-    if images is None:
-        figure = style.new_figure(1.0 + 0.24 * len(chosen))
-        words = [f"#{i}:  {name}" for i, name in zip(chosen, names, strict=True)]
-        suspicion_bars(figure.subplots(), found.margin[places], words).set_title(title)
-        return figure
-    rows = math.ceil(len(chosen) / _SHOWN)
-    figure = style.new_figure(0.35 + 1.0 * rows)
-    figure.suptitle(title, x=0.01, ha="left")
-    entries = [(images[i], f"#{i}\n{name}", 0.0, "") for i, name in zip(chosen, names, strict=True)]
-    image_row(figure.subplots(rows, _SHOWN, squeeze=False).flat, entries)
     return figure

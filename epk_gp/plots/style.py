@@ -1,4 +1,4 @@
-"""One look for all figures: colours that each have one meaning, sizes, numbers and names as text, and saved files."""
+"""The common style of all figures: colours with one meaning each, sizes, numbers and names as text, and saved files."""
 
 import os
 import re
@@ -25,23 +25,23 @@ from epk_gp.core.losses import Head
 Arguments = ParamSpec("Arguments")
 Numbers: TypeAlias = Tensor | np.ndarray
 
-# The n-th class, or the n-th curve of a figure. Petroff (2021): ten colours that can be told apart in each of the three
-# kinds of colour blindness.
+# The n-th class, or the n-th curve of a figure. Petroff (2021): ten colours that can be distinguished with each of the
+# three kinds of colour blindness.
 PALETTE = ("#3f90da", "#ffa90e", "#bd1f01", "#94a4a2", "#832db6", "#a96b59", "#e76300", "#b9ac70", "#717581", "#92dadd")
-INK = "#222222"  # text, decision boundaries, and the point that is explained
+INK = "#222222"  # text, decision boundaries, and the explained point
 GREY = "#4d4d4d"  # edges, and lines of reference
 GRID = "#e3e3e3"
-REST = "#e4e4e4"  # what is summed up in one bar
-RAISED, LOWERED = "#2166ac", "#b35806"  # what raised an output and what lowered it: blue and orange
+REST = "#e4e4e4"  # the sum of other points in one bar
+RAISED, LOWERED = "#2166ac", "#b35806"  # contributions that raised or lowered an output: blue and orange
 RIGHT, WRONG = "#004d4f", "#e0559b"  # predictions that are right and wrong: dark teal and pink
 IN_DISTRIBUTION, OUT_OF_DISTRIBUTION = "#94a4a2", "#832db6"  # points like the training data, and others
-EXACT = PALETTE[0]  # the exact path kernel, or what is computed with it
-UP, DOWN = "▲", "▼"  # marks of what raised an output and of what lowered it
+EXACT = PALETTE[0]  # the exact path kernel, or results computed with it
+UP, DOWN = "▲", "▼"  # marks of contributions that raised or lowered an output
 
-WIDTH = 7.6  # inches of every figure: the site shows an inch as 100 pixels
-SMALL = 8  # points of the smallest text
+WIDTH = 7.6  # width in inches of every figure: the site shows an inch as 100 pixels
+SMALL = 8  # size of the smallest text in points
 _DPI = 200  # twice the pixels of the site, for dense screens
-_COLOURS = 256  # of a PNG with a palette
+_COLOURS = 256  # colours of a PNG with a palette
 
 
 def _shades() -> ListedColormap:
@@ -52,31 +52,31 @@ def _shades() -> ListedColormap:
     return ListedColormap(np.repeat(srgb[:, None], 3, axis=1), name="epk_gp_shades")
 
 
-# Maps are grey, so that the colour of a point stands for its class only. White is certain or small, dark the opposite.
+# Maps are grey, so that the colour of a point shows only its class. White is certain or small, dark the opposite.
 COLORMAP = _shades()
-# Values of either sign: the colours of what lowers and of what raises, with white at zero.
+# Values of either sign: the colours for lowering and for raising, with white at zero.
 SIGNED = LinearSegmentedColormap.from_list("epk_gp_signed", [LOWERED, "#ffffff", RAISED])
-MAGNITUDES = "viridis"  # values at points that have no class
+MAGNITUDES = "viridis"  # values at points without classes
 
-STYLE = "epk_gp.plots.house"  # matplotlib's name of house.mplstyle, beside this file
+STYLE = "epk_gp.plots.house"  # matplotlib's name of house.mplstyle, next to this file
 
 
 def figure_style() -> AbstractContextManager[None]:
-    """Give figures that are made and saved in this context the look of this package.
+    """Apply the package's style to figures that are created and saved in this context.
 
-    The same look for a whole session is `plt.style.use(STYLE)`.
+    For a whole session, use `plt.style.use(STYLE)`.
     """
     return matplotlib.style.context(STYLE)
 
 
 def styled(draw: Callable[Arguments, Figure]) -> Callable[Arguments, Figure]:
-    """Decorate a function that returns a figure, so that the figure has the look of this package."""
+    """Decorate a function that returns a figure, so that the figure has the package's style."""
 
     @wraps(draw)
     def draw_in_style(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Figure:
         with figure_style():
             figure = draw(*args, **kwargs)
-            figure.draw_without_rendering()  # marks of axes are made here, with the sizes of the style
+            figure.draw_without_rendering()  # marks of axes are created here, with the sizes of the style
         return figure
 
     return draw_in_style
@@ -86,8 +86,8 @@ def new_figure(height: float, width: float = WIDTH) -> Figure:
     """Return an empty figure for the site's column.
 
     Args:
-        height: In inches.
-        width: In inches; the default fills the column.
+        height: Height in inches.
+        width: Width in inches; the default fills the column.
     """
     return Figure(figsize=(width, height), layout="constrained")
 
@@ -95,13 +95,14 @@ def new_figure(height: float, width: float = WIDTH) -> Figure:
 def save_figure(
     figure: Figure, file: str | os.PathLike[str], *, description: str | None = None, palette: bool = False
 ) -> None:
-    """Write a figure as PNG or SVG, as the file's name ends. The same figure gives the same bytes.
+    """Write a figure as PNG or SVG, according to the file's suffix. The same figure gives the same bytes.
 
     Args:
         figure: The figure.
-        file: File that is written.
-        description: Text that is kept in the file.
-        palette: Write a PNG with 256 colours, which is a third of the size and looks the same without photographs.
+        file: The file to write.
+        description: Text that is stored in the file.
+        palette: Whether to write a PNG with 256 colours, which has a third of the size and the same look without
+            photographs.
     """
     place = Path(file)
     with figure_style():
@@ -154,7 +155,7 @@ def short(value: float, *, sign: bool = False) -> str:
 
 
 def plain(text: str) -> str:
-    """Return a text as matplotlib shows it as it stands: dollars begin no formula. Twice is as once."""
+    """Return a text that matplotlib shows literally: dollars begin no formula. Applying it twice changes nothing."""
     return re.sub(r"(?<!\\)\$", r"\\$", str(text).encode(errors="replace").decode())
 
 
@@ -192,11 +193,11 @@ OUTPUT_NAMES: dict[Head | None, str] = {"logits": "logit", "log_softmax": "log p
 
 
 def output_name(number: int, head: Head | None, names: Sequence[str] | None = None, *, is_class: bool = True) -> str:
-    """Return what an output is called: "logit of class 2", or "output 2" where it stands for no class.
+    """Return the name of an output: "logit of class 2", or "output 2" if it does not stand for a class.
 
     Args:
         number: Index of the output.
-        head: What the outputs are; None means that it is not known.
+        head: The head of the outputs; None if it is unknown.
         names: Names of the classes, in order.
         is_class: Whether outputs stand for classes.
     """

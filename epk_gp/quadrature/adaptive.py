@@ -1,12 +1,12 @@
-"""Adaptive quadrature along a training step: which intervals are refined and how, with a certificate.
+"""Adaptive quadrature along a training step: the choice and refinement of intervals, with a certificate.
 
-An interval [a, b] of a step is accepted for a point when |f(b) - f(a) - int_a^b <J, d> dt| is small enough: forward
-passes are all that it takes to know. A step on which a unit switches is cut at its kinks before any node is evaluated
-(`kinks.values_at_ends`). Other intervals start with few nodes and go to the smallest rule that promises to suffice
-(`intervals.predicted_errors`), which keeps these nodes (`intervals.rising_stages`). Where none does, the interval is
-searched for kinks (`kinks.locate_kinks`), or else halved.
-The residual only chooses nodes; it is never added to anything. No integrand makes the rule run without end: evaluations
-are bounded, and a status says why it stopped (`QuadratureStatus`).
+An interval [a, b] of a step is accepted for a point when |f(b) - f(a) - int_a^b <J, d> dt| is small enough; the test
+needs forward passes only. A step on which a unit switches is cut at its kinks before any node is evaluated
+(`kinks.values_at_ends`). Other intervals start with few nodes and go to the smallest rule that is predicted to suffice
+(`intervals.predicted_errors`), which keeps these nodes (`intervals.rising_stages`). If there is none, the interval is
+searched for kinks (`kinks.locate_kinks`), or otherwise halved. The residual only chooses nodes; it is never added to a
+result. The rule ends for every integrand: evaluations are bounded, and a status gives the reason that it stopped
+(`QuadratureStatus`).
 """
 
 from dataclasses import dataclass, replace
@@ -22,27 +22,27 @@ from epk_gp.quadrature import intervals as iv
 from epk_gp.quadrature.kinks import locate_kinks, may_switch, values_at_ends
 from epk_gp.quadrature.rules import AdaptiveRule, QuadratureRule, QuadratureStatus, gauss_legendre
 
-# Predicted errors may exceed the tolerance by this factor: they are cautious. With 1, small steps took 2 % more
+# Predicted errors are cautious and may exceed the tolerance by this factor. With 1, small steps took 2 % more
 # evaluations (7700 intervals of 19 networks); with 4, sums came close to their tolerance.
 _TRUST = 2
 
-# What a search for kinks counts as: one backward pass at each end of the interval. Whether any unit switches is known
-# from forward passes before, which do not count.
+# Cost of a search for kinks: one backward pass at each end of the interval. Forward passes show before whether any unit
+# switches; they do not count.
 _SEARCH_EVALUATIONS = 2
 
 
 class _Refinement:
-    """Pairs of a step and an input that are integrated under an adaptive rule: n points.
+    """Pairs of a step and an input that are integrated by an adaptive rule: n points.
 
     Args:
         segment: The steps.
         X: The inputs.
         rule: The rule.
-        num_steps: Steps that share its tolerance.
+        num_steps: Number of steps that share its tolerance.
         table: The orders of intervals.
 
     Attributes:
-        evaluations: Gradients evaluated per point, with those that searches for kinks stand for.
+        evaluations: Gradients evaluated per point, including the cost of searches for kinks.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class _Refinement:
         self.tol, self.evaluations = rule.tol / num_steps, segment.w.new_zeros(segment.num_lines * len(X))
 
     def cut_at_kinks(self, whole: iv.Intervals, switches: Bool[Tensor, " n"]) -> iv.Intervals:
-        """Cut whole steps at kinks where a unit stands differently at their ends, before anything is integrated."""
+        """Cut whole steps at kinks if a unit switches between their ends, before anything is integrated."""
         if self.limit < _SEARCH_EVALUATIONS + 2 or not bool(switches.any()):
             return whole
         owner, cuts = self._located_cuts(whole, switches.nonzero().squeeze(1))
@@ -64,15 +64,15 @@ class _Refinement:
         return iv.between_cuts(searched, owner, cuts, self._values(whole, owner, cuts), whole.parent)
 
     def refine(self, found: iv.Integrated, parents: iv.Parents) -> tuple[Tensor, iv.Intervals, iv.Parents]:
-        """Refine the intervals that cannot be accepted, as far as the bound on evaluations allows it.
+        """Refine the intervals that cannot be accepted, within the bound on evaluations.
 
         Args:
             found: The intervals of this level.
-            parents: The intervals that they are parts of.
+            parents: The intervals from which they were made.
 
         Returns:
-            Why each interval is accepted, `OPEN` for those that are refined; their parts; and the intervals that these
-            are the parts of.
+            The reason that each interval is accepted, `OPEN` for refined ones; their parts; and the parents of these
+            parts.
         """
         intervals, table = found.intervals, self.table
         reason = iv.residual_status(found.error, found.rounding, self.tol)
@@ -81,13 +81,13 @@ class _Refinement:
             return reason, intervals[failed], parents
         lineage = iv.trace_lineage(parents, intervals.parent, found.residual, reason == iv.OPEN)
         reason[failed] = iv.limit_status(found[failed], lineage[failed])
-        # a midpoint can lie on the one place where the derivative is not finite
+        # a midpoint can lie on the one point where the derivative is not finite
         at_middle = ~found.error.isfinite() & (intervals.stage == 0)
         reason = self._stop_points(torch.where(at_middle, iv.OPEN, reason), intervals.point)
         failed = (reason == iv.OPEN).nonzero().squeeze(1)
         rest = found[failed]
         option = self._raised_stage(rest, lineage[failed])
-        # the least that any refinement takes: the next order, a search with two parts, or two halves
+        # the least cost of a refinement: the next order, a search with two parts, or two halves
         plan = self.segment.net.plan
         searches = ~intervals.is_searched[failed] & (plan.supports_interpolation or plan.shares_pass)
         split = torch.where(searches, _SEARCH_EVALUATIONS + 2 * table.size[0], 2 * table.size[table.half])
@@ -102,20 +102,20 @@ class _Refinement:
         return reason, parts[fits[parts.point].nonzero().squeeze(1)], parents
 
     def _fits(self, point: Tensor, cost: Tensor) -> Bool[Tensor, " n"]:
-        """Whether evaluations that some intervals of each point take stay within the bound."""
+        """Return whether the evaluations that intervals of each point need stay within the bound."""
         return self.evaluations.index_add(0, point, cost.to(self.evaluations)) <= self.limit
 
     def _stop_points(self, reason: Tensor, point: Tensor) -> Tensor:
-        """Accept all open intervals of points of which one was found inconsistent: no refinement makes these exact."""
+        """Accept all open intervals of points with an inconsistent interval: no refinement makes these points exact."""
         inconsistent = (reason == QuadratureStatus.INCONSISTENT_DERIVATIVE).long()
         stops = torch.zeros_like(self.evaluations, dtype=torch.long).index_add_(0, point, inconsistent)
         return torch.where((stops[point] > 0) & (reason == iv.OPEN), QuadratureStatus.INCONSISTENT_DERIVATIVE, reason)
 
     def _raised_stage(self, found: iv.Integrated, lineage: iv.Lineage) -> Int64[Tensor, " F"]:
-        """Choose the lowest order that promises to suffice for each failed interval; -1 where none does.
+        """Choose the lowest order that is predicted to suffice for each failed interval; -1 if there is none.
 
-        From the first order on, the prediction is that of the two last orders' residuals. What may be rounding is
-        raised whatever the prediction: two orders that agree tell it.
+        After the first order, the prediction uses the residuals of the last two orders. Possible rounding is raised
+        without regard to the prediction: two orders that agree confirm it.
         """
         table, intervals, error = self.table, found.intervals, found.error
         stage, target = intervals.stage, found.rounding.clamp(min=self.tol)
@@ -141,7 +141,7 @@ class _Refinement:
         return torch.where((option < 0) & settles, table.option[stage], option)
 
     def _coefficients(self, found: iv.Integrated, stage: int) -> Float[Tensor, "E K C"]:
-        """Return Legendre coefficients of df/dt on intervals of one first order, from f at its probes too."""
+        """Return Legendre coefficients of df/dt on intervals of one first order, using f at its probes too."""
         intervals, first = found.intervals, self.table.stages[stage]
         n, width = len(first.rule), intervals.b - intervals.a
         inner, places = found.inner[:, :n], list(first.rule.nodes)
@@ -156,7 +156,7 @@ class _Refinement:
         return iv.spectrum_of(first, data.dtype, data.device) @ data
 
     def _parts(self, found: iv.Integrated, lineage: iv.Lineage, option: Tensor) -> tuple[iv.Intervals, iv.Parents]:
-        """Raise the order of intervals for which one promises to suffice; cut the others at kinks, or halve them.
+        """Raise the order of intervals if one is predicted to suffice; cut the others at kinks, or halve them.
 
         Args:
             found: The intervals that failed.
@@ -176,9 +176,9 @@ class _Refinement:
         cuts = torch.cat([cuts, middle[is_halved]])
         order = iv.lexicographic(owner, cuts)
         owner, cuts = owner[order], cuts[order]
-        # neighbouring kinks can cancel in one residual: the largest of the last levels is what must fall
+        # neighbouring kinks can cancel in one residual: the largest of the last levels must fall
         ancestor = error if found.level % iv.NOISE_LEVELS == 0 else torch.maximum(error, intervals.parent_residual)
-        # what a midpoint alone leaves tells nothing of rounding
+        # a midpoint's residual alone does not indicate rounding
         ancestor = torch.where(intervals.stage == 0, intervals.parent_residual, ancestor)
         to_cut, to_raise = (~rises).nonzero().squeeze(1), rises.nonzero().squeeze(1)
         split = replace(
@@ -199,7 +199,7 @@ class _Refinement:
         return values(self.segment, self.X, t, intervals.point[owner]) if len(t) else intervals.f_a[:0]
 
     def _located_cuts(self, intervals: iv.Intervals, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """List the kinks inside of those intervals that are searched for them, in order: owner (B,), position (B,)."""
+        """List the kinks in the searched intervals, in order: owner (B,), position (B,)."""
         point = intervals.point[rows]
         a, b = intervals.a[rows], intervals.b[rows]
         interval, cuts, is_searched = locate_kinks(self.segment, self.X, point, a, b)
@@ -217,33 +217,33 @@ class _Refinement:
         return owner[is_new], cuts[is_new]
 
 
-# Breakpoints closer than that are one.
+# Closer breakpoints count as one.
 _MERGE_DISTANCE = 1e-12
 
 
 @dataclass(frozen=True, eq=False)
 class Integral:
-    """int_0^1 <J_{w + t d}(x_n), d> dt for n points, with the nodes that it took.
+    """int_0^1 <J_{w + t d}(x_n), d> dt for n points, with its nodes.
 
-    Of several steps together, each has an equal group of the points.
+    For several steps together, each has an equal group of the points.
 
     Attributes:
         total: The integrals, (n, C).
         start: f at t = 0, (n, C).
         end: f at t = 1, (n, C).
         residual: Sum over a point's intervals of |f(b) - f(a) - integral|, largest output, (n,).
-        evaluations: Gradients evaluated per point, rejected intervals included, and 2 for each search for kinks, (n,).
+        evaluations: Gradients evaluated per point, including rejected intervals and 2 for each search for kinks, (n,).
             A step on which no unit switches is not searched. Forward passes do not count.
-        point: Which point each of the E accepted nodes belongs to, (E,).
-        t: Their positions, (E,).
-        weight: Their weights, (E,); for every point they sum to 1.
-        breakpoints: Where the accepted intervals start, (A,).
-        ends: Where they end, (A,).
-        orders: How many nodes they have, (A,).
-        num_intervals: How many of them belong to each point, (n,).
+        point: The point to which each of the E accepted nodes belongs, (E,).
+        t: Positions of the nodes, (E,).
+        weight: Weights of the nodes, (E,); they sum to 1 for every point.
+        breakpoints: Starts of the accepted intervals, (A,).
+        ends: Ends of the accepted intervals, (A,).
+        orders: Numbers of nodes of the accepted intervals, (A,).
+        num_intervals: Number of accepted intervals of each point, (n,).
         status: Most severe reason for which a point's intervals were accepted, a `QuadratureStatus`, (n,).
         rounding: The residual of an interval that rounding explains, (n,): that of the outputs, in the coarsest dtype
-            inside of the network; of what is no integral (a layerwise average), also that of a sum whose terms may be
+            inside the network; for a layerwise average, which is not an integral, also that of a sum whose terms may be
             larger than the outputs.
     """
 
@@ -272,7 +272,7 @@ def integrate(
         segment: The steps.
         X: N inputs.
         rule: A fixed rule, used as it is, or an adaptive one.
-        num_steps: Steps that share the adaptive rule's tolerance.
+        num_steps: Number of steps that share the adaptive rule's tolerance.
 
     Returns:
         Integrals and certificate.
@@ -286,7 +286,7 @@ def integrate(
     no = torch.zeros_like(every, dtype=torch.bool)
     if isinstance(rule, AdaptiveRule):
         start, end, switches = values_at_ends(segment, X)
-    else:  # which unit switches is of no use to it
+    else:  # it does not use the switching units
         start, end, switches = values(segment, X, zeros, every), values(segment, X, ones, every), no
     validate_finite(start, "the network's outputs at the start of a step")
     validate_finite(end, "the network's outputs at the end of a step")
@@ -340,10 +340,10 @@ def integrate(
 
 
 def union_mesh(integral: Integral, rule: AdaptiveRule) -> list[tuple[float, float]]:
-    """Choose one composite rule that is fine enough for all of an integral's points.
+    """Choose one composite rule that is fine enough for all points of an integral.
 
     Its intervals lie between neighbouring ends of the points' intervals. Each has the highest order of the points'
-    intervals that contain it, and the rule's own at least.
+    intervals that contain it, and at least the rule's own.
     """
     ends = torch.cat([integral.breakpoints, integral.ends, integral.ends.new_tensor([0.0, 1.0])])
     edges = ends.unique().tolist()

@@ -1,13 +1,13 @@
-"""Intervals of a step, nested rules of rising order, and how fast a function is resolved on an interval.
+"""Intervals of a step, nested rules of rising order, and a measure of the resolution of a function on an interval.
 
-f' is smooth on an interval if its Legendre coefficients c_k fall geometrically. The first of them follow from what an
-interval has anyway: df/dt at its nodes, and f at its nodes and ends. The errors of larger rules are predicted from
-them. A kink makes the coefficients fall slowly, so that no rule promises to suffice.
+f' is smooth on an interval if its Legendre coefficients c_k fall geometrically. The first of them follow from known
+values: df/dt at the nodes, and f at the nodes and ends. The errors of larger rules are predicted from them. A kink
+makes the coefficients fall slowly, so that no rule is predicted to suffice.
 
-An interval starts with few nodes, and df/dt and f there tell how fast f is resolved (`spectrum`). It then
-goes to the smallest rule that promises to suffice and keeps the nodes that there are: the midpoint is a node of every
-Gauss-Legendre rule of odd order, and other rules are extended by the nodes that give the highest degree (Kronrod 1965,
-Patterson 1968). So a higher order costs its new nodes only.
+An interval starts with few nodes; df/dt and f there show how fast f is resolved (`spectrum`). It then goes to the
+smallest rule that is predicted to suffice, and keeps its nodes: the midpoint is a node of every Gauss-Legendre rule of
+odd order, and other rules are extended by the nodes that give the highest degree (Kronrod 1965, Patterson 1968). So a
+higher order costs only its new nodes.
 """
 
 from dataclasses import dataclass, replace
@@ -22,7 +22,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from epk_gp.quadrature.rules import AdaptiveRule, QuadratureRule, QuadratureStatus, gauss_legendre
 
-# Coefficients that a predicted error is summed over, and the slowest fall that is predicted from.
+# Number of coefficients in a predicted error, and the slowest decay that allows a prediction.
 NUM_TERMS, _SLOWEST = 80, 0.95
 
 
@@ -30,8 +30,8 @@ def spectrum(nodes: tuple[float, ...], points: tuple[float, ...]) -> np.ndarray:
     """Return the matrix that maps data of f on [0, 1] to Legendre coefficients of f'.
 
     Args:
-        nodes: Where f' is known, n numbers.
-        points: Where f is known besides the ends, m numbers in rising order.
+        nodes: The n positions at which f' is known.
+        points: The m positions, in rising order, at which f is known in addition to the ends.
 
     Returns:
         The inverse of the collocation matrix, (K, K), K = n + m + 1: for f' at the nodes, then the differences of f
@@ -49,7 +49,7 @@ def legendre_errors(rule: QuadratureRule, degree: int) -> np.ndarray:
 
     Args:
         rule: The rule.
-        degree: Up to which it is exact: there the errors are zero, without rounding.
+        degree: Degree of exactness of the rule: up to it, the errors are set to exactly zero.
     """
     sums = np.polynomial.legendre.legvander(2 * np.array(rule.nodes) - 1, NUM_TERMS - 1).T @ np.array(rule.weights)
     return np.where(np.arange(NUM_TERMS) <= degree, 0.0, np.abs(sums))
@@ -58,12 +58,12 @@ def legendre_errors(rule: QuadratureRule, degree: int) -> np.ndarray:
 def predicted_errors(coefficients: Float[Tensor, "E K C"], errors: Float[Tensor, "R J"]) -> Float[Tensor, "E R"]:
     """Predict the errors of rules from the first Legendre coefficients of a function.
 
-    A line is fitted to log max_c |c_k|, k from 1 to K - 1. The coefficients that follow are taken to fall like it, from
-    the larger one of the last two: every other one may vanish.
+    A line is fitted to log max_c |c_k|, k from 1 to K - 1. Later coefficients are assumed to fall like the line,
+    starting at the larger one of the last two, because every other coefficient may vanish.
 
     Args:
         coefficients: The first K coefficients on each of the E intervals.
-        errors: Errors of the R rules for each Legendre polynomial, `legendre_errors`.
+        errors: Errors of the R rules for each Legendre polynomial (`legendre_errors`).
     """
     K = coefficients.shape[1]
     size = coefficients.abs().amax(dim=2).clamp(min=torch.finfo(coefficients.dtype).tiny)
@@ -82,13 +82,13 @@ def extrapolated_errors(
     degree_before: Int64[Tensor, " E"],
     degree_after: Int64[Tensor, " E"],
 ) -> Float[Tensor, " E"]:
-    """Predict errors from those of two rules: they fall geometrically with the degree of exactness."""
+    """Predict errors from the errors of two rules: they fall geometrically with the degree of exactness."""
     tiny = torch.finfo(error.dtype).tiny
     fall = (error.clamp(min=tiny) / before.clamp(min=tiny)).log() / (degree - degree_before).clamp(min=1)
     return error * (fall * (degree_after - degree)).exp()
 
 
-# The largest Gauss-Legendre rule to which a midpoint is raised; functions that need more are cut. Measured on six
+# The largest Gauss-Legendre rule to which a midpoint is raised; intervals that need more nodes are cut. Measured on six
 # networks with LayerNorm, GroupNorm and attention at steps of size 1: with 13, 17, 21, 27 and 33 nodes a point and step
 # took 47, 44, 41, 41 and 42 evaluations.
 _MAX_RAISED_NODES = 21
@@ -96,8 +96,9 @@ _MAX_RAISED_NODES = 21
 # The largest rule that is extended, and the largest extension.
 _MAX_EXTENDED_NODES, _MAX_NODES = 32, 43
 
-# Where f is also evaluated, without a gradient, if the midpoint alone does not suffice. Three numbers do not tell how
-# fast f is resolved; five do: at small steps the chosen rules took 2 % more evaluations than the best choice.
+# Additional positions at which f is evaluated, without a gradient, if the midpoint alone does not suffice. Three
+# numbers do not show how fast f is resolved; five do: at small steps the chosen rules took 2 % more evaluations than
+# the best choice.
 _PROBES = (0.2, 0.8)
 
 
@@ -106,12 +107,12 @@ class Stage:
     """One order of an interval.
 
     Attributes:
-        rule: Its nodes; the first `num_known` are those of the stage before, in their order.
-        num_known: Number of them.
+        rule: Its nodes; the first `num_known` are those of the previous stage, in the same order.
+        num_known: Number of nodes from the previous stage.
         degree: Polynomials of this degree are integrated exactly.
-        previous: Index of the stage before; -1 for one with which intervals start.
-        options: Indices of the stages that it can be raised to, by their number of nodes.
-        probes: Where f is evaluated besides the nodes and the ends, to see how fast it is resolved.
+        previous: Index of the previous stage; -1 for a first stage.
+        options: Indices of the stages to which it can be raised, by their number of nodes.
+        probes: Positions at which f is also evaluated, to measure how fast it is resolved.
     """
 
     rule: QuadratureRule
@@ -124,9 +125,9 @@ class Stage:
 
 @cache
 def rising_stages(order: int) -> tuple[tuple[Stage, ...], int]:
-    """Return the orders of an adaptive rule, whose halves of intervals start with `order` Gauss-Legendre nodes.
+    """Return the orders of an adaptive rule whose half intervals start with `order` Gauss-Legendre nodes.
 
-    Every option stands behind what it is an option of. The number is that of the order with which halves start.
+    Every option comes after the stage that it extends. The number is the index of the order with which halves start.
     """
     middle = _family(gauss_legendre(1), [_odd_gauss(n) for n in range(3, _MAX_RAISED_NODES + 1, 2)], 0, _PROBES)
     if order == 1:
@@ -141,7 +142,7 @@ def rising_stages(order: int) -> tuple[tuple[Stage, ...], int]:
 def _family(
     start: QuadratureRule, wider: list[QuadratureRule], offset: int, probes: tuple[float, ...]
 ) -> tuple[Stage, ...]:
-    """List a rule, the rules that it is raised to, and the extension of each of these where there is one."""
+    """List a rule, the rules to which it is raised, and the extension of each of these if there is one."""
     n = len(start)
     last = [extend(rule) if 2 * len(rule) + 1 <= _MAX_NODES else None for rule in wider]
     first_last = offset + 1 + len(wider)
@@ -156,13 +157,13 @@ def _family(
 
 
 def _degree(known: int, nodes: int) -> int:
-    """Return the degree of exactness of an extended symmetric rule, which is odd."""
+    """Return the degree of exactness of an extended symmetric rule, an odd number."""
     degree = 2 * nodes - known - 1
     return degree + 1 - degree % 2
 
 
 def _odd_gauss(n: int) -> QuadratureRule:
-    """Return the Gauss-Legendre rule of an odd order with its midpoint first."""
+    """Return the Gauss-Legendre rule of an odd order, with its midpoint first."""
     rule = gauss_legendre(n)
     order = [n // 2, *range(n // 2), *range(n // 2 + 1, n)]
     nodes = [rule.nodes[k] for k in order]
@@ -190,7 +191,7 @@ def extend(rule: QuadratureRule, number: int | None = None) -> QuadratureRule | 
     P = np.polynomial.legendre.legvander(x, m)
     products = P[:, :m].T @ (P * (w * np.prod(x[:, None] - known, axis=1))[:, None])
     scale = np.abs(products).max()
-    # there is no such polynomial where the matrix is singular
+    # there is no such polynomial if the matrix is singular
     if np.linalg.cond(products[:, :m]) > 1e12:
         return None
     coefficients = np.linalg.solve(products[:, :m] / scale, -products[:, m] / scale)
@@ -204,7 +205,7 @@ def extend(rule: QuadratureRule, number: int | None = None) -> QuadratureRule | 
     if np.abs(nodes).max() > 1 or np.diff(np.sort(nodes)).min() < 1e-6:
         return None
     moments = np.zeros(n + m)
-    moments[0] = 1.0  # of the uniform distribution on [-1, 1]
+    moments[0] = 1.0  # moment of the uniform distribution on [-1, 1]
     weights = np.linalg.solve(np.polynomial.legendre.legvander(nodes, n + m - 1).T, moments)
     if weights.min() <= 0:
         return None
@@ -215,55 +216,55 @@ def extend(rule: QuadratureRule, number: int | None = None) -> QuadratureRule | 
     )
 
 
-# A residual below this many eps of the outputs' size is taken for rounding of the sums in it.
+# A residual below this many eps of the outputs' size counts as rounding of its sums.
 _ROUNDING = 16
 
-# Every so many levels, a residual below _NOISE times that rounding is accepted if the levels since then, which made the
-# interval 2^NOISE_LEVELS times shorter, did not make it 4 times smaller: it is rounding inside the network.
+# After every NOISE_LEVELS levels, a residual below _NOISE times that rounding is accepted if these levels, which made
+# the interval 2^NOISE_LEVELS times shorter, did not make it 4 times smaller: it is rounding inside the network.
 _NOISE, NOISE_LEVELS = 1024, 8
 
 # The shortest interval that is still split, in eps.
 _SHORTEST = 8
 
-# Halving an interval shows that its quadrature has converged to something else than f(b) - f(a) if it changes the
-# integral by at most this fraction of the residual, and either half keeps more than that of it. After so many
-# generations of that the interval is accepted (docs/engine.md, section 8). One counts twice if either half keeps more
-# than a quarter: the derivative is wrong all along the interval.
+# Halving an interval shows that its quadrature has converged, but not to f(b) - f(a), if it changes the integral by at
+# most this fraction of the residual, and either half keeps more than that fraction. After this many such generations
+# the interval is accepted (docs/engine.md, section 8). A generation counts twice if either half keeps more than a
+# quarter: the derivative is wrong all along the interval.
 _CONVERGED_CHANGE, _GENERATIONS, _EVEN = 1e-2, 4, 2
 
-# Where f is smooth, a higher order or a half of the interval has at most this fraction of the residual. Halving an
-# interval divides that of Gauss-Legendre with n nodes by 2^(2n + 1), 512 for n = 4; extending the rule gains more.
+# Where f is smooth, a higher order or half an interval has at most this fraction of the residual. Halving an interval
+# divides the residual of Gauss-Legendre with n nodes by 2^(2n + 1), 512 for n = 4; extending the rule gains more.
 SMOOTH_DECAY = 1e-2
 
-# An integral has settled if so many higher orders in a row let its residual fall like that or, as the last one must,
-# change it by at most _CONVERGED_CHANGE of the residual. What is left is taken for rounding inside the network if it is
-# at most SETTLED times the rounding above, which is what a certificate allows, or at the level of noise and this
-# fraction of the integral: a kink that all of these orders miss lies so near to an end of the interval.
+# An integral has settled if this many higher orders in a row reduce its residual like that or, as the last one must,
+# change it by at most _CONVERGED_CHANGE of the residual. The rest counts as rounding inside the network if it is at
+# most SETTLED times the rounding above, which a certificate allows, or at the level of noise and this fraction of the
+# integral: a kink that all of these orders miss lies that close to an end of the interval.
 _RAISES, SETTLED, _SMALL_PART = 2, 4, 1e-6
 
-OPEN = -1  # the interval is to be refined
+OPEN = -1  # the interval will be refined
 
 R = TypeVar("R", bound="_Rows")
 
 
 @dataclass(frozen=True, eq=False)
 class _Rows:
-    """Tensors with a row for each of E intervals."""
+    """Tensors with one row for each of E intervals."""
 
     def __getitem__(self: R, rows: Shaped[Tensor, " _"]) -> R:
-        """Return those of some of the intervals."""
+        """Return the rows of some of the intervals."""
         return replace(self, **{name: value[rows] for name, value in vars(self).items() if not isinstance(value, int)})
 
 
 @dataclass(frozen=True, eq=False)
 class Lineage(_Rows):
-    """For how many generations the quadrature of E intervals has converged to something else than f(b) - f(a).
+    """Number of generations for which E intervals' quadrature has converged, but not to f(b) - f(a).
 
     Attributes:
-        raises: How many higher orders in a row behaved as where f is smooth.
+        raises: Number of consecutive higher orders that behaved as for a smooth f.
         has_settled: The last of at least `_RAISES` higher orders hardly changed the integral.
-        generations: How many halvings in a row did so, the interval's parent included.
-        error: The residual of the ancestor with which they began.
+        generations: Number of consecutive halvings that did so, including the interval's parent.
+        error: The residual of the ancestor at their start.
     """
 
     raises: Int64[Tensor, " E"]
@@ -274,13 +275,13 @@ class Lineage(_Rows):
 
 @dataclass(frozen=True, eq=False)
 class Parents:
-    """F intervals that the intervals of the next level are parts of.
+    """F intervals from which the intervals of the next level are made.
 
     Attributes:
         residual: f(b) - f(a) - integral, (F, C).
         lineage: Their lineages.
-        is_halved: They were cut in the middle, and not at located kinks.
-        is_raised: They were not cut, but given a higher order.
+        is_halved: Whether they were cut in the middle, and not at located kinks.
+        is_raised: Whether they were not cut, but given a higher order.
     """
 
     residual: Float[Tensor, "F C"]
@@ -292,7 +293,7 @@ class Parents:
 def rounding_of(
     start: Float[Tensor, "n C"], end: Float[Tensor, "n C"], dtype: torch.dtype, least: float
 ) -> Float[Tensor, " n"]:
-    """Return the residual that is taken for rounding of each point's outputs, in a dtype; `least` is their size."""
+    """Return the residual that counts as rounding of each point's outputs, in a dtype; `least` is their least size."""
     size = torch.maximum(start.abs(), end.abs()).amax(dim=1).clamp(min=least)
     return _ROUNDING * torch.finfo(dtype).eps * size
 
@@ -307,7 +308,7 @@ def residual_status(error: Float[Tensor, " E"], rounding: Float[Tensor, " E"], t
 
     Args:
         error: Their residuals.
-        rounding: Residual that is taken for rounding of the outputs.
+        rounding: Residual that counts as rounding of the outputs.
         tol: Tolerance of a step.
     """
     reason = torch.where(error <= rounding, QuadratureStatus.ROUNDING, OPEN)
@@ -323,11 +324,11 @@ def trace_lineage(
 
     Args:
         parents: The intervals that were refined last.
-        parent: Which of them each of the E intervals is a part of.
+        parent: Index of the parent of each of the E intervals.
         residual: The intervals' f(b) - f(a) - integral.
-        is_open: Their residuals are not small.
+        is_open: Whether their residuals are not small.
     """
-    # in the difference of residuals, f(b) - f(a) cancels: it is the sum of the parts' integrals less the parent's
+    # in the difference of residuals, f(b) - f(a) cancels: it is the sum of the parts' integrals minus the parent's
     change = parents.residual.index_add(0, parent, residual, alpha=-1).abs().amax(dim=1)
     error, before = parents.residual.abs().amax(dim=1), parents.lineage
     threshold = _CONVERGED_CHANGE * error
@@ -336,7 +337,7 @@ def trace_lineage(
     num_even = torch.zeros_like(num_left).index_add_(0, parent, (residual.abs().amax(dim=1) > error[parent] / 4).long())
     counts = parents.is_halved & (change <= threshold) & (num_left == 2)
     generations = torch.where(counts, before.generations + torch.where(num_even == 2, _EVEN, 1), 0)
-    own = torch.zeros_like(error).index_add_(0, parent, residual.abs().amax(dim=1))  # of the one part, if raised
+    own = torch.zeros_like(error).index_add_(0, parent, residual.abs().amax(dim=1))  # of the only part, if raised
     is_smooth = (change <= threshold) | (own <= SMOOTH_DECAY * error)
     raises = torch.where(parents.is_raised & is_smooth, before.raises + 1, 0)
     has_settled = (raises >= _RAISES) & (change <= threshold)
@@ -344,14 +345,14 @@ def trace_lineage(
 
 
 def may_be_rounding(found: "Integrated") -> Bool[Tensor, " E"]:
-    """Return whether residuals are taken for rounding inside the network once the integrals have settled."""
+    """Return whether residuals count as rounding inside the network once the integrals have settled."""
     error, rounding = found.error, found.rounding
     is_small_part = (error <= _NOISE * rounding) & (error <= _SMALL_PART * found.integral.abs().amax(dim=1))
     return (error <= SETTLED * rounding) | is_small_part
 
 
 def limit_status(found: "Integrated", lineage: Lineage) -> Int64[Tensor, " E"]:
-    """Return the status of intervals that are not refined although their residuals are not small, else `OPEN`."""
+    """Return the status of intervals that are not refined although their residuals are not small; otherwise `OPEN`."""
     error, rounding, level = found.error, found.rounding, found.level
     width, ancestor_error = found.intervals.b - found.intervals.a, found.intervals.parent_residual
     is_noise = error <= _NOISE * rounding
@@ -373,18 +374,17 @@ class Intervals(_Rows):
     """E intervals [a, b] of points.
 
     Attributes:
-        point: Whose they are.
+        point: The point of each interval.
         a: Their starts.
         b: Their ends.
         f_a: f at the starts.
         f_b: f at the ends.
-        parent_residual: Largest residual of the last levels of intervals that they are parts of.
+        parent_residual: Largest residual of their ancestors in the last levels.
         stage: Index of their order.
-        known: df/dt at the nodes that they have from the order before, (E, K, C).
-        error_before: Residual of the order before, or of the interval that they are halves of; infinity if neither is
-            known.
-        is_searched: They were searched for kinks.
-        parent: Which of the intervals that were refined last they are parts of.
+        known: df/dt at the nodes of the previous order, (E, K, C).
+        error_before: Residual of the previous order, or of the halved parent; infinity if neither is known.
+        is_searched: Whether they were searched for kinks.
+        parent: Index of the parent among the intervals that were refined last.
     """
 
     point: Int64[Tensor, " E"]
@@ -406,17 +406,17 @@ class Intervals(_Rows):
 
 @dataclass(frozen=True, eq=False)
 class Integrated(_Rows):
-    """E intervals of one level, with what their nodes gave.
+    """E intervals of one level, with the results at their nodes.
 
     Attributes:
         intervals: The intervals.
         integral: Their integrals.
-        slopes: df/dt at their nodes, as many as are to be known to the next order, (E, K, C).
-        inner: f at the same nodes, (E, K, C); of those that are new.
+        slopes: df/dt at those nodes that the next order keeps, (E, K, C).
+        inner: f at the same nodes, (E, K, C); only at the new ones.
         residual: f(b) - f(a) - integral.
-        error: Its largest output.
-        rounding: Residual that is taken for rounding of the outputs.
-        level: How often the intervals were refined.
+        error: The largest entry of the residual.
+        rounding: Residual that counts as rounding of the outputs.
+        level: Number of refinements of the intervals.
     """
 
     intervals: Intervals
@@ -434,21 +434,21 @@ class StageTable:
 
     Args:
         stages: The orders.
-        half: Row of that with which a half of an interval starts; a step, or an interval between located kinks, starts
-            with the first one.
-        dtype: Of the numbers.
-        device: Of the tensors.
+        half: Row of the order with which half an interval starts; a step, or an interval between located kinks, starts
+            with the first row.
+        dtype: Dtype of the numbers.
+        device: Device of the tensors.
 
     Attributes:
         nodes: Padded with zeros, (R, Q).
         weights: Likewise, (R, Q).
         size: Number of nodes.
-        num_known: Number of nodes that are those of the order before.
+        num_known: Number of nodes from the previous order.
         degree: Degree of exactness.
-        previous: Row of the order before, or -1 for one with which intervals start.
-        option: Row of the lowest order that it can be raised to, or -1.
+        previous: Row of the previous order, or -1 for a first order.
+        option: Row of the lowest order to which it can be raised, or -1.
         errors: `legendre_errors`, (R, J).
-        num_kept: K, the largest number of nodes that is known to another order.
+        num_kept: K, the largest number of nodes that another order keeps.
     """
 
     def __init__(self, stages: tuple[Stage, ...], half: int, dtype: torch.dtype, device: torch.device) -> None:
@@ -480,13 +480,13 @@ def stage_table(rule: QuadratureRule | AdaptiveRule, dtype: torch.dtype, device:
 
 @lru_cache(maxsize=16)
 def spectrum_of(stage: Stage, dtype: torch.dtype, device: torch.device) -> Float[Tensor, "K K"]:
-    """Return the matrix that gives Legendre coefficients of f' from what an interval's first order knows."""
+    """Return the matrix that maps the known values of an interval's first order to Legendre coefficients of f'."""
     points = tuple(sorted({*stage.rule.nodes, *stage.probes}))
     return torch.tensor(spectrum(stage.rule.nodes, points), dtype=dtype, device=device)
 
 
 def nodes_of(intervals: Intervals, table: StageTable) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """List every interval's nodes: which interval they belong to, their number in it, places and weights."""
+    """List every interval's nodes: their interval, their number in it, their positions and weights."""
     counts = table.size[intervals.stage]
     owner = torch.arange(len(counts), device=counts.device).repeat_interleave(counts)
     number = torch.arange(len(owner), device=counts.device) - (counts.cumsum(0) - counts)[owner]
@@ -500,14 +500,14 @@ def between_cuts(intervals: Intervals, owner: Tensor, cuts: Tensor, f_cuts: Tens
     For one interval with two cuts:
 
     left ends    a    c1   c2       sorted by owner, then position
-    right ends   c1   c2   b        the next left end, or the interval's own end behind its last cut
+    right ends   c1   c2   b        the next left end, or the interval's own end after its last cut
 
     Args:
         intervals: All intervals.
-        owner: Which of them each cut is in, (B,).
-        cuts: The cuts, in the order of the owners and of the positions in each, (B,).
-        f_cuts: f there, (B, C).
-        to_cut: The intervals that are cut; those without a cut are one part.
+        owner: Index of the interval that contains each cut, (B,).
+        cuts: The cuts, ordered by owner and by position, (B,).
+        f_cuts: f at the cuts, (B, C).
+        to_cut: The intervals that are cut; an interval without a cut is one part.
     """
     owner = torch.cat([to_cut, owner])
     left, f_left = torch.cat([intervals.a[to_cut], cuts]), torch.cat([intervals.f_a[to_cut], f_cuts])

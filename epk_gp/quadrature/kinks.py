@@ -1,10 +1,10 @@
-"""Where piecewise-smooth operations switch along a training step: event location (docs/engine.md, section 8).
+"""Kinks: switches of piecewise-smooth operations along a training step, found by event location (docs/engine.md, 8).
 
 `t -> f(w + t d)` has a kink where a ReLU's input crosses its threshold or a max-pool's largest input changes. These
 events are scalar functions of t that a forward pass computes anyway: their zeros are found by bracketing, many at a
 time, without a gradient.
 
-All nodes share the passes: what a unit sees is a scalar function of t, whichever node's output depends on it. In the
+All nodes of a graph share the passes: a unit's input is a scalar function of t, for all nodes that depend on it. In the
 first layers it is linear in t, and its zero follows from the ends.
 """
 
@@ -35,7 +35,7 @@ class Preactivations:
     Attributes:
         inputs: (E, U); for a threshold the distance from it.
         argmax: (E, V) index into U of the input that each of the V outputs picks; None for thresholds.
-        edge: Where the gradient with respect to the function's output can be taken, if it was asked for.
+        edge: Graph edge at which the gradient with respect to the function's output can be taken, if requested.
     """
 
     inputs: Float[Tensor, "E U"]
@@ -43,18 +43,18 @@ class Preactivations:
     edge: GradientEdge | None
 
     def differ(self, other: "Preactivations") -> Bool[Tensor, "E V"]:
-        """Return which units stand on the other side of their thresholds, or pick another input, in another pass."""
+        """Return the units that are across their thresholds, or pick another input, compared with another pass."""
         if self.argmax is None or other.argmax is None:
             return self.inputs.sign() * other.inputs.sign() < 0
         return self.argmax != other.argmax
 
 
 class UnitWatcher(TorchFunctionMode):
-    """See the inputs of every call of a piecewise-smooth function that sees all rows, before it is made.
+    """Observes the inputs of every call of a piecewise-smooth function on all rows, before the call.
 
     Args:
-        num_rows: E; None takes every call with thresholds, whatever it sees, for one row.
-        keep_edges: Keep the gradient edges of the calls' outputs too.
+        num_rows: E; None treats the input of every call with thresholds as one row.
+        keep_edges: Also keep the gradient edges of the calls' outputs.
     """
 
     def __init__(self, num_rows: int | None, *, keep_edges: bool = False) -> None:
@@ -63,7 +63,7 @@ class UnitWatcher(TorchFunctionMode):
         self.num_rows, self.keep_edges = num_rows, keep_edges
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # torch's protocol
-        """Note what the call picks from, and make it."""
+        """Note the inputs of the call, and make it."""
         kwargs = kwargs or {}
         x = args[0] if args else kwargs.get("input")
         watched = THRESHOLDS if self.num_rows is None else WATCHED
@@ -72,7 +72,7 @@ class UnitWatcher(TorchFunctionMode):
         rest, first = {name: value for name, value in kwargs.items() if name != "input"}, len(self.calls)
         rows = x.detach().flatten(1) if self.num_rows is not None else x.detach().reshape(1, -1)
         for level in THRESHOLDS[func](x, *args[1:], **rest) if func in THRESHOLDS else ():
-            self.note(rows, level, None)  # the call may be in place
+            self.note(rows, level, None)  # before the call, which may be in place
         result = func(*args, **kwargs)
         output = result if isinstance(result, Tensor) else result[0]
         if func in POOLS and result is output:
@@ -95,15 +95,15 @@ class UnitWatcher(TorchFunctionMode):
         """Keep the units of a call.
 
         Args:
-            x: What they see, (E, U), which may be overwritten.
-            level: Their threshold.
-            argmax: Returns what each output picks; None for thresholds.
+            x: Inputs of the units, (E, U), which may be overwritten.
+            level: Threshold of the units.
+            argmax: Returns the index that each output picks; None for thresholds.
         """
         self.calls.append(Preactivations(x - level, None if argmax is None else argmax(), None))
 
 
 class EventReader(UnitWatcher):
-    """Read the inputs of given units in a forward pass, and stop it (`StopForwardError`) after the last of them.
+    """Reads the inputs of given units in a forward pass, and stops it (`StopForwardError`) after the last of them.
 
     Args:
         num_rows: E.
@@ -117,7 +117,7 @@ class EventReader(UnitWatcher):
         self._number, self._last = 0, max(requested)
 
     def note(self, x: Tensor, level: float, argmax: Callable[[], Tensor] | None) -> None:
-        """Read the units that are asked for."""
+        """Read the requested units."""
         if self._number in self.requested:
             rows, units = self.requested[self._number]
             self.values[self._number] = x[rows, units] - level
@@ -138,7 +138,7 @@ def _pool_argmax(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[s
 def _picked(
     x: Tensor, sign: int, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor
 ) -> tuple[Tensor, Tensor] | None:
-    """Return the inputs (E, U) of a choice and the indices (E, V) of those chosen; None if it mixes the rows."""
+    """Return the inputs (E, U) of a choice and the chosen indices (E, V); None if it mixes the rows."""
     second = args[0] if args else kwargs.get("other", kwargs.get("dim"))
     dims: tuple[int, ...] = (1,)
     if isinstance(second, Tensor):
@@ -157,26 +157,26 @@ def _picked(
 
 
 # Bound on the iterations of the Illinois method. Events that are linear in t end after one; the others converge
-# superlinearly (order 1.44), and a position that is not exact only costs another split.
+# superlinearly (order 1.44), and an inexact position only costs another split.
 MAX_ITERATIONS = 40
 
 
 # B events that may hide a kink: the interval, or its pair of a step and an input, the number of the operation's call in
-# the forward pass, the unit, and the other unit of a pool, or -1 for a threshold. The sign of what the unit sees, less
-# what the other sees, changes there.
+# the forward pass, the unit, and the other unit of a pool, or -1 for a threshold. At the event, the sign of the unit's
+# input minus the other's changes.
 _Events = tuple[Int64[Tensor, " B"], Int64[Tensor, " B"], Int64[Tensor, " B"], Int64[Tensor, " B"]]
 
-# Where units switch along the step: (B,) the interval, (B,) the position on the step, and (E,) whether an interval was
-# searched: the network calls piecewise-smooth functions.
+# Switches of units along the step: (B,) the interval, (B,) the position on the step, and (E,) whether an interval was
+# searched, because the network calls piecewise-smooth functions.
 Kinks = tuple[Int64[Tensor, " B"], Float[Tensor, " B"], Bool[Tensor, " E"]]
 
 
 def values_at_ends(
     segment: WeightSegment, X: Shaped[Tensor, "N ..."]
 ) -> tuple[Float[Tensor, "n C"], Float[Tensor, "n C"], Bool[Tensor, " n"]]:
-    """Evaluate f at both ends of each step, and tell for which pairs a unit stands differently there.
+    """Evaluate f at both ends of each step, and return the pairs for which a unit differs between them.
 
-    What fused functions hide is not seen.
+    Units inside fused functions are not seen.
     """
 
     def evaluate(part: WeightSegment, x: Tensor, t: Tensor) -> Tensor:
@@ -195,7 +195,7 @@ def may_switch(
     a: Float[Tensor, " E"],
     b: Float[Tensor, " E"],
 ) -> Bool[Tensor, " E"]:
-    """Tell by forward passes alone whether a unit stands differently at a_e and b_e, whatever depends on it."""
+    """Return whether any unit differs between a_e and b_e, even one without effect, using forward passes only."""
 
     def evaluate(part: WeightSegment, x: Tensor, t: Tensor) -> Tensor:
         params, moved = part.interpolated(t)
@@ -241,7 +241,7 @@ def locate_kinks(
     a: Float[Tensor, " E"],
     b: Float[Tensor, " E"],
 ) -> Kinks:
-    """Find where in (a_e, b_e) a unit that affects f switches for pair e of a step and an input.
+    """Return the positions in (a_e, b_e) at which a unit that affects f switches, for pair e of a step and an input.
 
     Args:
         segment: The steps.
@@ -277,7 +277,7 @@ def locate_kinks(
 def _searched_together(
     segment: WeightSegment, line: Tensor, a: Tensor, b: Tensor
 ) -> Iterator[tuple[WeightSegment, Tensor, Tensor]]:
-    """Divide intervals into passes (`WeightSegment.passes`): of a graph's nodes, those with the same ends."""
+    """Divide intervals into passes (`WeightSegment.passes`); for a graph, a pass has intervals with equal ends."""
     if segment.net.plan.shares_pass:
         for of_start in group_rows(a)[1]:
             for of_end in group_rows(b[of_start])[1]:
@@ -289,7 +289,7 @@ def _searched_together(
 def _bracket_events(
     start: list[tuple[Preactivations, Tensor]], end: list[tuple[Preactivations, Tensor]], own: Tensor
 ) -> tuple[_Events, tuple[Tensor, Tensor]]:
-    """List the units of some rows that affect f and stand differently at both ends, and their values there."""
+    """List the units of some rows that affect f and differ between both ends, and their values there."""
     columns: list[tuple[Tensor, ...]] = []
     for number, ((at_a, affects_a), (at_b, affects_b)) in enumerate(zip(start, end, strict=True)):
         interval, first = (at_a.differ(at_b) & (affects_a | affects_b))[own].nonzero(as_tuple=True)
@@ -308,18 +308,18 @@ def _bracket_events(
 
 
 def _preactivations(segment: WeightSegment, X: Tensor, t: Tensor) -> list[tuple[Preactivations, Tensor]]:
-    """List the units' inputs at t, and which of their outputs a random combination of f depends on."""
+    """List the units' inputs at t, and the outputs of units on which a random combination of f depends."""
     plan = segment.net.plan
     with torch.enable_grad(), disable_fused_attention():
         w = segment.w if segment.num_lines == 1 else segment.w[0]
         params = segment.net.leaves(w + t[0] * segment.d if plan.shares_pass else w)
         moved = nullcontext() if plan.shares_pass else segment.interpolated(t, params)[1]
         recorder = UnitWatcher(None if plan.shares_pass else len(X), keep_edges=True)
-        with recorder, moved:  # what `moved` writes out is seen by the other
+        with recorder, moved:  # `recorder` sees the functions that `moved` replaces
             f = segment.outputs(params, X)
         edges = [units.edge for units in recorder.calls if units.edge is not None]
         grads: Iterable[Tensor | None] = ()
-        if edges and plan.shares_pass:  # each node depends on other units of the one pass
+        if edges and plan.shares_pass:  # each node depends on different units of the shared pass
             grads = _dependences(_combined(f), edges, plan.vmap_chunk_size if plan.supports_vmap else 1)
         elif edges:
             grads = torch.autograd.grad(_combined(f), edges, torch.ones_like(f[:, 0]), allow_unused=True)
@@ -340,10 +340,10 @@ def _solve(
     """Solve all events by the Illinois method (Dowell & Jarratt 1971), which keeps them bracketed.
 
     Args:
-        value_of: Evaluates some of the events at given places.
-        ends: Where each of the B events is bracketed.
-        f_ends: Its values there.
-        eps: Of the inputs.
+        value_of: Evaluates some of the events at given positions.
+        ends: Bracketing positions of each of the B events.
+        f_ends: Values of the events there.
+        eps: Rounding of the inputs' dtype.
     """
     (low, high), (at_low, at_high) = (x.clone() for x in ends), (x.clone() for x in f_ends)
     scale = at_low.abs() + at_high.abs()
@@ -370,7 +370,7 @@ def _solve(
 
 
 def _event_values(segment: WeightSegment, X: Tensor, events: _Events, t: Tensor, active: Tensor) -> Tensor:
-    """Evaluate events, early layers' first: a forward pass stops at the last unit that is asked for."""
+    """Evaluate events, those of early layers first: a forward pass stops at the last requested unit."""
     pair, call, first, second = (column[active] for column in events)
     value, size = torch.zeros_like(t), segment.memory.directional_rows()
     for some in call.argsort().split(size):
@@ -392,7 +392,7 @@ def _event_values(segment: WeightSegment, X: Tensor, events: _Events, t: Tensor,
 
 
 def _dependences(f: Tensor, edges: list[GradientEdge], size: int) -> Iterator[Bool[Tensor, "E U"] | None]:
-    """Tell of each call's units on which of them each of some numbers depends, so many numbers at once."""
+    """Yield, for each call, the units on which each of some numbers depends, `size` numbers at a time."""
     parts = list[list[Tensor | None]]()
     for rows in torch.eye(len(f), dtype=f.dtype, device=f.device).split(size):
         grads = torch.autograd.grad(f, edges, rows, is_grads_batched=True, retain_graph=True, allow_unused=True)
@@ -406,15 +406,15 @@ def _combined(f: Tensor) -> Float[Tensor, " E"]:
     return f @ v.to(f)
 
 
-# Difference of a unit's value in the middle of an interval from the mean of its ends that is rounding, relative to
-# these. A position that is not exact only costs another split.
+# Relative difference, between a unit's value in the middle of an interval and the mean of its ends, that counts as
+# rounding. An inexact position only costs another split.
 _LINEAR = 16.0
 
 
 def _shared_positions(
     segment: WeightSegment, X: Tensor, events: _Events, ends: tuple[Tensor, Tensor], at_ends: tuple[Tensor, Tensor]
 ) -> Float[Tensor, " B"]:
-    """Solve the events of nodes that share the passes: each unit once, and by a formula where it is linear in t."""
+    """Solve the events of nodes that share the passes: each unit once, and by a formula if it is linear in t."""
     if not len(ends[0]):
         return ends[0]
     (call, unit), of_event = torch.stack(events[1:3]).unique(dim=1, return_inverse=True)
@@ -435,7 +435,7 @@ def _shared_positions(
 
 
 def _calls_at(segment: WeightSegment, X: Tensor, t: Tensor) -> list[Preactivations]:
-    """List the calls with thresholds at one place of the step, whatever depends on them."""
+    """List the calls with thresholds at one position of the step, for all units."""
     model = segment.net.model
     with torch.no_grad(), disable_fused_attention(), UnitWatcher(None) as watcher:
         model(model.unflatten(segment.w + t * segment.d), X)

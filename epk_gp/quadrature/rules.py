@@ -1,7 +1,7 @@
-"""Quadrature rules on [0, 1], and paths between the recorded states along which they integrate, as values.
+"""Quadrature rules on [0, 1], and paths through the recorded states along which they integrate, as values.
 
 Any path from w_0 through recorded states to w_S gives an exact kernel machine (section 3.6, Bell et al. 2023): the
-terms of a prediction differ, their sum does not (docs/theory.md, section 11).
+terms of a prediction differ, but not their sum (docs/theory.md, section 11).
 """
 
 from collections.abc import Iterator
@@ -14,12 +14,12 @@ from epk_gp.core.checks import validate_count, validate_positive
 from epk_gp.core.show import count
 
 # Measured with NumPy 2.4 on one core: 0.06 s and an error of 2e-11 for 1000 Gauss-Legendre nodes, 0.5 s for 2000, and
-# 80 GB for 100,000, as NumPy takes the eigenvalues of a matrix with a row per node.
+# 80 GB for 100,000, because NumPy computes the eigenvalues of a matrix with one row per node.
 MAX_GAUSS_LEGENDRE_NODES = 1000
-MAX_COMPOSITE_NODES = 10_000  # with 100,000 equal weights their rounded sum is no longer 1 to within 1e-12
-_TYPICAL_INTERVALS = 16  # of a point and step under the adaptive rule, for block sizes only: a choice, not a bound
+MAX_COMPOSITE_NODES = 10_000  # the rounded sum of 100,000 equal weights differs from 1 by more than 1e-12
+_TYPICAL_INTERVALS = 16  # per point and step of the adaptive rule, for block sizes only: a choice, not a bound
 
-# Gradients for one point and step, by default.
+# Gradients per point and step, by default.
 MAX_EVALUATIONS = 16384
 
 
@@ -92,12 +92,12 @@ class QuadratureRule:
 
     @property
     def num_contractions(self) -> int:
-        """Inner products that a step costs where nothing can be averaged over its nodes."""
+        """Inner products per step if nothing can be averaged over its nodes."""
         return len(self)
 
     @property
     def typical_nodes(self) -> int:
-        """Nodes of a step that block sizes allow for."""
+        """Number of nodes per step for choosing block sizes."""
         return len(self)
 
 
@@ -108,12 +108,12 @@ class AdaptiveRule:
     See docs/engine.md, section 8; the residual is that of docs/theory.md, section 3.
 
     Attributes:
-        tol: Aim for the absolute error of an output over all S steps: each interval of a step may leave tol / S. A step
-            cut into several can leave more than its share; the certificate says what came out.
-        order: Gauss-Legendre nodes with which the halves of an interval start. A step, and an interval between located
-            kinks, starts with its midpoint; nodes are then added as far as the outputs are smooth in t.
-        max_evaluations: Bound on the gradients evaluated for a point and step; what is accepted there shows in the
-            residual and in the status.
+        tol: Target for the absolute error of an output over all S steps: each interval of a step may contribute tol /
+            S. A step cut into several intervals can exceed its share; the certificate reports the actual error.
+        order: Number of Gauss-Legendre nodes with which the halves of an interval start. A step, and an interval
+            between located kinks, starts with its midpoint; nodes are then added where the outputs are smooth in t.
+        max_evaluations: Bound on the gradients evaluated for a point and step; a result accepted at the bound shows in
+            the residual and in the status.
     """
 
     tol: float
@@ -121,7 +121,7 @@ class AdaptiveRule:
     max_evaluations: int = MAX_EVALUATIONS
 
     def __post_init__(self) -> None:
-        """Raise if the tolerance, the order or the bound has no meaning.
+        """Raise if the tolerance, the order or the bound is invalid.
 
         Raises:
             TypeError: `tol` is not a number, or `order` or `max_evaluations` is not a whole number.
@@ -134,12 +134,12 @@ class AdaptiveRule:
 
     @property
     def num_contractions(self) -> int:
-        """Inner products that a step is taken to cost where nothing can be averaged: most steps have one interval."""
+        """Assumed number of inner products per step if nothing can be averaged: most steps have one interval."""
         return self.order
 
     @property
     def typical_nodes(self) -> int:
-        """Nodes of a step that block sizes allow for: most points stay below 16 intervals."""
+        """Number of nodes per step for choosing block sizes: most points stay below 16 intervals."""
         return _TYPICAL_INTERVALS * self.order
 
     @property
@@ -185,19 +185,19 @@ def _validate_nodes(n: object, maximum: int, name: str = "the number of nodes") 
 
 
 class QuadratureStatus(IntEnum):
-    """Why the rule stopped; a point's status is the most severe of its intervals'.
+    """Reasons that the rule stopped; a point's status is the most severe of its intervals'.
 
-    From `INTERVAL_LIMIT` on, the integral is not the change of the outputs to the tolerance nor to rounding.
+    From `INTERVAL_LIMIT` on, the integral equals the change of the outputs neither to the tolerance nor to rounding.
 
     Attributes:
         CONVERGED: The residual is within the tolerance.
         ROUNDING: The residual is above the tolerance, and at the level of the outputs' rounding.
-        FIXED: A fixed rule was used as it is; nothing was steered.
-        INTERVAL_LIMIT: The interval is as short as rounding of t, and its residual is not small: the derivative is not
-            bounded there.
-        EVALUATION_LIMIT: Another refinement would have passed the bound on evaluations.
+        FIXED: A fixed rule was used, without refinement.
+        INTERVAL_LIMIT: The interval cannot be split further, and its residual is not small: the derivative is unbounded
+            there.
+        EVALUATION_LIMIT: Another refinement would exceed the bound on evaluations.
         INCONSISTENT_DERIVATIVE: The integral of the derivative has converged, but not to the change of the outputs: the
-            outputs jump, or what autograd computes is not their derivative.
+            outputs jump, or autograd's result is not their derivative.
         NOT_FINITE: The derivative, or the outputs inside the step, hold NaN or infinity.
     """
 
@@ -211,7 +211,7 @@ class QuadratureStatus(IntEnum):
 
     @property
     def is_supported(self) -> bool:
-        """Whether the integration did what it was asked for: a fixed rule is asked for nothing."""
+        """Whether the integration reached its goal; a fixed rule has none."""
         return self < QuadratureStatus.INTERVAL_LIMIT
 
 
@@ -219,18 +219,18 @@ class QuadratureStatus(IntEnum):
 class ChordPath:
     """Straight lines between every k-th state.
 
-    Training gradients stay those at each step's own weights; the test side is integrated along the chord. That costs
-    about as much as one step, and some 3 evaluations for each kink on it.
+    Training gradients stay those at each step's own weights; the test side is integrated along the chord. A chord costs
+    about as much as one step, and about 3 evaluations for each kink on it.
 
     Attributes:
-        every: k, from 1: then every step is a line of its own, the path of Definition 3.4, Bell et al. (2023). The last
-            chord has the steps that are left; where k is larger than S there is one chord.
+        every: k >= 1; 1 makes every step a line, the path of Definition 3.4, Bell et al. (2023). The last chord has the
+            remaining steps; if k is larger than S there is one chord.
     """
 
     every: int
 
     def __post_init__(self) -> None:
-        """Raise if k is no number of steps."""
+        """Raise if k is not a number of steps."""
         validate_count(self.every, "every")
 
     def __str__(self) -> str:
@@ -240,23 +240,23 @@ class ChordPath:
 
 @dataclass(frozen=True)
 class LayerwisePath:
-    """No path of the weights: between every k-th state, every operation's inputs move on a straight line of their own.
+    """Not a path of the weights: between every k-th state, each operation's inputs move on a separate straight line.
 
     The derivative of each operation of the network is averaged over the line between its inputs at both states: in
-    closed form where it is linear in each of two factors, works number by number, or picks the largest of several.
-    The averages are multiplied as derivatives are by the chain rule. So the terms sum to the outputs exactly, with two
-    forward passes and one backward pass per point and stretch, however many units switch there; nothing is integrated.
-    The averaged gradient is not the average of the gradient along the chord: both differ by second order in the
-    stretch's length.
+    closed form if it is linear in each of two factors, works number by number, or picks the largest of several. The
+    averages are multiplied like derivatives in the chain rule. So the terms sum to the outputs exactly, with two
+    forward passes and one backward pass per point and stretch, for any number of switching units; nothing is
+    integrated. The averaged gradient is not the average of the gradient along the chord: both differ by second order in
+    the stretch's length.
 
     Attributes:
-        every: k, from 1. The last stretch has the steps that are left; where k is larger than S there is one.
+        every: k >= 1. The last stretch has the remaining steps; if k is larger than S there is one stretch.
     """
 
     every: int = 1
 
     def __post_init__(self) -> None:
-        """Raise if k is no number of steps."""
+        """Raise if k is not a number of steps."""
         validate_count(self.every, "every")
 
     def __str__(self) -> str:
@@ -309,17 +309,17 @@ def validate_path(path: object) -> None:
 
 
 def path_identity(path: WeightPath) -> tuple[WeightPath, ...]:
-    """Return what a fingerprint depends on: nothing for straight steps, whose fingerprints knew of no paths."""
+    """Return the path's entry in a fingerprint: empty for straight steps, as in fingerprints before paths existed."""
     return () if path == straight() else (path,)
 
 
 def stretches_of(path: WeightPath, num_steps: int, steps: slice = slice(None)) -> list[range]:
-    """List the stretches of a path, each as the steps that it stands for, in their order.
+    """List the stretches of a path in order, each as its range of steps.
 
     Args:
         path: The path.
         num_steps: S.
-        steps: Some of the steps, which begin and end where stretches do.
+        steps: Some of the steps; they must begin and end at ends of stretches.
     """
     own = range(num_steps)[steps]
     return [range(first, min(first + path.every, own.stop)) for first in own[:: path.every]]
@@ -332,14 +332,14 @@ def stretch_of(path: WeightPath, step: int, num_steps: int) -> range:
 
 
 def require_integrable(path: WeightPath, what: str) -> None:
-    """Raise if a path has no line on which something could be integrated, or single states could stand for it.
+    """Raise if a path has no line along which to integrate, or no states that could replace one.
 
     Args:
         path: The path.
-        what: What integrates along it, for the message.
+        what: Name of the integrating computation, for the message.
 
     Raises:
-        TypeError: It is no path.
+        TypeError: `path` is not a path.
         ValueError: The path is a layerwise one.
     """
     validate_path(path)

@@ -36,7 +36,7 @@ def validate_targets(
         targets: The targets of all samples.
         num_points: Number M of samples.
         num_outputs: Number C of outputs.
-        sample_shape: Shape of what the loss takes of one sample; (C,) by default.
+        sample_shape: Shape of the loss's input for one sample; (C,) by default.
 
     Raises:
         TypeError: The targets have a dtype that the loss cannot take.
@@ -64,11 +64,11 @@ def validate_targets(
 def parse_batch_targets(
     loss: Loss, targets: Any, y: Shaped[Tensor, "M ..."], num_rows: int, num_outputs: int
 ) -> Shaped[Tensor, "n ..."]:
-    """Return the targets that a loop states for the rows of a batch.
+    """Return the targets that a loop passes for the rows of a batch.
 
     Raises:
-        TypeError: They are no tensor.
-        ValueError: They are not such as y holds, or probabilities for its labels, one row for each of the batch.
+        TypeError: They are not a tensor.
+        ValueError: They have another form than y, and are not probabilities for its labels, with one row per batch row.
     """
     validate_tensor(targets, "targets")
     is_mixed = isinstance(loss, CrossEntropy) and y.ndim == 1 and targets.is_floating_point()
@@ -124,8 +124,8 @@ def validate_output_scale(loss: Loss, outputs: Float[Tensor, "n ..."], targets: 
 
     Args:
         loss: The loss.
-        outputs: What it takes, (n, C) or with several positions per sample.
-        targets: Their targets, which say where the classes are if there are positions.
+        outputs: The loss's input, (n, C) or with several positions per sample.
+        targets: Their targets, which determine the dimension of the classes if there are positions.
 
     Raises:
         ValueError: The exponentials of a row of outputs do not sum to 1.
@@ -141,7 +141,7 @@ def validate_output_scale(loss: Loss, outputs: Float[Tensor, "n ..."], targets: 
         )
 
 
-_SETTINGS = (bool, int, float, str)  # kinds of attributes of modules that are compared
+_SETTINGS = (bool, int, float, str)  # types of module attributes that are compared
 
 
 class StepMismatchError(ValueError):
@@ -152,13 +152,13 @@ class StepMismatchError(ValueError):
     """
 
     def __init__(self, message: str, *, step: int | None = None) -> None:
-        """Keep the number of the step beside the message."""
+        """Store the number of the step with the message."""
         super().__init__(message)
         self.step = step
 
 
 def changed_setting(net: nn.Module, model: FunctionalModel) -> str | None:
-    """Return what of a network beside weights and moving statistics changes during a recording, as a clause."""
+    """Describe a changed setting of a network, other than weights and moving statistics, as a clause."""
     recorded = dict(model.module.named_modules())
     for place, part in net.named_modules():
         before, now = _settings(recorded[place]) if place in recorded else {}, _settings(part)

@@ -1,4 +1,4 @@
-"""The check of one step: is the change of the weights the one that the update rule predicts? And which are checked."""
+"""The check of one step: the update rule must predict the change of the weights. And the choice of checked steps."""
 
 import hashlib
 import math
@@ -34,50 +34,50 @@ from epk_gp.recording.mismatches import ObservedStep, StepCheck, StepMeasures, e
 from epk_gp.recording.seen import MadeStep
 from epk_gp.recording.setup import TrainingSetup
 
-_SHARE = 0.05  # of the time since recording began that checks take
+_SHARE = 0.05  # share of the time since recording began that checks take
 _FIRST_STEPS = 3  # always checked
-_LIKE_SCALE = 1e-3  # share by which the factor of a GradScaler may differ from that of the gradients in the outputs
+_LIKE_SCALE = 1e-3  # largest relative difference of a GradScaler's factor from the factor in the outputs' gradients
 
 
 class CheckSchedule:
-    """Chooses the steps that are checked: one in a fixed number, or as many as fit into a share of the time.
+    """Chooses the checked steps: one in a fixed number, or as many as fit into a share of the time.
 
-    The last step of a recording is checked too, when it ends (`Recorder`).
+    The last step of a recording is also checked, at its end (`Recorder`).
 
     Attributes:
-        every: One step of each block of so many consecutive ones is checked. None: the first three steps, and then as
-            many as take 5 % of the time.
+        every: One step in each block of this many consecutive steps is checked. None: the first three steps, and then
+            as many as take 5 % of the time.
         num_checked: Steps checked so far.
-        cost: Seconds of the last check.
+        cost: Duration of the last check in seconds.
     """
 
     now = staticmethod(time.perf_counter)
 
     def __init__(self, every: int | None) -> None:
         self.every, self.num_checked, self.cost = every, 0, math.inf
-        self._num_made, self._began = 0, 0.0  # steps, and when the second one was made: the first loads what all need
+        self._num_made, self._began = 0, 0.0  # steps, and the time of the second one; the first step loads libraries
         self._first: int | None = None  # the first step of this recording
-        self._next, self._spent, self._smallest_cost = 0, 0.0, math.inf  # seconds of all checks, and of the cheapest
+        self._next, self._spent, self._smallest_cost = 0, 0.0, math.inf  # seconds of all checks, of the cheapest
 
     def count_step(self) -> None:
-        """Count a step that the loop has made."""
+        """Count a step of the loop."""
         self._num_made += 1
         if self._num_made <= 2:
             self._began, self._spent = self.now(), 0.0
 
     @contextmanager
     def checking(self) -> Iterator[None]:
-        """Count the time inside as that of a check, which the steps that follow pay for."""
+        """Count the time inside as a check's, for which the following steps pay."""
         began = self.now()
         yield
         self.cost = self.now() - began
         self._spent += self.cost
 
     def is_due(self, index: int) -> bool:
-        """Return whether the gradient of a step is recomputed.
+        """Return whether to recompute the gradient of a step.
 
-        Of each block of `every` steps it is one that a hash of the block's number chooses, the first one of the first
-        block: no loop can have a period that avoids all checks.
+        In each block of `every` steps, a hash of the block's number chooses the step (in the first block, the first
+        step): no loop can have a period that avoids all checks.
         """
         self._first = index if self._first is None else self._first
         if index == self._first:
@@ -89,11 +89,11 @@ class CheckSchedule:
 
     @property
     def _gain(self) -> float:
-        """Seconds of checks that a step pays for."""
+        """Seconds of checking that one step pays for."""
         return _SHARE * max(self.now() - self._began, 1e-9) / max(1, self._num_made - 2)
 
     def steps_that_pay(self) -> int:
-        """Return the number of steps that pay for another check like the last; 0 where checks have fixed places."""
+        """Return the number of steps that pay for another check like the last; 0 if checks have fixed places."""
         return 0 if self.every is not None else math.ceil(self.cost / self._gain)
 
     def add(self, index: int) -> None:
@@ -112,8 +112,8 @@ def _hash_of(number: int) -> int:
     return int.from_bytes(hashlib.blake2b(str(number).encode(), digest_size=8).digest())
 
 
-_BLOCK = 1 << 18  # weights that are looked at together: new memory for large vectors costs more than their sums
-_NUM_SAMPLES = 1024  # weights whose size is looked at first
+_BLOCK = 1 << 18  # weights compared at a time: new memory for large vectors costs more than their sums
+_NUM_SAMPLES = 1024  # weights whose size is sampled first
 
 
 def measure_step(
@@ -127,10 +127,10 @@ def measure_step(
 
     Args:
         setup: The training.
-        made: What the optimizers did.
+        made: The optimizers' step.
         states: The weights before and after the step.
         before: The momentum buffer before it.
-        memory: A momentum buffer that is not used any more, for the one after the step.
+        memory: A momentum buffer to overwrite, for the one after the step.
     """
     update, used, sizes, (start, end) = made.update, made.gradient, setup.model.sizes, states
     if update.has_matrices or len(before) > len(start):
@@ -149,7 +149,7 @@ def measure_step(
                 m.copy_(after)
             found.append(largest_entry(torch.sub(end[block], w, out=residual[:count]).add_(moved)))
     difference, few = float(torch.stack(found).max()), start[:: 1 + len(start) // _NUM_SAMPLES]
-    # the rounding of some weights is at most that of all, and that at most the step's: mostly it is enough
+    # the rounding of some weights is at most that of all, and that at most the step's: mostly this is enough
     follows_rule = any(difference <= step_tolerance(w, w.new_zeros(1)) for w in (few, start))
     return StepMeasures(momentum, difference, follows_rule)
 
@@ -157,24 +157,24 @@ def measure_step(
 def edit_of(
     made: MadeStep, scale: float, w: Float[Tensor, " P"], terms: GradientTerms
 ) -> tuple[bool, Float[Tensor, " P"], GradientFit | None]:
-    """Return what a loop did to a gradient between backward() and the optimizer's step.
+    """Return the changes that a loop made to a gradient between backward() and the optimizer's step.
 
     Args:
         made: The step.
-        scale: By what the gradients in the outputs are more than those of the recorded loss, as under a GradScaler,
-            which divides the gradient by it afterwards; NaN where that is not seen.
+        scale: The factor of the outputs' gradients relative to the recorded loss, as with a GradScaler, which divides
+            the gradient by it afterwards; NaN if it is not seen.
         w: The weights before it.
-        terms: What the steps before it show.
+        terms: The terms that earlier steps showed.
 
     Returns:
-        Whether it is seen; the gradient as it came, without the factor of a GradScaler, that was used where it is not
-        seen; and what made of it the one that was used, None if a factor and a decay of each parameter do not.
+        Whether the changes are seen; the gradient as it arrived, without a GradScaler's factor (the used gradient if it
+        is not seen); and the fit that turns it into the used one, None if a factor and a decay per parameter do not.
     """
     if made.arrived is None or made.arrived is made.gradient:
         return made.arrived is not None, made.gradient, terms.nothing
     if not math.isfinite(scale) or bool(made.arrived[:1].isnan()):
         return False, made.gradient, terms.nothing
-    if scale != 1:  # which is known up to rounding, and exactly from the gradients themselves
+    if scale != 1:  # the scale is known up to rounding, and exactly from the gradients
         exact = (terms.scale, exact_factor(made.arrived, made.gradient))
         scale = next((own for own in exact if own and abs(own / scale - 1) < _LIKE_SCALE), scale)
     terms.scale, came = scale, made.arrived if scale == 1 else made.arrived / scale
@@ -182,7 +182,7 @@ def edit_of(
 
 
 def needs_exact_check(setup: TrainingSetup, observed: ObservedStep) -> bool:
-    """Return whether a step's record takes its exact gradient: where what else is known does not say what it was."""
+    """Return whether a step's record needs its exact gradient, because other facts do not determine the step."""
     is_unclear = not observed.is_edit_seen and (observed.made.arrived is not None or setup.clip is not None)
     if is_unclear or observed.terms.needs_check(observed.start, observed.came):
         return True
@@ -190,10 +190,10 @@ def needs_exact_check(setup: TrainingSetup, observed: ObservedStep) -> bool:
 
 
 def check_step(setup: TrainingSetup, observed: ObservedStep, *, exact: bool = True) -> UpdateCoefficients:
-    """Compare a step with the update rule, and the gradient that it used with the recomputed one.
+    """Compare a step with the update rule, and its gradient with the recomputed one.
 
-    Both are needed: a learning rate of 0, or steps below the rounding of the weights, make any gradient fit the step,
-    and a wrong one would stay in the optimizer's momentum.
+    Both are needed: with a learning rate of 0, or steps below the rounding of the weights, any gradient fits the step,
+    and a wrong gradient would stay in the optimizer's momentum.
 
     Args:
         setup: The training.
@@ -204,7 +204,7 @@ def check_step(setup: TrainingSetup, observed: ObservedStep, *, exact: bool = Tr
         The coefficients of the step, with gradient clipping.
 
     Raises:
-        StepMismatchError: The step is not the predicted one, or the gradient is not that of the stated loss; the
+        StepMismatchError: The step is not the predicted one, or its gradient is not that of the stated loss; the
             message names the likeliest cause.
     """
     made, start, sizes = observed.made, observed.start, setup.model.sizes
@@ -283,23 +283,23 @@ def _recorded(setup: TrainingSetup, observed: ObservedStep, inner: GradientFit) 
 def check_records(
     setup: TrainingSetup, records: Sequence[ObservedStep], keeps_factor: bool | None, *, exact: bool
 ) -> tuple[ObservedStep, UpdateCoefficients, bool | None]:
-    """Check a step of one or two records (`PassRecords.step`), of which it has one.
+    """Check a step with one or two possible records (`PassRecords.step`), one of which is right.
 
     Args:
         setup: The training.
-        records: The step with each of them.
-        keeps_factor: Whether it is the second one that steps before had; None if that is not known.
+        records: The step with each of the records.
+        keeps_factor: Whether earlier steps had the second record; None if unknown.
         exact: Whether to recompute the gradient.
 
     Returns:
-        The step with its record, its coefficients, and whether that is the second one.
+        The step with its record, its coefficients, and whether the record is the second one.
 
     Raises:
-        StepMismatchError: It has none of them.
+        StepMismatchError: No record is right.
     """
     is_read = any(batch.weight is None for batch in records[0].made.announced)
     made = records[0].made
-    if len(records) > 1 and made.arrived is made.gradient and not made.others:  # nobody has taken a factor out of it
+    if len(records) > 1 and made.arrived is made.gradient and not made.others:  # no factor was removed from it
         keeps_factor = True
     first, *others = records[::-1] if (is_read if keeps_factor is None else keeps_factor) else records
     try:
@@ -312,13 +312,13 @@ def check_records(
 
 
 def _stated_edit(setup: TrainingSetup, observed: ObservedStep, came: Float[Tensor, " P"]) -> GradientFit:
-    """Return the stated clipping of a gradient, where what the loop did to it is not known."""
+    """Return the stated clipping of a gradient, if the loop's changes to it are unknown."""
     nothing, clip = observed.terms.nothing, setup.clip
     return nothing if clip is None else replace(nothing, factor=clip.factor(came))
 
 
 def _unexplained(setup: TrainingSetup, observed: ObservedStep, came: Float[Tensor, " P"]) -> Float[Tensor, " P"]:
-    """Return what a step has beside the update rule's step on a gradient that is edited as the loop's was."""
+    """Return the difference of a step from the update rule's step on a gradient with the loop's changes."""
     sizes = setup.model.sizes
     edit = observed.edit or _stated_edit(setup, observed, came)
     used = edit.of(came, observed.start, sizes)
@@ -327,9 +327,9 @@ def _unexplained(setup: TrainingSetup, observed: ObservedStep, came: Float[Tenso
 
 
 def _explained(setup: TrainingSetup, check: StepCheck) -> StepCheck:
-    """Return the check with the masks and decays that came beside what came through the outputs."""
+    """Return the check including masks and decays that arrived in addition to the gradient through the outputs."""
     observed, terms, w = check.observed, check.observed.terms, check.w
-    if observed.edit is None:  # or the loop wrote the gradient itself, after a backward pass that only looked
+    if observed.edit is None:  # or the loop wrote the gradient itself, after a backward pass without effect
         by_hand = replace(check, observed=replace(observed, came=observed.made.gradient, edit=terms.nothing))
         return other if (other := _explained(setup, by_hand)).is_explained else check
     if _is_consistent(setup, check):
@@ -351,7 +351,7 @@ def _explained(setup: TrainingSetup, check: StepCheck) -> StepCheck:
 
 
 def _is_accepted(setup: TrainingSetup, observed: ObservedStep, residual: Float[Tensor, " P"]) -> bool:
-    """Return whether the run may have as large a part that its law does not explain."""
+    """Return whether the run accepts an unexplained difference of this size."""
     if setup.unexplained is None:
         return False
     return bool(residual.norm() <= setup.unexplained * (observed.end - observed.start).norm())
@@ -362,8 +362,8 @@ def _gradient_of(
 ) -> tuple[Float[Tensor, " P"], float]:
     """Return the gradient of a step's loss before it, and the error of its moving statistics.
 
-    It is zero for parameters that have none. `other` is a state to take it at in place of the one before the step, in
-    its own dtype; rows without recorded passes then come in reverse order.
+    It is zero for parameters without a gradient. `other` is a state that replaces the one before the step, in its own
+    dtype; rows without recorded passes then come in reverse order.
     """
     model, error, step = setup.model, 0.0, observed.step
     state = torch.cat([observed.start, observed.start_statistics]) if other is None else other
@@ -381,7 +381,7 @@ def _gradient_of(
 
 
 def _without_gradient_of(setup: TrainingSetup, made: MadeStep, flat: Float[Tensor, " P"]) -> Float[Tensor, " P"]:
-    """Return a gradient that is zero for parameters that have none, in its place."""
+    """Set a gradient to zero in place for parameters that have none."""
     for name, part in zip(setup.model.names, flat.split(setup.model.sizes), strict=True):
         if name in made.without_gradient:
             part.zero_()
@@ -389,18 +389,18 @@ def _without_gradient_of(setup: TrainingSetup, made: MadeStep, flat: Float[Tenso
 
 
 def _is_consistent(setup: TrainingSetup, check: StepCheck) -> bool:
-    """Return whether the gradient came as it must, up to what its dtype can lose by cancellation."""
+    """Return whether the gradient arrived as expected, up to cancellation in its dtype."""
     came, expected = check.observed.came, check.expected
     difference, rounding = largest_entry(came - expected), relative_rounding(came.dtype) * largest_entry(expected)
     return bool(difference <= rounding) or bool(difference <= _room(setup, check))
 
 
 def _room(setup: TrainingSetup, check: StepCheck) -> float:
-    """Return by how much a gradient may differ by cancellation; 0 where it does not come out the same again.
+    """Return the largest difference that cancellation can cause; 0 if the gradient is not reproducible.
 
-    In float32 the loss by cancellation is measured: it is the difference of the recomputed gradient from the same
-    gradient in float64. In float64 it is the difference from the gradient of the rows in reverse order, at weights that
-    are moved by their own rounding. Recorded forward passes keep their order.
+    In float32 the cancellation is measured as the difference of the recomputed gradient from the same gradient in
+    float64. In float64 it is the difference from the gradient of the rows in reverse order, at weights that are moved
+    by their own rounding. Recorded forward passes keep their order.
     """
     if not _is_repeatable(setup, check):
         return 0.0
@@ -414,7 +414,7 @@ def _room(setup: TrainingSetup, check: StepCheck) -> float:
 
 
 def _is_repeatable(setup: TrainingSetup, check: StepCheck) -> bool:
-    """Return whether a replayed gradient comes out the same again; random numbers from elsewhere than torch do not."""
+    """Return whether a replayed gradient is reproducible; random numbers from outside torch are not."""
     if not check.observed.step.passes:
         return True
     again, _ = _gradient_of(setup, check.observed)

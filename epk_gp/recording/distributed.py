@@ -1,9 +1,9 @@
-"""A training of several processes as one run: each rank records its own forward passes, rank 0 gathers and writes them.
+"""A training with several processes as one run: each rank records its own forward passes, rank 0 writes them all.
 
-`DistributedDataParallel` averages the gradients of W ranks in the backward pass. So a step is one on the rows of all
-ranks, with their weights divided by W; gradients, weights and optimizers are the same on all ranks, and rank 0 checks
-and records the step. The moving statistics of the run are those of rank 0. In a step the passes of other ranks come
-before those of rank 0, whose last one leaves the statistics of the run.
+`DistributedDataParallel` averages the gradients of W ranks in the backward pass. So a step uses the rows of all ranks,
+with their weights divided by W; gradients, weights and optimizers are the same on all ranks, and rank 0 checks and
+records the step. The moving statistics of the run are those of rank 0. In a step the passes of other ranks come before
+those of rank 0, whose last pass leaves the statistics of the run.
 """
 
 import copy
@@ -30,10 +30,10 @@ from epk_gp.recording.seen import MadeStep
 from epk_gp.recording.setup import TrainingSetup
 from epk_gp.storage.training_state import TrainingState
 
-OTHER_RANKS = "other ranks"  # name of their states in the training state of the run
+OTHER_RANKS = "other ranks"  # their name in the training state of the run
 
 _INTEGER = {torch.float64: torch.int64, torch.float32: torch.int32}
-_DIFFERENCES = {  # what differs between ranks whose weights differ, in the order in which it is looked for
+_DIFFERENCES = {  # causes of different weights on ranks, in the order of the search
     "gradient": (
         "its gradient is its own. DDP averages gradients in the backward pass of net(X): call the wrapped network, not "
         "net.module(X), end a step outside of no_sync(), and leave gradients as they are"
@@ -48,24 +48,25 @@ _OwnStep = tuple[tuple[Step, ...], Tensor, Tensor]
 
 
 class Ranks:
-    """The processes that train one network together; of a training in one process this one alone.
+    """The processes that train one network together; only the present one if there are no others.
 
     Attributes:
         net: The network without its wrapper, with all weights.
-        called: Takes the hooks of what the loop calls.
+        called: The object on which the loop's calls can be hooked.
         optimizer: Its optimizer, or several, with all of their state.
         rank: Number of this process among them.
-        size: How many they are.
+        size: Number of processes.
         is_writer: Whether this process checks and writes the steps.
-        is_divided: Whether there are several, or this one has wrapped network or optimizer as a part of them.
-        warning: The likeliest cause, as a clause, of a step that is not explained: processes without a wrapper.
+        is_divided: Whether there are several processes, or this one's network or optimizer is wrapped as a part of
+            them.
+        warning: The likeliest cause, as a clause, of an unexplained step: processes without a wrapper.
     """
 
     def __init__(self, net: Any, optimizer: Optimizers) -> None:
-        """Find the processes by the network's wrapper, which is looked for if it is not given.
+        """Find the processes by the network's wrapper, which is searched for if it is not given.
 
         Raises:
-            ValueError: The network normalises by the rows of all ranks, or it is divided in several dimensions.
+            ValueError: The network normalises by the rows of all ranks, or it is divided over several dimensions.
         """
         self.net = self.called = cast("Any", net.module if isinstance(net, DistributedDataParallel) else net)
         self.rank, self.size, self._first, self.group, self.is_writer = 0, 1, 0, None, True
@@ -79,7 +80,7 @@ class Ranks:
         self._wrapper = cast("Any", next(with_net, None))
         is_sharded = _is_sharded(self.net)
         if self._wrapper is None and not is_sharded:
-            if count > 1:  # each may train a network of its own, or it may be wrapped later
+            if count > 1:  # each may train a separate network, or it may be wrapped later
                 self.warning = (
                     f"the gradient was averaged over the {count} processes of torch.distributed: give the recorder the "
                     "network that DistributedDataParallel has wrapped"
@@ -101,7 +102,7 @@ class Ranks:
                 "BatchNorm, with statistics of each rank's batch, or a normalisation of single rows, such as GroupNorm."
             )
         if self.size > 1:
-            # a group of its own: no collective of the loop comes between, and the loop's may not be on the CPU
+            # a separate group: the loop's collectives do not interfere, and may not be on the CPU
             self.group = dist.new_group(members, backend="gloo", use_local_synchronization=True)
         optimizers = as_optimizers(optimizer)  # without wrappers
         if is_sharded or any(_local(own) is not own for own in optimizers):
@@ -123,10 +124,10 @@ class Ranks:
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        """Raise on all ranks what the writing rank raises inside.
+        """Raise the writing rank's exceptions on all ranks.
 
         Raises:
-            Exception: That one.
+            Exception: The one that was raised on the writing rank.
         """
         try:
             yield
@@ -137,10 +138,10 @@ class Ranks:
             raise raised
 
     def validate(self, data_digest: str) -> None:
-        """Raise on the writing rank if another one has other training data.
+        """Raise on the writing rank if another rank has different training data.
 
         Raises:
-            ValueError: It has.
+            ValueError: The data differ.
         """
         digests = self.gather(data_digest)
         if odd := [rank for rank, own in enumerate(digests) if own != digests[0]]:
@@ -149,12 +150,12 @@ class Ranks:
     def whole_step(
         self, record: Callable[[], _OwnStep], setup: TrainingSetup, made: MadeStep, end: Float[Tensor, " P"]
     ) -> _OwnStep | None:
-        """Return the step on the rows of all ranks, on the writing rank; None on the others.
+        """Return the step on the rows of all ranks on the writing rank, and None on the others.
 
         Args:
             record: Returns this rank's part of the step, with all moving statistics of its passes.
             setup: The training.
-            made: The step as this rank saw it; it learns what other ranks did not see.
+            made: The step as this rank saw it; observations of other ranks are added to it.
             end: The weights after the step.
 
         Raises:
@@ -168,7 +169,7 @@ class Ranks:
                     "Leave it out, and give each rank as many (DistributedSampler does, or drop_last)."
                 )
             own = record()
-        except Exception as raised:  # of any kind: the other ranks wait for this one
+        except Exception as raised:  # any exception, because the other ranks wait for this one
             error = str(raised) if isinstance(raised, ValueError) else f"{type(raised).__name__}: {raised}"
         numbers = {"options": torch.cat([v.double().flatten() for v in made.update.tensors()])}
         numbers |= {"gradient": made.gradient, "weights": end}
@@ -187,7 +188,7 @@ class Ranks:
             made.doubt = made.doubt or (doubt and f"on rank {rank} {doubt}")
         if own is None or not self.is_writer:
             return None
-        made.announced = ()  # what one rank saw says nothing of the whole step
+        made.announced = ()  # one rank's observations do not describe the whole step
         _, before, after = own
         of_ranks = [steps for steps, *_ in reversed(parts)]
         count = max(map(len, of_ranks))
@@ -195,32 +196,32 @@ class Ranks:
         return tuple(joined), before, after
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the states that the other ranks send; none before the first step."""
+        """Return the states that the other ranks send; empty before the first step."""
         return {"size": self.size, "states": self.gather({}) if self._sends_states else []}
 
     def load_state_dict(self, state: dict[str, Any], /) -> None:
         """Keep the states of the other ranks until `restore`.
 
         Raises:
-            ValueError: The run was recorded by another number of processes.
+            ValueError: Another number of processes recorded the run.
         """
         if state["size"] != self.size:
             raise ValueError(f"a run of {state['size']} processes must be resumed by as many: got {self.size}")
         self._loaded = state["states"]
 
     def complete_iteration(self, own: TrainingState) -> None:
-        """Note options that a scheduler changed, and send what this rank goes on from to the writing rank."""
+        """Store options that a scheduler changed, and send this rank's training state to the writing rank."""
         if self._twin is not None:
             self._twin.pull_options()
         if self._sends_states and not self.is_writer:
             self.gather({"state": own.state_dict(), "buffers": {n: b.cpu() for n, b in self.net.named_buffers()}})
 
     def restore(self, optimizers: Sequence[Optimizer], own: TrainingState, steps: Sequence[Step]) -> list[Step]:
-        """Bring all ranks to where the writing rank has resumed a run, and let them send their states from now on.
+        """Bring all ranks to the state from which the writing rank resumed a run; from now on they send their states.
 
         Args:
             optimizers: The optimizers, whose state is that of the writing rank.
-            own: What this rank goes on from beside them, which becomes what it was on this rank.
+            own: This rank's training state; it is restored to this rank's stored one.
             steps: The recorded steps, on the writing rank.
 
         Returns:
@@ -248,7 +249,7 @@ class Ranks:
 
 
 def _joined(steps: Sequence[Step], setup: TrainingSetup, before: Tensor, after: Tensor) -> Step:
-    """Join the parts of a step, whose rows have the weights of their own rank divided by the number of ranks."""
+    """Join the parts of a step; the weights of each rank's rows are divided by the number of ranks."""
     parts = [data for step in steps for data in passes_of(step, setup.X, setup.y, setup.loss)]
 
     def unless(value: Tensor | None, known: Tensor) -> Tensor | None:
@@ -264,25 +265,25 @@ def _joined(steps: Sequence[Step], setup: TrainingSetup, before: Tensor, after: 
 
 
 class WholeTwin:
-    """A network and optimizers with all weights, gradients and state of those whose ranks hold parts of them.
+    """A network and optimizers with all weights, gradients and state, copied from others that are divided among ranks.
 
-    They follow a network of `fully_shard`, and a `ZeroRedundancyOptimizer`: hooks of a twin are those of the original,
-    and are called when all ranks have gathered the values.
+    They follow a network of `fully_shard`, and a `ZeroRedundancyOptimizer`: hooks of a twin are registered on the
+    original, and are called when all ranks have gathered the values.
 
     Attributes:
-        net: The network with all weights: the original one where it has them.
-        called: Takes the hooks of what the loop calls.
+        net: The network with all weights: the original one if it has them.
+        called: The object on which the loop's calls can be hooked.
         optimizers: The optimizers of its parameters.
     """
 
     def __init__(self, net: nn.Module, optimizers: Sequence[Optimizer], ranks: "Ranks") -> None:
-        """Gather everything, as all further calls do, on all ranks together."""
+        """Gather everything, on all ranks together, as in all further calls."""
         self._original, self._originals, self._ranks = net, optimizers, ranks
         self.net = _whole_copy(net) if _is_sharded(net) else net
         self._twins = dict(zip(net.parameters(), self.net.parameters(), strict=True))
         self._copied = [(p, q) for p, q in self._twins.items() if p is not q]
         for _, q in self._copied:
-            q.grad = torch.zeros_like(q)  # until there are others: where all are None, a step was skipped
+            q.grad = torch.zeros_like(q)  # until real ones arrive: if all are None, a step was skipped
         self.optimizers = [copy.copy(_local(optimizer)) for optimizer in optimizers]
         for optimizer, twin in zip(optimizers, self.optimizers, strict=True):
             vars(twin)["register_step_pre_hook"] = _after(self.pull_gradients, optimizer.register_step_pre_hook, twin)
@@ -317,7 +318,7 @@ class WholeTwin:
         self.pull_options()
 
     def pull_options(self) -> None:
-        """Have the optimizers' options."""
+        """Copy the optimizers' options to the twins."""
         for optimizer, twin in zip(self._originals, self.optimizers, strict=True):
             groups = optimizer.param_groups
             twin.param_groups = [{**own, "params": [self._twins.get(p, p) for p in own["params"]]} for own in groups]
@@ -336,14 +337,14 @@ class WholeTwin:
                 own |= {**group, "params": own["params"]}
 
     def _follow_modes(self) -> None:
-        """Have the original's modes and buffers, which are not divided."""
+        """Copy the original's modes and buffers, which are not divided."""
         for part, original in zip(self.net.modules(), self._original.modules(), strict=True):
             part.training = original.training
             part._buffers.update(original._buffers)
 
 
 def _after(gather: Callable[[], None], register: Callable[..., Any], twin: Any) -> Callable[..., Any]:
-    """Return what registers a hook at an original, which is called with its twin when the values are gathered."""
+    """Return a function that registers a hook on an original; the hook gets its twin after the values are gathered."""
 
     def register_hook(hook: Any, **options: Any) -> Any:
         def call(original: Any, *arguments: Any) -> Any:
@@ -356,7 +357,7 @@ def _after(gather: Callable[[], None], register: Callable[..., Any], twin: Any) 
 
 
 def _local(optimizer: Any) -> Optimizer:
-    """Return the optimizer that has a rank's part of the state."""
+    """Return the optimizer that holds a rank's part of the state."""
     local: Optimizer = optimizer.optim if type(optimizer).__name__ == "ZeroRedundancyOptimizer" else optimizer
     return local
 
@@ -374,7 +375,7 @@ def _whole(value: Any) -> Any:
 
 
 def _part(value: Tensor, like: Any) -> Tensor:
-    """Return what a rank holds of a tensor that is divided as another one is."""
+    """Return a rank's part of a tensor that is divided like another one."""
     if not hasattr(like, "full_tensor"):
         return value
     part: Tensor = dist.tensor.distribute_tensor(value, like.device_mesh, like.placements)
@@ -384,9 +385,9 @@ def _part(value: Tensor, like: Any) -> Tensor:
 def _whole_copy(net: Any) -> nn.Module:
     """Copy a network that `fully_shard` divides among ranks as one with all weights, without its hooks.
 
-    torch replaces the class of such modules, to forbid that they are copied.
+    torch replaces the class of such modules to forbid copies.
     """
-    net.reshard()  # after a forward pass without a backward pass its weights are no parameters
+    net.reshard()  # after a forward pass without a backward pass its weights are not parameters
     memo: dict[int, Any] = {id(p): nn.Parameter(_whole(p.detach()), p.requires_grad) for p in net.parameters()}
     memo |= {id(b): b for b in net.buffers()}
     kinds = [(part, type(part)) for part in net.modules() if hasattr(part, "reshard")]

@@ -1,4 +1,4 @@
-"""What a loop does to a gradient, as it arrived and as it was used: a factor and a decay of each parameter."""
+"""Changes of a loop to a gradient between its arrival and its use: a factor and a decay of each parameter."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
@@ -12,10 +12,10 @@ from torch import Tensor
 from epk_gp.core.model import FEW_WEIGHTS, FunctionalModel, flattened
 from epk_gp.optimizers.update_rules import UpdateCoefficients, broadcast_to_params, scale_gradient
 
-_ROUNDINGS = 16  # of an entry that was multiplied and added to a few times
-_LEFT = 0.2  # share of a difference's norm that a decay may leave, which is then compared with rounding
-_MANY_WEIGHTS, _FIRST_STEPS = 1 << 21, 3  # of which the gradient is copied in the first steps only
-_MOST_CHANGES = 1  # of the decays between checked steps; after more, every step is checked
+_ROUNDINGS = 16  # allowed roundings of an entry after a few products and sums
+_LEFT = 0.2  # largest share of a difference's norm that a decay may leave, before the comparison with rounding
+_MANY_WEIGHTS, _FIRST_STEPS = 1 << 21, 3  # above, the gradient is copied in the first steps only
+_MOST_CHANGES = 1  # changes of the decays between checked steps; after more, every step is checked
 _TINY = 1e-300
 
 
@@ -33,7 +33,7 @@ class GradientFit:
 
     @cached_property
     def is_identity(self) -> bool:
-        """Whether the gradient is the base."""
+        """Whether the gradient equals the base."""
         return isinstance(self.factor, float) and self.factor == 1 and not bool(self.decay.any())
 
     def of(self, base: Float[Tensor, " P"], w: Float[Tensor, " P"], sizes: Sequence[int]) -> Float[Tensor, " P"]:
@@ -43,7 +43,7 @@ class GradientFit:
         return whole * (broadcast_to_params(factor, sizes, w) if isinstance(factor, Tensor) else factor)
 
     def added_to(self, update: UpdateCoefficients, sizes: Sequence[int]) -> UpdateCoefficients:
-        """Return the coefficients of a step on the base, given those of the step on the gradient."""
+        """Return the coefficients of a step on the base, given the coefficients of the step on the gradient."""
         update = scale_gradient(update, self.factor, sizes)
         rates, scale, decay = self.decay, update.grad_scale, update.weight_decay
         if not bool(rates.any()):
@@ -55,12 +55,12 @@ class GradientFit:
 
 
 def exact_factor(used: Tensor, base: Tensor) -> float | None:
-    """Return the number whose product with one gradient is another, bit by bit; None if there is none."""
-    if int(base.count_nonzero()) < 2:  # one number shows no factor
+    """Return the number that turns one gradient into another, bit by bit; None if there is none."""
+    if int(base.count_nonzero()) < 2:  # one number does not determine a factor
         return None
     place = base.abs().argmax()
     ratio = used[place] / base[place]
-    for end in (-torch.inf, torch.inf):  # rounding leaves at most two numbers on either side
+    for end in (-torch.inf, torch.inf):  # rounding allows at most two numbers on either side
         factor = ratio
         for _ in range(3):
             if torch.equal(base * factor, used):
@@ -79,19 +79,19 @@ def fit_gradient(
     room: float = 0.0,
     has_factors: bool = True,
 ) -> GradientFit | None:
-    """Return the factor and the decay of each parameter that make one gradient of another; None if none do.
+    """Return the factor and the decay of each parameter that turn one gradient into another; None if none do.
 
-    These are tried in this order: nothing, a factor, a decay, both. Each is tried for all entries, then without those
-    that are 0 in the gradient alone, then without those that are clipped to a bound too.
+    The order of trials: nothing, a factor, a decay, both. Each is tried for all entries, then without the entries that
+    are 0 only in the used gradient, then also without entries that are clipped to a bound.
 
     Args:
-        used: The gradient.
-        base: The other one.
+        used: The used gradient.
+        base: The gradient before the changes.
         w: The weights.
-        known: The fit of a step before, whose decays are taken where they fit as well.
+        known: The fit of an earlier step, whose decays are preferred if they fit as well.
         sizes: Number of weights of each parameter.
-        room: By how much an entry may differ beside the rounding of its own terms.
-        has_factors: Whether there may be factors beside 0.
+        room: Allowed difference of an entry in addition to the rounding of its own terms.
+        has_factors: Whether there may be factors other than 0.
     """
     eps = _ROUNDINGS * torch.finfo(used.dtype).eps
     if not used.any() or not (torch.isfinite(used).all() and torch.isfinite(base).all()):
@@ -105,7 +105,7 @@ def fit_gradient(
     ones, none = u.new_ones(len(sizes)), u.new_zeros(len(sizes))
 
     def sums(values: Float[Tensor, " P"]) -> Float[Tensor, " L"]:
-        # not index_add, which adds one after another: that of many entries loses more than _ROUNDINGS
+        # not index_add, which adds one entry after another: with many entries that loses more than _ROUNDINGS
         return torch.stack([own.sum() for own in torch.where(inside, values, 0.0).split(list(sizes))])
 
     def left(difference: Float[Tensor, " P"], rate: Float[Tensor, " L"]) -> Float[Tensor, " L"]:
@@ -118,7 +118,7 @@ def fit_gradient(
         own = torch.where(squares > 0, products / squares.clamp(min=_TINY), 1.0)
         own = torch.where((own - 1).abs() <= eps, 1.0, own)
         if bool(((own != 1) & (sums((g != 0).double()) > 1)).any()):
-            yield own  # which one number alone does not show
+            yield own  # a single number does not determine it
 
     def decays_of(factor: Float[Tensor, " L"]) -> Iterator[Float[Tensor, " L"]]:
         d = u / factor[part] - g
@@ -126,13 +126,13 @@ def fit_gradient(
         own, number = products / squares.clamp(min=_TINY), sums((v != 0).double())
         shows = (left(d, own) <= _LEFT * left(d, none)) & (left(d, none) > eps * terms) & (number > 1)
         if bool((number < 2)[part[~inside & ~zero & (v != 0)]].any()):
-            return  # of a parameter that is clipped in all entries, any decay would do
+            return  # any decay would fit a parameter that is clipped in all entries
         if bool(shows.any()):
             same = shows & ((own / own[shows].median() - 1).abs() <= 0.1)
             common, own = products[same].sum() / squares[same].sum() * ones, torch.where(shows, own, none)
             most = 2 * left(d, own).minimum(left(d, common)) + eps * terms
             rate = known.decay.to(u) if bool(known.decay.any()) else common
-            for other in (common, none, own):  # the first that comes as near as any
+            for other in (common, none, own):  # the first of the closest ones
                 rate = torch.where(left(d, rate) <= most, rate, other)
             yield rate
 
@@ -143,7 +143,7 @@ def fit_gradient(
             yield from ((ones, decay) for decay in decays_of(ones))
         elif kind == "factor" and has_factors:
             yield from ((factor, none) for factor in factors_of(u, g))
-        elif kind == "both" and has_factors:  # the factor is that of what stands at right angles to the weights
+        elif kind == "both" and has_factors:  # the factor comes from the component orthogonal to the weights
             square = sums(v * v).clamp(min=_TINY)
             across = (x - (sums(x * v) / square)[part] * v for x in (u, g))
             yield from ((factor, decay) for factor in factors_of(*across) for decay in decays_of(factor))
@@ -171,32 +171,32 @@ _after_backward: Any = torch.autograd.Variable._execution_engine.queue_callback
 
 
 class ArrivedGradient:
-    """The gradient as the last backward pass of a step left it, before clipping, masks and noise.
+    """The gradient after the last backward pass of a step, before clipping, masks and noise.
 
-    It is copied; a large one only until some steps have shown that nobody writes to it. From then on torch's counts of
-    writes are enough. What is written through `.data` leaves no trace there: checked steps show it.
+    It is copied; a large gradient only until some steps have shown that nobody writes to it. From then on torch's write
+    counts are enough. Writes through `.data` leave no trace there: checked steps show them.
 
     Args:
         model: The network.
-        parameters: Returns its parameters; None where it has not all, or ranks hold parts of them.
+        parameters: Returns the parameters; None if some are missing, or ranks hold parts of them.
     """
 
     def __init__(self, model: FunctionalModel, parameters: Callable[[], Sequence[Tensor] | None]) -> None:
         self._model, self._parameters = model, parameters
         self._flat: Tensor | None = None
         self._memory: Tensor | None = None
-        self._writes: list[tuple[int, int]] | None = None  # which tensors it lies in, and the counts of writes to them
+        self._writes: list[tuple[int, int]] | None = None  # identifiers of its tensors, and the write counts
         self._trusts_counts, self._num_unwritten = False, 0
 
     def keep_after_backward(self, used: Mapping[str, Tensor]) -> None:
-        """Copy it when the running backward pass ends, but for parameters whose gradient an optimizer has used."""
-        # the callback by which DDP averages gradients is queued in between
+        """Copy it when the running backward pass ends, except for parameters whose gradient an optimizer has used."""
+        # DDP's callback for averaging gradients is queued in between
         _after_backward(lambda: _after_backward(lambda: self._keep(used)))
 
     def _keep(self, used: Mapping[str, Tensor]) -> None:
         model, parameters = self._model, self._parameters()
         if parameters is None:
-            return  # which is refused at the next batch
+            return  # this is refused at the next batch
         if model.num_weights > _MANY_WEIGHTS:
             self._writes = _writes(parameters)
         if self._trusts_counts:
@@ -210,14 +210,14 @@ class ArrivedGradient:
         self._flat, self._memory = flattened(parts, memory), self._flat
 
     def take(self, gradient: Float[Tensor, " P"], without: Set[str]) -> Float[Tensor, " P"] | None:
-        """Return it, and begin anew: the used gradient itself where it is the same.
+        """Return the gradient, and begin anew; the used gradient itself if nothing changed it.
 
         Args:
             gradient: The gradient that was used.
-            without: Names of parameters that have none.
+            without: Names of parameters without a gradient.
 
         Returns:
-            None where none was seen; NaN where it was not copied, and somebody wrote to it.
+            None if no gradient was seen; NaN if it was not copied and somebody wrote to it.
         """
         (flat, self._flat), (writes, self._writes) = (self._flat, None), (self._writes, None)
         is_written = writes is not None and writes != _writes(self._parameters() or ())
@@ -237,45 +237,46 @@ class ArrivedGradient:
 
 
 def _writes(parameters: Sequence[Tensor]) -> list[tuple[int, int]]:
-    """Return which tensors the gradients are, and torch's counts of writes to them."""
+    """Return identifiers of the gradients' tensors, and torch's write counts."""
     return [(id(g), 0 if g is None else g._version) for g in [p.grad for p in parameters]]
 
 
 class GradientTerms:
-    """What a loop does to its gradients, as the steps so far show it, but for what single steps show by themselves.
+    """A loop's changes to its gradients that earlier steps show and that hold for later steps.
 
-    The gradient that came through backward() is scale * inner(g), with g what came through the outputs: the L2 penalty
-    of a loss is the decay of `inner`, which a checked step shows. That of sum_k lambda_k |w_k|^2 / 2 is lambda_k.
+    The gradient that arrives through backward() is scale * inner(g), where g is the gradient through the outputs. An L2
+    penalty in the loss is the decay of `inner`, which a checked step shows: for sum_k lambda_k |w_k|^2 / 2 it is
+    lambda_k.
 
     Attributes:
-        inner: The masks and decays of the last checked step, which hold for the steps after it.
+        inner: The masks and decays of the last checked step; they hold for later steps.
         scale: The factor of a GradScaler in the last step that had one.
-        is_fixed: Whether nothing else is accepted, because the step is recorded already.
-        is_always_checked: Whether every step must be checked, because edits of its gradient are not seen.
+        is_fixed: Whether no other terms are accepted, because the step is already recorded.
+        is_always_checked: Whether every step must be checked, because changes of its gradient are not seen.
     """
 
     def __init__(self, sizes: Sequence[int]) -> None:
         self.sizes = tuple(sizes)
         self.inner = self.nothing = GradientFit(1.0, torch.zeros(len(sizes), dtype=torch.float64))
         self.scale, self.is_fixed, self.is_always_checked = 1.0, False, False
-        # whose decay a checked step showed; that of weights that were zero is taken for the others' until then
+        # decay is known from a checked step; until then, weights that were zero take the others' decay
         self._has_shown = torch.zeros(len(sizes), dtype=torch.bool)
         self._num_changes = 0
 
     @property
     def is_empty(self) -> bool:
-        """Whether nothing was done to a gradient so far, so that no step must be checked for that."""
+        """Whether gradients were unchanged so far, so that no step must be checked for changes."""
         return not self.is_always_checked and self._num_changes <= _MOST_CHANGES and self.inner.is_identity
 
     def needs_check(self, w: Float[Tensor, " P"], came: Float[Tensor, " P"]) -> bool:
-        """Return whether a step must be checked: terms move, or are seen for the first time, or a mask is another."""
+        """Return whether a step must be checked: terms change, are seen for the first time, or a mask differs."""
         factor, has_decay = self.inner.factor, bool(self.inner.decay.any())
         is_other = isinstance(factor, Tensor) and bool(came[factor == 0].any())
         is_new = has_decay and bool((self._shows(w, came) & ~self._has_shown).any())
         return is_other or is_new or self.is_always_checked or self._num_changes > _MOST_CHANGES
 
     def learn(self, inner: GradientFit, w: Float[Tensor, " P"], came: Float[Tensor, " P"]) -> None:
-        """Take what a checked step shows, from weights w with a gradient."""
+        """Store the terms of a checked step, given its weights and the arrived gradient."""
         before, shows = self.inner.decay, self._shows(w, came)
         again = shows & (self._has_shown | ~self._has_shown.any())
         self._num_changes += not torch.equal(inner.decay[again], before[again])

@@ -1,4 +1,4 @@
-"""The recorded steps of a run: what stays in memory, and when steps are written to disk."""
+"""The recorded steps of a run: which results stay in memory, and when steps are written to disk."""
 
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -29,17 +29,17 @@ from epk_gp.storage.training_state import CHECKSUM, REPLAY, TrainingState
 from epk_gp.storage.writer import RunWriter, Storage
 
 Held = tuple[Float[Tensor, " P"], Float[Tensor, " Q"] | None]  # weights and moving statistics of a state
-Recorded = tuple[States, Updates, States | None, tuple[str, ...]]  # the last: digests of the runs up to each state
-_ANCHORS = 4  # results of moves that stay in memory, from which the slow weights of Lookahead go on
-_BLOCK_BYTES = 1 << 20  # some 25 states of a network of 10 000 float32 weights
+Recorded = tuple[States, Updates, States | None, tuple[str, ...]]  # last: digests of the run up to each state
+_ANCHORS = 4  # results of moves that stay in memory, as Lookahead's slow weights continue from them
+_BLOCK_BYTES = 1 << 20  # about 25 states of a network of 10 000 float32 weights
 
 
 class TensorArena:
     """An arena: copies of small tensors, one after another in large blocks.
 
-    Allocated one by one, the small tensors would lie between the large ones that come and go in training, and split
+    If allocated one by one, the small tensors would lie between the large, short-lived tensors of a training, and split
     every gap that those leave: the process would grow by the memory of a forward pass every few steps (measured: 20 MB
-    a step for an MNIST CNN with batches of 250). A block is freed when no tensor on it is used any more.
+    per step for an MNIST CNN with batches of 250). A block is freed when none of its tensors is used any more.
     """
 
     def __init__(self) -> None:
@@ -57,26 +57,26 @@ class TensorArena:
         return block[used:end].view(value.shape).copy_(value.detach())
 
     def take_in(self, value: Tensor) -> Tensor:
-        """Keep a tensor that nobody else writes to: a large one as it is, for it would have a block of its own."""
+        """Keep a tensor that nobody else writes to; a large one is not copied, as it would fill a block alone."""
         is_whole = value.untyped_storage().nbytes() == value.nbytes >= _BLOCK_BYTES
         return value if is_whole else self.copy_in(value)
 
 
-# Bytes of a step from which on it is hashed in a thread of its own, beside the next step of the training: 1 ms for each
-# MB. Fewer are not worth the change of threads.
+# Bytes of a step above which a separate thread hashes it, during the next step of the training: 1 ms per MB. For
+# smaller steps the change of threads costs more.
 _IN_BACKGROUND = 1 << 18
 
 
 @dataclass(frozen=True, eq=False)
 class StepResult:
-    """The result of a step; that of step -1 stands for the initial weights.
+    """The result of a step; the result of step -1 holds the initial weights.
 
     Attributes:
         digest: Returns the digest of the run up to the step, once it is hashed.
-        end: The weights after the step; empty where the run does not keep them (`RunHistory.thin`).
-        update: Its coefficients; None where no step led to the weights.
+        end: The weights after the step; empty if the run does not keep them (`RunHistory.thin`).
+        update: Its coefficients; None if no step led to the weights.
         statistics: The moving statistics after the step; None for a network without them.
-        replay: What is stored for the step to be made again bit by bit (`CommitSchedule.replay_of`); None for nothing.
+        replay: The stored data to repeat the step bit by bit (`CommitSchedule.replay_of`); None without.
     """
 
     digest: Callable[[], str]
@@ -86,7 +86,7 @@ class StepResult:
     replay: dict[str, Tensor] | None = None
 
     def num_bytes(self, schema: ChunkSchema) -> float:
-        """Return how many bytes it takes in a chunk, which holds every k-th state; numbers per parameter are few."""
+        """Return its number of bytes in a chunk, which holds every k-th state; numbers per parameter are neglected."""
         per_weight = [] if self.update is None else [v for v in self.update.tensors() if v.numel() > len(schema.sizes)]
         statistics = [*([] if self.statistics is None else [self.statistics]), *(self.replay or {}).values()]
         state = schema.num_weights * schema.dtype.itemsize / schema.keep_every
@@ -94,13 +94,13 @@ class StepResult:
 
 
 class RunHistory:
-    """The steps recorded so far, and the results of those that are in memory.
+    """The steps recorded so far, and those results that are in memory.
 
-    A step is hashed after it was appended: at once if it is small, else in another thread until the next one is
-    appended, or until anything is asked that depends on it.
+    A step is hashed after it was appended: at once if it is small, otherwise in another thread until the next step is
+    appended, or until something that depends on the hash is read.
 
     Attributes:
-        steps: Learning rate, batch and forward passes of each step; the passes lie in memory or on disk.
+        steps: Learning rate, batch and forward passes of each step; the passes are in memory or on disk.
         samples: A few weights of each state.
     """
 
@@ -111,13 +111,13 @@ class RunHistory:
         steps: Sequence[Step] = (),
         statistics: Float[Tensor, " Q"] | None = None,
     ) -> None:
-        """Begin with the weights and statistics after `steps`, the initial ones if there are none."""
+        """Begin with the weights and statistics after `steps`, or with the initial ones."""
         self.steps = list(steps)
         self._results = {len(self.steps) - 1: StepResult(lambda: digest, weights, None, statistics)}
         self.samples = StateSamples.of(weights)
         self.samples.rows[len(self.steps)] = weights[self.samples.places]
-        self._checksums = dict[int, int]()  # of states that are not kept any more
-        self._moved_to: dict[int, Held] = {len(self.steps): (weights, statistics)}  # where the last moves led
+        self._checksums = dict[int, int]()  # checksums of states that are not kept any more
+        self._moved_to: dict[int, Held] = {len(self.steps): (weights, statistics)}  # the ends of the last moves
         self._arena = TensorArena()
         self._thread: ThreadPoolExecutor | None = None
 
@@ -132,7 +132,7 @@ class RunHistory:
         return self._results[self.num_steps - 1]
 
     def digest(self, count: int) -> str:
-        """Return the digest of the run of the first `count` steps, of those whose results are in memory."""
+        """Return the digest of the first `count` steps, if their results are in memory."""
         return self._results[count - 1].digest()
 
     def append(
@@ -145,13 +145,13 @@ class RunHistory:
         *,
         is_kept: bool = False,
     ) -> None:
-        """Add a step and its results: copies, but of large weights and coefficients, which nobody may write to.
+        """Add a step and copies of its results; large weights and coefficients are not copied, and must not change.
 
-        Those of a plain step that lie in large blocks of memory (`is_kept`) are taken as they are.
+        Results of a plain step that lie in large blocks of memory (`is_kept`) are not copied either.
 
         Raises:
             TypeError: A tensor of a pass has a dtype that cannot be stored.
-            ValueError: A pass is not as `ForwardPass` says, or holds NaN or infinity.
+            ValueError: A pass does not follow `ForwardPass`, or holds NaN or infinity.
         """
         copy_in, index, before = self._arena.copy_in, self.num_steps, self.last.digest()
         after, places = None if statistics is None else copy_in(statistics), self.samples.places
@@ -168,13 +168,13 @@ class RunHistory:
             digest = self._digest_of(before, step, update, end, after)
             self.samples.rows[index + 1] = copy_in(end[places])
         self._results[index] = StepResult(digest, end, update, after, replay)
-        # Last, for the number of steps counts them: an interrupt before this line leaves the history as it was.
+        # Last, because the number of steps counts them: an interrupt before this line leaves the history unchanged.
         self.steps.append(step)
 
     def _digest_of(
         self, before: str, step: Step, update: UpdateCoefficients, end: Float[Tensor, " P"], statistics: Tensor | None
     ) -> Callable[[], str]:
-        """Return the digest of the run up to a step, which another thread computes if there is much to hash."""
+        """Return the digest of the run up to a step; another thread computes it if there is much to hash."""
         hashing = partial(fingerprint_step, before, step, update, end, statistics)
         num_bytes = sum(value.nbytes for value in (end, *update.tensors()))
         if num_bytes + sum(forward.num_bytes for forward in step.passes) < _IN_BACKGROUND:
@@ -185,15 +185,15 @@ class RunHistory:
     def find_move(
         self, w: Float[Tensor, " P"], sizes: tuple[int, ...], recorded: Callable[[], Trajectory]
     ) -> tuple[Move, Held] | None:
-        """Return how the loop moved the weights, from where the last step left them, and the state they went towards.
+        """Return the loop's move of the weights after the last step, and the state towards which they moved.
 
         Args:
             w: The weights after the move.
             sizes: Number of weights of each parameter.
-            recorded: Returns the run as far as it is on disk, for states that are not in memory.
+            recorded: Returns the part of the run that is on disk, for states that are not in memory.
 
         Returns:
-            None where the weights did not move, or in another way.
+            None if the weights did not move, or moved in another way.
         """
         u = self.last.end
         if (w.dtype, w.device) != (u.dtype, u.device) or torch.equal(w, u):
@@ -217,16 +217,16 @@ class RunHistory:
     def move(
         self, move: Move, anchor: Held, w: Float[Tensor, " P"], statistics: Float[Tensor, " Q"] | None
     ) -> Float[Tensor, " Q"] | None:
-        """Let the last step, whose result is not on disk, end where the loop moved the weights without a gradient.
+        """Replace the end of the last step, which is not on disk yet, by the weights after a move without a gradient.
 
         Args:
             move: The move.
-            anchor: The state that it goes towards.
-            w: The weights after it.
-            statistics: The moving statistics after it.
+            anchor: The state towards which the weights moved.
+            w: The weights after the move.
+            statistics: The moving statistics after the move.
 
         Returns:
-            The moving statistics that the step ends with: those it left, if they moved otherwise than the weights.
+            The moving statistics at the end of the step; unchanged if they moved otherwise than the weights.
         """
         b, copy_in = self.last.statistics, self._arena.copy_in
         if b is not None and anchor[1] is not None and statistics is not None:
@@ -240,10 +240,10 @@ class RunHistory:
         return b
 
     def move_statistics(self, statistics: Float[Tensor, " Q"]) -> None:
-        """Let the last step, whose result is not on disk, end with other moving statistics than its passes left.
+        """Replace the moving statistics at the end of the last step, which is not on disk yet.
 
         Args:
-            statistics: The moving statistics; any number of them of a network that has none.
+            statistics: The moving statistics; ignored for a network without them.
         """
         step, b = self.steps[-1], self.last.statistics
         if b is not None and step.passes and not torch.equal(b, statistics):
@@ -260,7 +260,7 @@ class RunHistory:
         self.steps[index] = step
 
     def follow(self, step: Step, end: Float[Tensor, " P"], statistics: Float[Tensor, " Q"] | None) -> None:
-        """Go on from a step that another process records; earlier results are forgotten, and there is no digest."""
+        """Continue after a step that another process records; earlier results are forgotten, and there is no digest."""
         self._results = {self.num_steps: StepResult(str, end, None, statistics)}
         self.steps.append(step)
 
@@ -276,13 +276,13 @@ class RunHistory:
         return tuple(r.end for r in results), updates, statistics or None, tuple(r.digest() for r in results)
 
     def thin(self, count: int, schema: ChunkSchema) -> None:
-        """Free what a run that keeps every k-th state does not keep of its first `count` steps.
+        """Free results of the first `count` steps that a run with every k-th state does not keep.
 
-        The weights after the last of them stay, for the run may be resumed from there.
+        The weights after the last of these steps stay, because the run may be resumed from there.
 
         Args:
-            count: How many steps.
-            schema: What the run keeps.
+            count: Number of steps.
+            schema: The layout of the run on disk.
         """
         for index, result in self._results.items():
             if index < count - 1 and (index + 1) % schema.keep_every and len(result.end):
@@ -310,9 +310,10 @@ class RunHistory:
 class CommitSchedule:
     """The commits of one run.
 
-    A step belongs to an iteration of the user's loop, and schedulers or samplers may move on after the step. Only steps
-    of completed iterations are committed, together with the training state at the end of the last of them: from there a
-    resumed run continues. The points of a stream, whose setup is `stream`, are committed with the steps that saw them.
+    A step belongs to an iteration of the user's loop, and schedulers or samplers may advance after the step. Only steps
+    of completed iterations are committed, together with the training state at the end of the last of them: a resumed
+    run continues from there. The points of a stream, whose setup is `stream`, are committed with the steps that used
+    them.
 
     Attributes:
         writer: Writes the run's folder.
@@ -331,7 +332,7 @@ class CommitSchedule:
         self._num_completed = self._num_counted = history.num_steps
         self._training_state: tuple[Mapping[str, Any], Tensor] | None = None  # after the last completed step
         self._last_commit = time.monotonic()
-        self._num_bytes = 0.0  # of the completed steps that are not on disk
+        self._num_bytes = 0.0  # bytes of the completed steps that are not on disk
         self._digests = read_digests(writer.path, writer.chunks)
 
     @property
@@ -340,35 +341,35 @@ class CommitSchedule:
         return self.writer.chunks[-1].last
 
     def recorded(self) -> Recorded:
-        """Return the states, coefficients and moving statistics on disk, as far as the run holds them; the digests."""
+        """Return the states, coefficients, moving statistics and digests that are on disk."""
         path, schema, chunks = self.writer.path, self.writer.schema, tuple(self.writer.chunks)
         statistics = StoredStates(path, schema, chunks, "statistics") if schema.num_statistics else None
         digests = self._digests or (chunks[-1].digest,)
         return StoredStates(path, schema, chunks), StoredUpdates(path, schema, chunks), statistics, digests
 
     def replay_of(self, made: MadeStep, num_ranks: int) -> dict[str, Tensor] | None:
-        """Return what a step that was just made needs to be made again; None where every state is kept anyway."""
+        """Return the replay data of the last step; None if every state is kept anyway."""
         schema, state = self.writer.schema, self._history.num_steps + 1
         if not schema.thins or num_ranks > 1:
             return None
         return self._training.replay_row(made.options, is_kept=state % schema.keep_every == 0)
 
     def complete_iteration(self, snapshot: Mapping[str, Any]) -> None:
-        """Keep what the training goes on from after the steps so far: a snapshot, and the momentum."""
+        """Keep the training state after the steps so far: a snapshot, and the momentum."""
         self._num_completed, self._training_state = self._history.num_steps, (snapshot, self._training.momentum.clone())
 
     def needs_steps(self, waiting: int) -> bool:
-        """Return whether a limit of the storage is reached once `waiting` steps more are recorded."""
+        """Return whether the storage reaches a limit with `waiting` more steps."""
         return self._is_full(self._history.num_steps + waiting - self.num_committed, 0.0)
 
     def _is_full(self, waiting: int, num_bytes: float) -> bool:
-        """Return whether a limit of the storage is reached by steps that are not on disk, and their bytes."""
+        """Return whether the storage reaches a limit with the steps and bytes that are not on disk."""
         limits, seconds = self._limits, time.monotonic() - self._last_commit
         is_many = num_bytes >= limits.chunk_bytes or (limits.steps is not None and waiting >= limits.steps)
         return waiting > 0 and (is_many or seconds >= limits.seconds)
 
     def commit_if_due(self) -> None:
-        """Commit the completed steps if a limit of the storage is reached."""
+        """Commit the completed steps if the storage reaches a limit."""
         if self.writer.schema.thins:
             self._history.thin(self._num_completed, self.writer.schema)
         steps = self._history.steps[self._num_counted :]
@@ -409,6 +410,6 @@ class CommitSchedule:
         self._history.forget_results_before(min(self._history.num_steps, count, self.num_committed) - 1)
 
     def commit_completed_only(self) -> None:
-        """Drop the step of an iteration that was not completed, and commit the others."""
+        """Drop the step of an incomplete iteration, and commit the others."""
         del self._history.steps[self._num_completed :]
         self.commit()

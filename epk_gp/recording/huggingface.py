@@ -17,7 +17,7 @@ INDEX_KEY = "index"
 
 
 def logits_of(returned: Any) -> Tensor:
-    """Return the logits of a `ModelOutput`, or of a tuple that begins with them; of several positions the last ones."""
+    """Return the logits of a `ModelOutput`, or of a tuple that starts with them; the last of several positions."""
     logits: Tensor = returned[0] if isinstance(returned, tuple) else returned.logits
     return logits if logits.ndim == 2 else logits[:, -1]
 
@@ -33,11 +33,11 @@ class HuggingFaceRecorderCallback(RunOfCallback, TrainerCallback):  # type: igno
 
     X is a dictionary of the tensors that the model takes, without the labels: item i of the dataset holds row i of
     each, and a batch may be padded to its own longest row. A causal language model shifts its labels, (M, T): y is
-    `epk_gp.next_words(labels)`. The items' key `index` passes the data collator, which makes
-    a tensor of it, and is taken out of the batch right before the model sees it. Gradient accumulation, clipping
-    (`max_grad_norm`) and `label_smoothing_factor` are recorded, and by what the trainer divides the loss is read from
-    its gradient. The run ends with the last step: `load_best_model_at_end` loads an earlier state after it. After an
-    error in `train` call `close`, or train again.
+    `epk_gp.next_words(labels)`. The items' key `index` passes through the data collator, which makes it a tensor, and
+    is removed from the batch right before the model sees it. Gradient accumulation, clipping (`max_grad_norm`) and
+    `label_smoothing_factor` are recorded, and the trainer's divisor of the loss is read from its gradient. The run ends
+    with the last step: `load_best_model_at_end` loads an earlier state after it. After an error in `train` call
+    `close`, or train again.
     """
 
     _begins = "trainer.train"
@@ -51,14 +51,14 @@ class HuggingFaceRecorderCallback(RunOfCallback, TrainerCallback):  # type: igno
         output: Callable[[Any], Tensor] | None = logits_of,
         **options: Any,
     ) -> None:
-        """Keep the arguments; the recorder starts with the training.
+        """Store the arguments; the recorder starts with the training.
 
         Args:
             X: All M training inputs, on the model's device.
-            y: Their labels, shifted as the loss does it; X and y may be all that `Recorder` takes.
+            y: Their labels, shifted as the loss shifts them; X and y may have any form that `Recorder` takes.
             loss: The loss that the model or the trainer computes, or None (`epk_gp.Recorder`).
-            output: Maps what the model returns to its outputs, (n, C); by default the logits, those of the last
-                position where there are several.
+            output: Maps the model's result to its outputs, (n, C); by default the logits, and for several positions
+                those of the last position.
             options: Further arguments of `epk_gp.Recorder`: `folder`, `storage`, `update_rule`, `unexplained`.
         """
         self._data: tuple[Any, Any] = (X, y)
@@ -75,7 +75,7 @@ class HuggingFaceRecorderCallback(RunOfCallback, TrainerCallback):  # type: igno
         if args.remove_unused_columns:
             raise ValueError("batches must hold rows' indices: set TrainingArguments(remove_unused_columns=False).")
         model, loss = kwargs["model"], self._loss
-        for hook in [*model._forward_pre_hooks.values()]:  # of a training that an error or Ctrl-C ended
+        for hook in [*model._forward_pre_hooks.values()]:  # hooks of a training that an error or Ctrl-C ended
             if isinstance(callback := getattr(hook, "__self__", None), HuggingFaceRecorderCallback):
                 callback.close()
         if args.label_smoothing_factor and isinstance(loss, CrossEntropy):
@@ -85,7 +85,7 @@ class HuggingFaceRecorderCallback(RunOfCallback, TrainerCallback):  # type: igno
         self._recorder.__enter__()
         self._hooks = [
             model.register_forward_pre_hook(self._take_indices, with_kwargs=True, prepend=True),
-            model.register_load_state_dict_pre_hook(self.on_train_end),  # that of load_best_model_at_end
+            model.register_load_state_dict_pre_hook(self.on_train_end),  # called by load_best_model_at_end
         ]
 
     def on_pre_optimizer_step(self, *args: Any, **kwargs: Any) -> None:
@@ -94,14 +94,14 @@ class HuggingFaceRecorderCallback(RunOfCallback, TrainerCallback):  # type: igno
             self._recorder.batch(indices, weight=None)
         self._seen = []
 
-    on_substep_end = on_pre_optimizer_step  # of a batch whose gradient is accumulated
+    on_substep_end = on_pre_optimizer_step  # for a batch whose gradient is accumulated
 
     def on_train_end(self, *args: Any, **kwargs: Any) -> None:
         """Commit the run."""
         self.close(None)
 
     def close(self, error: BaseException | None = RuntimeError("the training ended early")) -> None:  # noqa: B008
-        """Commit what was recorded before an error, and release the run's folder; does nothing after a whole run."""
+        """Commit the steps before an error, and release the run's folder; does nothing after a complete run."""
         if self._hooks:
             for hook in self._hooks:
                 hook.remove()
@@ -111,7 +111,7 @@ class HuggingFaceRecorderCallback(RunOfCallback, TrainerCallback):  # type: igno
     def _take_indices(
         self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Take the indices out of what the model is called with."""
+        """Remove the indices from the arguments of the model."""
         indices = kwargs.pop(INDEX_KEY, None)
         if not (model.training and torch.is_grad_enabled()):
             return args, kwargs

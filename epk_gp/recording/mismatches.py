@@ -1,8 +1,8 @@
-"""Why a recorded step is not the one that was stated: guesses that are tested before one of them is named.
+"""Reasons that a recorded step differs from the stated one: guesses that are tested before one is reported.
 
-What a loop did shows in three places, which are looked at in the order in which it did it. The outputs of a pass are
-those of the recorded network, or the network computed something else. The optimizer's gradient is what comes through
-the outputs, or something was added to it, left in it or done to it afterwards.
+A loop's actions show in three places, which are examined in the order of the computation. The outputs of a pass are
+those of the recorded network, or the network computed something else. The optimizer's gradient is the one that comes
+through the outputs, or something was added to it, left over in it, or changed in it afterwards.
 """
 
 from collections.abc import Sequence
@@ -28,14 +28,14 @@ from epk_gp.recording.passes import common_factor, of_nodes, rounding_of
 from epk_gp.recording.seen import CapturedForward, MadeStep
 from epk_gp.recording.setup import TrainingSetup
 
-_OF_OUTPUTS = 10  # times the rounding of a gradient in the outputs: a replay of these may sum in another order
+_OF_OUTPUTS = 10  # times the rounding of a gradient in the outputs, whose replay may sum in another order
 
 
 class StepMeasures(NamedTuple):
-    """How far a step is from the update rule's step on the gradient that the optimizer used.
+    """Differences of a step from the update rule's step on the gradient that the optimizer used.
 
     Attributes:
-        momentum: The momentum buffer after it. It follows the gradient that was used, as the optimizer's own does.
+        momentum: The momentum buffer after it. Like the optimizer's own, it follows the gradient that was used.
         difference: Largest distance of a weight's step from the predicted one.
         follows_rule: Whether the difference is within the rounding of the weights; it may be rounding if it is not.
     """
@@ -47,19 +47,19 @@ class StepMeasures(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class ObservedStep:
-    """A made step with its record, and the weights and moving statistics around it.
+    """A step with its record, and the weights and moving statistics around it.
 
     Attributes:
-        made: What the optimizers did.
+        made: The optimizers' step.
         step: Learning rate, batch and forward passes.
         start: The weights before it.
         end: The weights after it.
         momentum: The momentum buffer before it, as the recorder follows it.
-        start_statistics: The moving statistics before it; of no entries for a network without them.
-        end_statistics: Those after it.
-        measures: How far it is from the update rule's step.
-        terms: What the steps before it show that the loop does to gradients.
-        is_edit_seen, came, edit: As `epk_gp.recording.check.edit_of` returns them.
+        start_statistics: The moving statistics before it; empty for a network without them.
+        end_statistics: The moving statistics after it.
+        measures: Its differences from the update rule's step.
+        terms: The loop's changes to gradients that earlier steps show.
+        is_edit_seen, came, edit: The results of `epk_gp.recording.check.edit_of`.
     """
 
     made: MadeStep
@@ -78,15 +78,15 @@ class ObservedStep:
 
 @dataclass(frozen=True, eq=False)
 class StepCheck:
-    """A step beside the gradient that was recomputed from what the user states of it.
+    """A step with the gradient that was recomputed from the user's statements.
 
     Attributes:
         observed: The step.
-        gradient: Gradient of the loss on the stated batch before the step, (P,), as it comes through the outputs; zero
-            for parameters that have none in this step.
-        w: The weights before it; zero for these parameters too.
-        inner: The masks and decays that come beside it in the backward pass.
-        is_explained: Whether the gradient came as expected, and what the loop did to it afterwards is known.
+        gradient: Gradient of the loss on the stated batch before the step, (P,), through the outputs; zero for
+            parameters without a gradient in this step.
+        w: The weights before it; also zero for these parameters.
+        inner: The masks and decays that are added to it in the backward pass.
+        is_explained: Whether the gradient arrived as expected, and the loop's later changes to it are known.
     """
 
     observed: ObservedStep
@@ -97,7 +97,7 @@ class StepCheck:
 
     @cached_property
     def expected(self) -> Float[Tensor, " P"]:
-        """What it must be, (P,)."""
+        """The expected gradient, (P,)."""
         return self.inner.of(self.gradient, self.w, self.observed.terms.sizes)
 
     @property
@@ -106,11 +106,11 @@ class StepCheck:
         return torch.cat([self.observed.start, self.observed.start_statistics])
 
 
-_Seen = list[tuple[CapturedForward, PassData]]  # passes as the hooks saw them, each beside what is recorded of it
+_Seen = list[tuple[CapturedForward, PassData]]  # passes as the hooks saw them, each with its record
 
 
 def _seen_passes(setup: TrainingSetup, made: MadeStep, step: Step) -> _Seen:
-    """Return the passes of a step whose outputs and gradient in them were seen; none if a batch's were not."""
+    """Return the passes of a step with known outputs and output gradients; none if one batch's were not seen."""
     if not made.announced or not all(batch.forwards for batch in made.announced):
         return []
     has_graph = setup.model.signature.graph is not None
@@ -121,11 +121,11 @@ def _seen_passes(setup: TrainingSetup, made: MadeStep, step: Step) -> _Seen:
 
 
 def explain_mismatch(setup: TrainingSetup, check: StepCheck, *, follows_rule: bool) -> str:
-    """Return the reason why a step is not the stated one, as a clause without a full stop.
+    """Return the reason that a step is not the stated one, as a clause without a full stop.
 
     Args:
         setup: The training.
-        check: The step beside what was recomputed.
+        check: The step with its recomputed gradient.
         follows_rule: Whether the step is the update rule's step on the gradient that the optimizer used.
     """
     observed, made = check.observed, check.observed.made
@@ -139,14 +139,14 @@ def explain_mismatch(setup: TrainingSetup, check: StepCheck, *, follows_rule: bo
     if len(reached) == 2:
         return "recorder.batch() announced rows that no backward() went through: leave them out"
     seen, spec = _seen_passes(setup, made, observed.step), TensorSpec(check.state.dtype, check.state.device)
-    # each from a new copy of the network: a replay moves integers and generators in it
+    # each from a new copy of the network, because a replay changes integers and generators in it
     kernel_replay, network_replay = (TrainingReplay(setup.model, setup.loss, spec) for _ in range(2))
     cause = _kernel_cause(kernel_replay, check, seen) or _network_cause(setup, network_replay, check.state, seen)
     return cause or _gradient_cause(setup, check, is_shown=bool(seen))
 
 
 def _move_cause(setup: TrainingSetup, observed: ObservedStep) -> str:
-    """Say what moved the weights beside the optimizer's step on the gradient of the stated loss."""
+    """Describe the cause of a change of the weights other than the optimizer's step on the stated loss."""
     model, made, known = setup.model, observed.made, "the gradient is that of the stated loss"
     predicted, _ = predict_step(made.update, model.sizes, observed.start, made.gradient, observed.momentum)
     step, allowed = observed.end - observed.start, step_tolerance(observed.start, predicted)
@@ -170,9 +170,9 @@ def _move_cause(setup: TrainingSetup, observed: ObservedStep) -> str:
 
 
 def _kernel_cause(replay: TrainingReplay, check: StepCheck, seen: _Seen) -> str | None:
-    """Say what the kernels that torch chose in the loop do otherwise than those of a replay; None if nothing."""
+    """Describe the difference between the loop's torch kernels and those of a replay; None if there is none."""
     came = check.observed.came
-    with disable_fused_attention(), kernels_of_the_loop():  # the kernels of before, also within a pass
+    with disable_fused_attention(), kernels_of_the_loop():  # the previous kernels, also within a pass
         gradient = sum((replay.gradient(check.state, data).gradient for _, data in seen), torch.zeros_like(came))
     missed, left = ((came - g).abs().max() for g in (check.expected, gradient))
     if not (seen and left < missed / 8 and allclose(came, gradient)):
@@ -184,14 +184,14 @@ def _kernel_cause(replay: TrainingReplay, check: StepCheck, seen: _Seen) -> str 
         return None
     return (
         "the loop computes in less than its dtype. Set torch.backends.cudnn.allow_tf32 = False and "
-        "torch.set_float32_matmul_precision('highest'), or say what may be left of a step, unexplained=0.05"
+        "torch.set_float32_matmul_precision('highest'), or accept an unexplained share of a step, unexplained=0.05"
     )
 
 
 def _network_cause(
     setup: TrainingSetup, replay: TrainingReplay, state: Float[Tensor, " PQ"], seen: _Seen
 ) -> str | None:
-    """Say why the outputs of a pass are not those of the recorded network; None where they are."""
+    """Describe the reason that the outputs of a pass are not those of the recorded network; None if they are."""
     model, net = setup.model, setup.net
     for forward, data in seen:
         returned, draws_otherwise = _replayed(replay, state, forward, data)
@@ -222,10 +222,10 @@ def _network_cause(
 def _replayed(
     replay: TrainingReplay, state: Float[Tensor, " PQ"], captured: CapturedForward, data: PassData
 ) -> tuple[Any, bool]:
-    """Replay a pass in the precision of the training: what the network returns, and whether it draws otherwise.
+    """Replay a pass in the precision of the training: return the network's result, and whether it draws otherwise.
 
-    A pass that leaves torch's random numbers elsewhere than its replay, which goes through the layers as they were
-    written, drew others.
+    The original pass drew other random numbers if its replay, through the uncompiled layers, ends at another state of
+    torch's generator.
     """
     module = replay.module_in_modes(data)
     named = {n: value.clone() for n, value in module.named_buffers()} | replay.params(state, data)
@@ -239,7 +239,7 @@ def _replayed(
 
 
 def _gradient_cause(setup: TrainingSetup, check: StepCheck, *, is_shown: bool) -> str:
-    """Say what happened to the gradient after it came through the outputs, if the gradient in these was seen."""
+    """Describe the change of the gradient after it came through the outputs, if the outputs' gradient was seen."""
     model, net, made, edit = setup.model, setup.net, check.observed.made, check.observed.edit
     if not bool(made.gradient.any()):
         return "the gradient was 0 in all parameters: zero_grad() was called after backward(), or .grad was set to 0"
@@ -263,7 +263,7 @@ def _gradient_cause(setup: TrainingSetup, check: StepCheck, *, is_shown: bool) -
             "a gradient was left over when backward() through the network began, of a step before or of a term of the "
             "loss that does not depend on its outputs: call optimizer.zero_grad() before backward()"
         )
-    if (doubt := made.doubt or made.unseen) is not None:  # of other processes
+    if (doubt := made.doubt or made.unseen) is not None:  # from other processes
         return doubt
     hooked = [n for n, p in net.named_parameters() if p._backward_hooks or p._post_accumulate_grad_hooks]
     hooked += [n for n, part in net.named_modules() if part._backward_hooks or part._backward_pre_hooks]
@@ -283,7 +283,7 @@ def _gradient_cause(setup: TrainingSetup, check: StepCheck, *, is_shown: bool) -
 
 
 def _is_same(a: Tensor, b: Tensor) -> bool:
-    """Return whether two gradients are the same up to some roundings of the largest entry."""
+    """Return whether two gradients are equal up to a few roundings of the largest entry."""
     return bool((a - b).abs().max() <= 4 * relative_rounding(a.dtype) * b.abs().max())
 
 

@@ -32,12 +32,12 @@ from epk_gp.recording.gradient_fit import ArrivedGradient
 from epk_gp.recording.seen import AnnouncedBatch, CapturedForward, MadeStep, StepInProgress
 from epk_gp.recording.setup import TrainingSetup
 
-# Forward passes that are kept until a batch is announced: those of an attack on the inputs are dropped for later ones.
+# Number of forward passes kept until a batch is announced; passes of an attack on the inputs are dropped.
 _MAX_WAITING = 16
-_UNKNOWN = ForwardPass(0)  # the record of a pass that is not over
-_FEW_ENOUGH = 1 << 21  # weights whose optimizer's state is joined; joining more costs more than reading one by one
-# Observers that hear of every optimizer's steps, through one hook that stays: torch goes through the hooks of all
-# optimizers while other threads step, and fails where one is registered or removed meanwhile.
+_UNKNOWN = ForwardPass(0)  # the record of an unfinished pass
+_FEW_ENOUGH = 1 << 21  # largest number of weights whose optimizer state is joined; above, joining costs more
+# Observers that receive every optimizer's steps through one permanent hook: torch iterates over the hooks of all
+# optimizers while other threads step, and fails if one is registered or removed meanwhile.
 _LISTENERS = list["StepObserver"]()
 _LISTENING, _LOCK = list[Any](), threading.Lock()
 
@@ -45,7 +45,7 @@ _LISTENING, _LOCK = list[Any](), threading.Lock()
 class StepObserver:
     """Watches a loop through hooks, and reports each step once all optimizers have made theirs.
 
-    Several optimizers make one step together: gradients are taken before the first of them moves. The step is complete
+    Several optimizers make one step together: gradients are read before the first of them moves. The step is complete
     when all have stepped, or when the loop begins something new.
     """
 
@@ -58,7 +58,7 @@ class StepObserver:
         report: Callable[[MadeStep], None],
         called: nn.Module,
     ) -> None:
-        """Prepare; nothing is watched before `start`.
+        """Prepare the observer; it watches nothing before `start`.
 
         Args:
             setup: The training.
@@ -66,37 +66,37 @@ class StepObserver:
             groups: Their parameter groups at the last recorded step.
             weights: Returns the weights before the next step.
             report: Called with each step.
-            called: What the loop calls: the network, or what `torch.compile` made of it.
+            called: The object that the loop calls: the network, or its version from `torch.compile`.
         """
         self.setup, self.num_passes, self._called = setup, 0, called
-        setup.validate_modules()  # from here on
+        setup.validate_modules()  # from now on
         self._weights, self._report, self._last_groups = weights, report, groups
         self._present = list[OptimizerGroup]()  # all groups in the last step
         self._rules, self._optimizers = {id(own): rule for rule, own in rules}, [own for _, own in rules]
         self._names = {id(p): name for name, p in setup.net.named_parameters()}
         self._groups = {id(own): groups_of(own, rule, self._names) for rule, own in rules}
-        self._options = dict[int, list[Any]]()  # of which these groups were read
+        self._options = dict[int, list[Any]]()  # the options from which these groups were read
         self._hooks: list[Any] = []
         self._step = StepInProgress()
-        self._inside: list[Optimizer] = []  # whose step() the loop is in
-        self._last_gradient: Tensor | None = None  # of the step before, which the last check may need
-        self._spare: Tensor | None = None  # the one before that, which is written anew: new memory costs more
-        # passes inside of which the loop is, each with what its record is made of
+        self._inside: list[Optimizer] = []  # optimizers inside whose step() the loop is
+        self._last_gradient: Tensor | None = None  # gradient of the step before, which the last check may need
+        self._spare: Tensor | None = None  # the gradient before that, to overwrite, because new memory costs more
+        # passes that the loop is inside of, each with the parts of its record
         self._begun: list[tuple[CapturedForward, dict[str, Any]] | None] = []
-        self._shapes = dict[torch.Size, Tensor]()  # of the targets of the last passes, by those of the rows
-        self._versions = list[int]()  # of the weights when the last pass found those of the last step
+        self._shapes = dict[torch.Size, Tensor]()  # shapes of the targets of the last passes, by the rows' shapes
+        self._versions = list[int]()  # write counts when a pass last found the last step's weights
         self._parts, self._modes = [*setup.net.modules()], (list[bool](), torch.empty(0, dtype=torch.bool))
         self._arrived = ArrivedGradient(
             setup.model, setup.live.parameters if hasattr(called, "parameters") else lambda: None
         )
-        self.other_optimizer = ""  # in words, which one stepped that is none of these
-        self._statistics = setup.model.statistics_of(setup.net)  # after the last pass; they may move in no other way
-        with as_written(setup.net) as self._autocast:  # which begins inside of a pass
+        self.other_optimizer = ""  # description of another optimizer that stepped
+        self._statistics = setup.model.statistics_of(setup.net)  # after the last pass; only passes may change them
+        with as_written(setup.net) as self._autocast:  # it begins inside a pass
             pass
 
     @property
     def num_announced(self) -> int:
-        """Number of batches that wait for their step; not those whose gradients are not finite, which have none."""
+        """Number of batches that wait for their step, without those with infinite gradients, which have no step."""
         if not all(map(is_finite, self._present_gradients())):
             return 0  # a GradScaler skips such a step
         return sum(not batch.is_void for batch in self._step.announced)
@@ -109,23 +109,23 @@ class StepObserver:
 
     @property
     def is_unmoved(self) -> bool:
-        """Whether a pass since the last step found the weights of that step, and torch wrote to none since."""
+        """Whether a pass since the last step found that step's weights, and torch has not written to them since."""
         return bool(self._step.waiting) and self._versions == self.setup.live.versions()
 
     @property
     def has_moved_between_passes(self) -> bool:
-        """Whether a pass since the last step saw its weights, and a later one others, as in a step of SAM."""
+        """Whether passes since the last step saw different weights, as in a step of SAM."""
         return len({forward.record.weights is None for forward in self._passes}) == 2
 
     def first_state(self) -> tuple[Float[Tensor, " P"], Float[Tensor, " Q"] | None]:
-        """Return weights and moving statistics as the first pass since the last step found them, or as they are."""
+        """Return weights and moving statistics that the first pass since the last step found, or the present ones."""
         setup, first = self.setup, next(iter(self._passes), None)
         if first is None:
             return setup.weights(), setup.statistics()
         return self._weights() if first.record.weights is None else first.record.weights, first.statistics
 
     def take_up(self, w: Float[Tensor, " P"], statistics: Float[Tensor, " Q"] | None) -> None:
-        """Take weights and moving statistics, which the loop moved without a gradient, as those of the last step."""
+        """Accept weights and statistics that the loop moved without a gradient as those of the last step."""
         for forward in self._step.waiting:
             if forward.record.weights is not None and torch.equal(forward.record.weights, w):
                 forward.record = replace(forward.record, weights=None)
@@ -135,7 +135,7 @@ class StepObserver:
     def start(self) -> None:
         """Register the hooks."""
         net = self.setup.net
-        hidden: Any = torch.compiler.disable  # from a compiled loop, network or step
+        hidden: Any = torch.compiler.disable  # hidden from a compiled loop, network or step
         for optimizer in self._optimizers:
             self._hooks.append(optimizer.register_step_pre_hook(hidden(self._before_step)))
             self._hooks.append(optimizer.register_step_post_hook(hidden(self._after_step)))
@@ -152,7 +152,7 @@ class StepObserver:
         return model.statistics_of(self.setup.net) if model.statistics else self._statistics
 
     def stop(self) -> None:
-        """Remove the hooks; what was seen is kept, for the last step may not be complete yet."""
+        """Remove the hooks; observations are kept, because the last step may not be complete yet."""
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
@@ -163,7 +163,7 @@ class StepObserver:
         """Add a batch to the next step, whose number is `index`; see `Recorder.batch`.
 
         Raises:
-            TypeError: The indices are not integers, or the weight is no number and no tensor.
+            TypeError: The indices are not integers, or the weight is neither a number nor a tensor.
             ValueError: The batch is empty, an index is out of range, or the weight does not fit or is not finite.
         """
         setup, may_be_outside = self.setup, isinstance(self.setup.loss, UnstatedLoss)
@@ -178,14 +178,14 @@ class StepObserver:
         if targets is not None and setup.stream is None:
             targets = parse_batch_targets(setup.loss, targets, setup.y, len(samples), setup.fingerprint.shape[1])
         self._step.announced.append(AnnouncedBatch(batch, samples, factor, self.num_passes, targets=targets))
-        if not len(samples):  # as a Poisson sampler may draw: a row without weight and pass stands for them
+        if not len(samples):  # a Poisson sampler may draw none: one row without weight and pass replaces them
             row = torch.zeros(1, dtype=torch.int64)
             self._step.announced[-1] = AnnouncedBatch(row, row, 0.0, -1)
         if isinstance(self._optimizers[0], NoOptimizer):
             self._step.before = self._optimizers[0].keep(dict(setup.net.named_parameters()))
 
     def _num_waiting_rows(self) -> int:
-        """Count the rows of a stream that no batch has taken, of passes that had a backward pass.
+        """Count the rows of a stream, in passes with a backward pass, that no batch has taken.
 
         Raises:
             ValueError: There are none, or the loss needs their targets.
@@ -199,7 +199,7 @@ class StepObserver:
         return count
 
     def complete(self) -> None:
-        """Report the step that the optimizers have made together, if they have made one."""
+        """Report the optimizers' joint step, if they have made one."""
         first = self._optimizers[0]
         if self._step.announced and not self._step.stepped and isinstance(first, NoOptimizer) and first.has_moved():
             self._after_step(first, (), {})
@@ -209,7 +209,7 @@ class StepObserver:
             return
         self.other_optimizer = ""
         self._assign_forwards()
-        for batch in self._step.announced:  # the gradient is that of a pass at other weights inside of step(closure)
+        for batch in self._step.announced:  # inside step(closure) the gradient belongs to a pass at other weights
             later = [f for f in self._step.waiting if f.record.weights is not None and f.position > batch.position]
             if later := self._last_with_rows(later, batch, sum(len(f.inputs) for f in batch.forwards)):
                 batch.forwards, batch.is_void = later, False
@@ -248,7 +248,7 @@ class StepObserver:
         self._spare, self._last_gradient = self._last_gradient, made.gradient
 
     def _unseen_calls(self) -> tuple[str | None, bool]:
-        """Say, as a clause, which calls were seen where a batch has none, and whether the step can do without."""
+        """Describe the calls that were seen if a batch has no pass, and return whether the step can do without."""
         missing = next((batch for batch in self._step.announced if not batch.forwards), None)
         if missing is None:
             return None, True
@@ -269,7 +269,7 @@ class StepObserver:
         """Return the present moving statistics.
 
         Raises:
-            StepMismatchError: They were changed in another way than by a forward pass.
+            StepMismatchError: They were changed by something other than a forward pass.
         """
         present = self._present_statistics()
         if present is not self._statistics and not torch.equal(present, self._statistics):
@@ -282,11 +282,12 @@ class StepObserver:
         return present
 
     def _assign_forwards(self) -> None:
-        """Find the forward passes of each announced batch, and take them from those that wait.
+        """Find the forward passes of each announced batch, and remove them from the waiting ones.
 
-        A batch is announced after its backward pass, so its pass is the last one before the announcement that saw as
-        many rows, or the last ones that saw as many together; where there are more passes than batches, of those that
-        saw its own rows. One announced before takes the first that fits. A pass of a graph has a row for each node.
+        A batch is announced after its backward pass, so its pass is the last one before the announcement with as many
+        rows, or the last ones that have as many rows together; if there are more passes than batches, among those with
+        its own rows. A batch that is announced before its pass takes the first that fits. A pass of a graph has one row
+        per node.
         """
         for batch in reversed([batch for batch in self._step.announced if not batch.forwards and batch.position >= 0]):
             rows = (self.setup.X if self.setup.model.signature.graph is not None else batch.samples).shape[0]
@@ -299,7 +300,7 @@ class StepObserver:
     def _last_with_rows(
         self, forwards: list[CapturedForward], batch: AnnouncedBatch, num_rows: int
     ) -> list[CapturedForward]:
-        """Return the last pass of a batch's rows, or the last passes that have as many together; empty if none do."""
+        """Return the last pass of a batch's rows, or the last passes with as many rows together; else nothing."""
         whole = [forward for forward in forwards if forward.inputs.shape[0] == num_rows]
         if whole := [forward for forward in whole if forward.sent] or whole:
             own = sum(not b.forwards and b.samples.numel() == batch.samples.numel() for b in self._step.announced)
@@ -315,14 +316,14 @@ class StepObserver:
         return []
 
     def _look_at_gradients(self, *, is_backward: bool = True) -> None:
-        """Find out whether gradients were cleared since a batch was announced, or left over from before the step."""
+        """Find out whether gradients were cleared since a batch was announced, or left over from an earlier step."""
         if not hasattr(self._called, "parameters"):
-            return  # ranks hold parts of the gradients, which are gathered at the step
+            return  # ranks hold parts of the gradients, and gather them at the step
         has_gradient = any(bool(g.any()) for g in self._present_gradients())
         if not has_gradient and not self._step.announced and not any(f.sent for f in self._step.waiting):
             return
         self._step.has_left_over |= is_backward and has_gradient and not self._step.has_added
-        # what was sent has been cleared; where nothing was, the loss is 0
+        # the sent gradient has been cleared; if none was sent, the loss is 0
         seen = [] if has_gradient else self._passes
         cleared = [f for f in seen if f.returned is None or any(bool(g.any()) for g in f.sent.values())]
         for batch in self._step.announced:
@@ -332,12 +333,12 @@ class StepObserver:
                 forward.sent, forward.stray = {}, None
 
     def _counts(self) -> bool:
-        """Return whether a backward pass adds to gradients of weights, or none of the step does, as by hand."""
+        """Return whether a backward pass adds to the weights' gradients, or none in this step does, as by hand."""
         if self._step.has_added and torch._C._current_graph_task_id() == self._step.last_backward:
             return True
         held = (p for o in self._optimizers for group in o.param_groups for p in group["params"] if p.requires_grad)
         nodes, adds = (torch.autograd.graph.get_gradient_edge(p).node for p in held), False
-        with suppress(RuntimeError):  # of `torch.autograd.grad`, which returns the gradients of weights
+        with suppress(RuntimeError):  # from `torch.autograd.grad`, which returns the weights' gradients
             adds = any(map(torch._C._will_engine_execute_node, nodes))
         if adds and (number := torch._C._current_graph_task_id()) > self._step.last_backward:
             self._look_at_gradients()
@@ -352,7 +353,7 @@ class StepObserver:
 
     def _before_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if not torch.is_grad_enabled() or self.setup.live.parameters() is None:
-            # functional_call puts others in their place
+            # functional_call replaces them by others
             self._begun.append(None)
             return
         self.complete()
@@ -391,7 +392,7 @@ class StepObserver:
         self._begun.append((CapturedForward(*own, num_arguments=len(args) + len(kwargs)), record))
 
     def _after_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], returned: Any) -> Any:
-        """Take what a pass returned; the loop goes on with aliases of it where there are several tensors of rows."""
+        """Take the result of a pass; the loop continues with aliases if the result has several tensors of rows."""
         setup = self.setup
         self.num_passes += 1
         self._statistics = self._present_statistics()
@@ -402,13 +403,13 @@ class StepObserver:
         forward.statistics_after, forward.position = self._statistics, self.num_passes
         forward.random_states_after = torch.random.get_rng_state(), device_random_state(setup.model.spec.device)
         for name, after in zip(("random_state", "device_random_state"), forward.random_states_after, strict=True):
-            if after is not None and torch.equal(record[name], after):  # the pass drew none
+            if after is not None and torch.equal(record[name], after):  # the pass drew no random numbers
                 record[name] = None
         forward.record = ForwardPass(**record)
         self._step.waiting = [*self._step.waiting[-_MAX_WAITING + 1 :], forward]
         if not isinstance(setup.loss, UnstatedLoss):
             value = loss_input(setup.model.signature, setup.loss, returned, self._targets_of(forward.inputs))
-            # one value per row is (n, 1) to the loss, but the loop goes on with the tensor that the network returned
+            # one value per row is (n, 1) for the loss, but the loop continues with the tensor that the network returned
             source = returned if isinstance(returned, Tensor) and returned.ndim == 1 else value
             places = [z is source and has_rows(z, forward.inputs.shape[0]) for z in tensors_of(returned)]
             if any(places):
@@ -416,14 +417,14 @@ class StepObserver:
         return forward.watch(returned, self._counts)
 
     def _targets_of(self, inputs: Shaped[Tensor, "n ..."]) -> Shaped[Tensor, "n ..."]:
-        """Return a tensor in the shape of the targets that rows may have; its entries mean nothing."""
+        """Return a tensor with the shape of possible targets of the rows; its entries have no meaning."""
         if inputs.shape not in self._shapes:
             setup, targets = self.setup, self.setup.y.new_empty(len(inputs), *self.setup.y.shape[1:])
             self._shapes = {inputs.shape: targets_like(setup.model.signature, setup.loss, setup.X, inputs, targets)[0]}
         return self._shapes[inputs.shape]
 
     def note_step(self, optimizer: Optimizer) -> None:
-        """Note the step of an optimizer that the recorder did not get, if it holds weights that are recorded."""
+        """Note the step of an optimizer unknown to the recorder, if it holds recorded weights."""
         held = (self._names.get(id(p)) for group in optimizer.param_groups for p in group["params"])
         if (
             not self._step.stepped
@@ -434,10 +435,10 @@ class StepObserver:
             self.other_optimizer = f"Another {kind} stepped: pass the recorder both, or end it and record the new one."
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:  # torch's hook signature
-        """Read what an optimizer holds before its step, and again when its closure has made the gradient."""
+        """Read an optimizer's state before its step, and again when its closure has computed the gradient."""
         self._inside.append(optimizer)
         if sum(each is optimizer for each in self._inside) > 1:
-            return None  # a class that calls its parent's step()
+            return None  # a class may call its parent's step()
         if any(stepped is optimizer for stepped in self._step.stepped):
             self.complete()
         rule, states = self.setup.update_rule, [*optimizer.state.values()]
@@ -467,7 +468,7 @@ class StepObserver:
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:  # torch's hook signature
         """Read gradients and coefficients from an optimizer, right after it has stepped.
 
-        Its groups are read now, for its options may change before others step.
+        Its groups are read now, because its options may change before others step.
         """
         del self._inside[-1:]
         if any(each is optimizer for each in self._inside):
@@ -489,7 +490,7 @@ class StepObserver:
             self.complete()
 
     def _joint_coefficients(self, optimizer: Optimizer) -> LinearStep | None:
-        """Return the coefficients of all weights together, where one group holds them all and a rule reads entries."""
+        """Return the coefficients of all weights together, if one group holds them all and a rule reads entries."""
         rule, params, before = self.setup.update_rule, optimizer.param_groups[0]["params"], self._step.before
         if rule.of_entries is None or not self._are_all(optimizer) or self.setup.model.num_weights > _FEW_ENOUGH:
             return None
@@ -518,7 +519,7 @@ class StepObserver:
     def _read_parameters(self, optimizer: Optimizer) -> None:
         """Read gradients and coefficients of an optimizer's parameters one by one."""
         groups = {id(p): group for group in optimizer.param_groups for p in group["params"]}
-        if groups.keys() - self._names.keys():  # of another network, or a new one
+        if groups.keys() - self._names.keys():  # parameters of another network, or new ones
             self._names = {id(p): name for name, p in self.setup.net.named_parameters()}
         model, rule = self.setup.model, self.setup.update_rule
         weights = model.unflatten(self._weights()) if WEIGHTS in rule.needs_before else {}

@@ -1,9 +1,9 @@
-"""The record of a forward pass: what of it does not follow from weights, data and batch.
+"""The record of a forward pass: everything that does not follow from weights, data and batch.
 
-Of a network in training mode: whether it draws random numbers, or computes something else than in evaluation mode. Of
-the loss, which a loop computes outside of the network: its gradient in a row's outputs, delta_i. A row follows the
-stated loss where delta_i = c_i d loss_i / d z_i; under cross entropy delta_i is c_i (softmax(z_i) - q_i), so the target
-q_i of mixup, CutMix and label noise follows from it. Of any other row delta_i itself is recorded.
+For a network in training mode: whether it draws random numbers, or computes something else than in evaluation mode. For
+the loss, which a loop computes outside the network: its gradient in a row's outputs, delta_i. A row follows the stated
+loss if delta_i = c_i d loss_i / d z_i; for cross entropy delta_i is c_i (softmax(z_i) - q_i), so the target q_i of
+mixup, CutMix and label noise follows from it. For any other row delta_i itself is recorded.
 """
 
 import math
@@ -44,22 +44,22 @@ from epk_gp.recording.causes import StepMismatchError
 from epk_gp.recording.seen import CapturedForward, MadeStep
 from epk_gp.recording.setup import TrainingSetup
 
-_ONE_FACTOR = 1e-6  # by which the factors of the passes of a step may differ, of the same GradScaler
+_ONE_FACTOR = 1e-6  # largest relative difference of a GradScaler's factors within a step
 _NUM_ROWS = 8  # rows on which the modes are compared
 
-# a record that a pass may have, the weights of its rows, and by what the gradient in the outputs is more than these say
+# a possible record of a pass, the weights of its rows, and the remaining factor of the outputs' gradient
 _Record = tuple[ForwardPass, Float64[Tensor, " n"], float]
 
 
 def of_nodes(forward: CapturedForward, nodes: Int64[Tensor, " B"]) -> CapturedForward:
-    """Return what a pass of the whole graph holds of a batch's nodes.
+    """Return a batch's nodes of a pass over the whole graph.
 
     Args:
         forward: The pass.
-        nodes: The nodes, each as often as it occurs; such a node's gradient is split evenly.
+        nodes: The nodes, repeated as they occur; the gradient of a repeated node is split evenly.
 
     Raises:
-        StepMismatchError: The pass saw another graph, or the loss read nodes that are not in the batch.
+        StepMismatchError: The pass saw another graph, or the loss used nodes that are not in the batch.
     """
     if forward.difference is not None:
         raise StepMismatchError(
@@ -93,29 +93,30 @@ class PassRecords:
 
     Args:
         setup: The training.
-        weights: The weights at which it begins.
+        weights: The weights at the start.
     """
 
     def __init__(self, setup: TrainingSetup, weights: Float[Tensor, " P"]) -> None:
         self._setup, self._state = setup, setup.state(weights)
-        self._has_warned = False  # of rows that do not follow the stated loss
-        self._has_other_rows = False  # whether the network saw a row that is no training point: the loop changes rows
-        self._factor = 0.0  # that passes had which is not stated
-        self._differing: dict[bytes, bool] = {}  # whether the network in some modes is another one
+        self._has_warned = False  # about rows that do not follow the stated loss
+        self._has_other_rows = False  # whether the loop changes rows: the network saw a row outside the training data
+        self._factor = 0.0  # an unstated factor of the passes
+        self._differing: dict[bytes, bool] = {}  # whether the network in some modes computes something else
 
     def step(self, index: int, made: MadeStep, statistics: tuple[Tensor, Tensor]) -> tuple[Step, ...]:
         """Return the record of a step: its batches, their weights, and its forward passes if they do not follow.
 
-        Where the loop's loss of passes is a multiple of the stated one there are two: the second has the factors among
-        the weights, the first does not, for that of a GradScaler is taken out of the gradient before the step.
+        If the loop's loss in some passes is a multiple of the stated one, there are two records: the second includes
+        the factors in the weights, the first does not, because a GradScaler's factor is removed from the gradient
+        before the step.
 
         Args:
             index: Number of the step.
-            made: What the optimizers did; it learns the factor of its passes in the first record.
+            made: The optimizers' step; the factor of its passes in the first record is stored there.
             statistics: The moving statistics at the start and at the end of the step.
 
         Raises:
-            StepMismatchError: The network saw other training points than those that were announced, or another graph.
+            StepMismatchError: The network saw other training points than the announced ones, or another graph.
             ValueError: All samples of a batch are ignored by the loss.
         """
         announced, setup, seen = made.announced, self._setup, list[list[_Record]]()
@@ -149,7 +150,7 @@ class PassRecords:
         return tuple(steps)
 
     def warn_of(self, step: Step) -> None:
-        """Say once that rows of a recorded step do not follow the stated loss."""
+        """Warn once that rows of a recorded step do not follow the stated loss."""
         if self._has_warned or isinstance(self._setup.loss, UnstatedLoss) or not (rows := not_following([step])):
             return
         self._has_warned, size = True, sum(p.cotangents.values.nbytes for p in step.passes if p.cotangents is not None)
@@ -162,12 +163,12 @@ class PassRecords:
     def _record(
         self, forward: CapturedForward, rows: Int64[Tensor, " n"], statistics: tuple[Tensor, Tensor]
     ) -> ForwardPass:
-        """Return the record of a pass beside its loss."""
+        """Return the record of a pass except for its loss."""
         setup, seen = self._setup, forward.inputs
         is_recorded = torch.zeros(len(rows), dtype=torch.bool, device=setup.X.device)
         for own in self._recorded_like(seen, setup.X[rows.to(setup.X.device)]):
             is_recorded |= (seen == own).reshape(len(rows), -1).all(dim=1)
-        is_known = (rows >= 0).to(is_recorded.device)  # -1 is no training point
+        is_known = (rows >= 0).to(is_recorded.device)  # -1 is not a training point
         self._require_announced_rows(seen, rows, is_recorded | ~is_known)
         is_kept = is_recorded & is_known if seen.shape[1:] == setup.X.shape[1:] else torch.zeros_like(is_recorded)
         other = (~is_kept).nonzero().squeeze(1)
@@ -186,10 +187,10 @@ class PassRecords:
         )
 
     def _require_announced_rows(self, seen: Tensor, rows: Int64[Tensor, " n"], is_recorded: Bool[Tensor, " n"]) -> None:
-        """Raise if the network saw training points under the indices of others.
+        """Raise if the network saw training points under other points' indices.
 
-        Augmented rows are no training points. A loop that mixes rows may meet one by rounding, so it is asked only
-        until the loop has shown rows that are none.
+        Augmented rows are not training points. A loop that mixes rows may produce one by rounding, so the check ends
+        once the loop has shown rows that are not training points.
         """
         other = (~is_recorded).nonzero().squeeze(1)
         if self._has_other_rows or not len(other):
@@ -207,7 +208,7 @@ class PassRecords:
         )
 
     def _recorded_like(self, seen: Shaped[Tensor, "n ..."], X: Shaped[Tensor, "m ..."]) -> list[Tensor]:
-        """Return recorded inputs in the shape of what a pass saw: padded to fewer columns, at either end."""
+        """Return recorded inputs in the shape of a pass's inputs: cut to fewer columns, at either end."""
         layout = self._setup.model.signature.layout
         if layout is not None and seen.shape[1] < X.shape[1]:
             return layout.ends(X, seen.shape[1])
@@ -224,16 +225,16 @@ class PassRecords:
 
     def _differs_at(self, modes: Tensor, state: Tensor) -> bool:
         model = self._setup.model
-        net, params = copied_module(model.module), model.unflatten(state)  # of which a frozen base may be large
+        net, params = copied_module(model.module), model.unflatten(state)  # a frozen base may be large
         for part, mode in zip(net.modules(), modes.tolist(), strict=True):
             part.training = mode
         named = {name: value.clone() for name, value in {**dict(net.named_buffers()), **params}.items()}
-        # dropout may leave a few nodes as they are
+        # dropout may leave a few nodes unchanged
         rows = (self._setup.X if model.signature.graph is not None else self._setup.X[:_NUM_ROWS]).clone()
         with torch.no_grad(), random_state_kept(model.spec.device), disable_fused_attention(), quiet_checkpoints():
             try:
                 returned = model.signature.call(with_tensors(net, named), rows)
-            except (RuntimeError, ValueError):  # such as one value per channel in training mode
+            except (RuntimeError, ValueError):  # for example one value per channel in training mode
                 return True
             expected = model.returned(params, rows)
         for a, b in zip_longest(tensors_of(returned), tensors_of(expected), fillvalue=torch.empty(0)):
@@ -245,7 +246,7 @@ class PassRecords:
 def _places(
     X: Shaped[Tensor, "M ..."], rows: Shaped[Tensor, "k ..."], like: Callable[[Tensor, Tensor], list[Tensor]]
 ) -> dict[bytes, int]:
-    """Return where X, in the shape of the rows, holds some rows, by their bytes; X is read block by block."""
+    """Return the places in X, in the shape of the rows, of given rows, by their bytes; X is read block by block."""
     wanted, found, start = {bytes(tensor_bytes(row)) for row in rows}, dict[bytes, int](), 0
     for (block,) in blocks_of(X):
         for alike in like(rows, block):
@@ -256,30 +257,30 @@ def _places(
     return found
 
 
-# Differences of a gradient in the outputs that count as rounding, by its dtype: shares of the largest one of the pass,
-# and of the weight of the row, which the rounding of a softmax has however small the gradient is.
+# Differences of an output gradient that count as rounding, by its dtype: shares of the largest gradient of the pass,
+# and of the row's weight, because a softmax has that rounding even for small gradients.
 TOLERANCE = {torch.float64: (1e-12, 2e-15), torch.float32: (2e-5, 1e-6)}
 _LOW_PRECISION = 2e-2, 4e-3
 
 
 def common_factor(values: Tensor, expected: Tensor) -> float:
-    """Return by which number an expected tensor comes nearest to some values."""
+    """Return the factor by which an expected tensor is closest to some values."""
     return float((values * expected).sum() / expected.square().sum().clamp(min=1e-300))
 
 
 def rounding_of(gradient: Tensor) -> float:
-    """Return which share of the largest gradient in outputs counts as rounding."""
+    """Return the share of the largest output gradient that counts as rounding."""
     return TOLERANCE.get(gradient.dtype, _LOW_PRECISION)[0]
 
 
 def rows_like(
     delta: Float[Tensor, "n D"], expected: Float[Tensor, "n D"], c: Float[Tensor, " n"]
 ) -> Bool[Tensor, " n"]:
-    """Return in which rows of a pass the gradient in the outputs is the expected one, up to rounding.
+    """Return the rows of a pass whose output gradient is the expected one, up to rounding.
 
     Args:
-        delta: The gradient that the loop's loss sent, in the dtype in which it came.
-        expected: That of the stated loss, with the weights.
+        delta: The gradient from the loop's loss, in its original dtype.
+        expected: The gradient of the stated loss, with the weights.
         c: The weights.
     """
     share, floor = TOLERANCE.get(delta.dtype, _LOW_PRECISION)
@@ -288,7 +289,7 @@ def rows_like(
 
 
 class _Fit(NamedTuple):
-    """Which rows of a pass follow a loss with some targets and weights but for a factor; is no other loss like it?"""
+    """The rows of a pass that follow a loss up to a common factor, and whether no other loss would fit."""
 
     targets: Tensor
     c: Tensor
@@ -298,9 +299,9 @@ class _Fit(NamedTuple):
 
 
 def _fit(delta: Tensor, expected: Tensor, targets: Tensor, c: Tensor, is_alone: Tensor) -> _Fit:
-    """Compare gradients of a pass, also but for one factor; `is_alone` says of which rows nothing came elsewhere."""
+    """Compare gradients of a pass, also up to one factor; `is_alone` marks rows without gradients elsewhere."""
     has_none, follows = ~delta.any(dim=1) & is_alone, rows_like(delta, expected, c) & is_alone
-    c = c.masked_fill(has_none & ~follows, 0.0)  # which the loop's loss leaves out
+    c = c.masked_fill(has_none & ~follows, 0.0)  # rows that the loop's loss leaves out
     follows |= has_none
     if follows.all() or not is_alone.all():
         return _Fit(targets, c, follows)
@@ -310,19 +311,19 @@ def _fit(delta: Tensor, expected: Tensor, targets: Tensor, c: Tensor, is_alone: 
     if not factor or not (has_none | rows_like(delta, factor * expected, scaled)).all():
         return _Fit(targets, c, follows)
     first = expected[chosen][:1].expand_as(expected[chosen])
-    is_sure = not bool(rows_like(expected[chosen], first, c[chosen]).all())  # of one row, any loss of two outputs
+    is_sure = not bool(rows_like(expected[chosen], first, c[chosen]).all())  # any loss of two outputs fits a single row
     return _Fit(targets, c, torch.ones_like(follows), factor, is_sure)
 
 
 def _by_row(forward: CapturedForward) -> Float[Tensor, "n D"]:
-    """Return the gradient in all that the network returned for each row."""
+    """Return the gradient in all numbers that the network returned for each row."""
     n, sent = len(forward.inputs), forward.sent
     tensors = [(sent.get(k), z) for k, z in enumerate(tensors_of(forward.returned)) if has_rows(z, n)]
     return torch.cat([(torch.zeros_like(z) if g is None else g).reshape(n, z.shape[1:].numel()) for g, z in tensors], 1)
 
 
 def _derivatives(setup: TrainingSetup, forward: CapturedForward, loss: Loss, y: Tensor) -> Float[Tensor, "n ..."]:
-    """Return the derivative of the rows' losses in what they take; or in all that the network returned for a row."""
+    """Return the derivative of the rows' losses in their inputs, or in all numbers that the network returned."""
     if (z := forward.outputs) is not None:
         return loss_derivatives(loss, z if z.dtype in TOLERANCE else z.float(), y)
     n = len(forward.inputs)
@@ -343,25 +344,25 @@ def _records_of_loss(
     *,
     earlier: float,
 ) -> list[_Record]:
-    """Compare the gradient in the outputs of a pass with that of the stated loss, row by row.
+    """Compare the output gradient of a pass with the stated loss's gradient, row by row.
 
-    A masked language model is trained on other positions each time: those that the loss left out have no gradient.
+    A masked language model is trained on other positions each time: positions that the loss left out have no gradient.
 
     Args:
         setup: The training.
         forward: The pass.
-        record: What is recorded of it beside its loss.
-        targets: The recorded targets of its rows, and those that the loop states for them, or these.
+        record: The pass's record except for its loss.
+        targets: The recorded targets of its rows, and the targets that the loop passes, or the recorded ones again.
         c: The weights that the stated loss gives to the rows.
-        earlier: The factor of the loop's loss that passes before this one had, 0 if none had one; infinity where the
-            loop states none, so that any may be. One that moves may depend on the weights, as under log(mean loss).
+        earlier: The factor of the loop's loss in earlier passes, 0 if there was none; infinity if the loop states none,
+            so that any factor is allowed. A changing factor may depend on the weights, as for log(mean loss).
 
     Returns:
-        The record; where the rows follow but for a factor, first without it, then with it in the weights.
+        The record; if the rows follow up to a factor, first without it, then with it in the weights.
 
     Raises:
-        StepMismatchError: With loss=None, a gradient came into a tensor that has no rows, or none came at all; else the
-            loop's labels are those of the next positions, or its classes are in another dimension.
+        StepMismatchError: With loss=None, a gradient arrived in a tensor without rows, or no gradient arrived;
+            otherwise the loop's labels are those of the next positions, or its classes are in another dimension.
     """
     loss, (recorded, used), every = setup.loss, targets, torch.arange(len(c), device=targets[0].device)
 
@@ -376,7 +377,7 @@ def _records_of_loss(
     z: Any = forward.outputs
     if z is not None and forward.sent:
         delta = forward.sent.get(forward.place, torch.zeros_like(z)).reshape(z.shape)
-    elif forward.returned is not None:  # it takes something that is computed of what was returned
+    elif forward.returned is not None:  # the loss takes something computed from the result
         z = loss_input(setup.model.signature, loss, forward.returned, cuts[0])
         is_known = isinstance(z, Tensor) or isinstance(loss, PerSampleLoss)
         delta = _by_row(forward) if is_known and forward.sent and forward.stray is None else None
@@ -398,7 +399,7 @@ def _records_of_loss(
         if best.follows.all():
             break
     if delta.ndim > 2 and isinstance(loss, ClassLoss) and not used.is_floating_point() and not best.follows.all():
-        for dim in (1, -1):  # where T = V both fit
+        for dim in (1, -1):  # both fit if T = V
             if any(fit.follows.all() for fit in fits(replace(loss, dim=dim), cuts)):
                 raise StepMismatchError(
                     f"the loss must say where scores {tuple(delta.shape)} have their classes, which lengths do not: "
@@ -430,7 +431,7 @@ def _records_of_loss(
 
 
 def _require_gradients_of_rows(forward: CapturedForward) -> None:
-    """Raise if the gradients in rows do not say what the loop's own backward pass sent into the network."""
+    """Raise if the rows' gradients are not everything that the loop's backward pass sent into the network."""
     if forward.stray is not None:
         raise StepMismatchError(
             "with loss=None the loop's loss must be made of tensors that have one row per input: a gradient came into "
@@ -444,7 +445,7 @@ def _require_gradients_of_rows(forward: CapturedForward) -> None:
 
 
 def _possible_labels(loss: Loss, gradient: Tensor, cuts: list[Tensor]) -> Iterator[Tensor]:
-    """Yield targets that a pass may have had: as stated, and labels without the positions that have no gradient."""
+    """Yield possible targets of a pass: as stated, and labels without the positions that have no gradient."""
     if gradient.ndim == 2 or not isinstance(loss, ClassLoss) or cuts[0].is_floating_point():
         yield cuts[0]
         return
@@ -456,12 +457,12 @@ def _possible_labels(loss: Loss, gradient: Tensor, cuts: list[Tensor]) -> Iterat
 
 
 def _seen_targets(loss: Loss, z: Any, y: Tensor, used: Tensor, follows: Tensor) -> SeenRows | None:
-    """Return the targets of rows that follow a loss with others than the recorded ones, y."""
+    """Return the targets of rows that follow a loss with targets other than the recorded ones, y."""
     if used is y:
         return None
     if used.shape == y.shape:
         follows = follows & (used != y).reshape(len(y), -1).any(dim=1)
-    elif used.ndim == y.ndim:  # labels of another number of positions, which none of the recorded ones are
+    elif used.ndim == y.ndim:  # labels of another number of positions, unlike the recorded ones
         follows = torch.ones_like(follows)
     index = follows.nonzero().squeeze(1)
     if len(index) and isinstance(loss, ClassLoss) and used.ndim == (2 if used.is_floating_point() else 1):
@@ -474,7 +475,7 @@ def _seen_targets(loss: Loss, z: Any, y: Tensor, used: Tensor, follows: Tensor) 
 def _read_targets(
     loss: ClassLoss, z: Tensor | None, delta: Tensor, c: Tensor, rows: Bool[Tensor, " n"]
 ) -> SeenRows | None:
-    """Return the targets of those of some rows whose gradient gives them: a label, or two labels that are mixed."""
+    """Return the rows whose targets follow from their gradient, with these targets: one label, or two mixed."""
     if z is None or loss.class_weights is not None:
         return None
     share, smoothing = 10 * rounding_of(delta), getattr(loss, "label_smoothing", 0.0)

@@ -1,11 +1,11 @@
-"""The probe of a step: is autograd's derivative the derivative of the outputs?
+"""The probe of a step: it tests whether autograd's derivative is the derivative of the outputs.
 
-A path integral of gradients is the change of the outputs only where it is. It is not for straight-through estimators,
+Only then a path integral of gradients is the change of the outputs. It fails for straight-through estimators,
 stop-gradients and gradient reversal, for outputs that jump (hard routing, rounding), and for outputs that are computed
-in less precision than the weights have.
+in lower precision than the weights.
 
-All is computed in float64 where the network can be. A first look at the derivative takes a few rows, one position on
-the step and one combination of the outputs. Only what looks suspicious there is looked at as a whole.
+Everything is computed in float64 if the network allows it. A first look at the derivative takes a few rows, one
+position on the step and one combination of the outputs. Only suspicious results are examined in full.
 """
 
 import math
@@ -25,29 +25,28 @@ from epk_gp.recording.check import CheckSchedule
 from epk_gp.recording.mismatches import ObservedStep
 from epk_gp.recording.setup import TrainingSetup, evenly_spread
 
-_FIRST_WAIT, _LEAST_WAIT = 2, 12  # steps; the first where a layer that begins at zero may have hidden others
-# rows of the batch that are looked at; those in which jumps are looked for; those of the first looks at derivatives
+_FIRST_WAIT, _LEAST_WAIT = 2, 12  # steps; the first if a layer that begins at zero may hide others
+# number of examined rows of the batch; rows searched for jumps; rows of the first looks at derivatives
 _NUM_ROWS, _GRID_ROWS, _FEW_ROWS = 16, 8, 4
 _NUM_COMBINATIONS = 3  # random combinations of rows and outputs whose derivatives are compared
-_POSITIONS = (0.0, -0.29, 0.33)  # from the middle of the step; at its ends a kink is likelier than elsewhere
-_NUM_INTERVALS = 4  # of the step, in which jumps are looked for
+_POSITIONS = (0.0, -0.29, 0.33)  # relative to the middle of the step; kinks are most likely at its ends
+_NUM_INTERVALS = 4  # intervals of the step that are searched for jumps
 _GRID = [k / _NUM_INTERVALS - 0.5 for k in range(_NUM_INTERVALS + 1)]
-_NUM_SUSPECTS = 4  # of the intervals and rows, those that are farthest from linear
+_NUM_SUSPECTS = 4  # intervals and rows that are farthest from linear
 
-# Shares by which the outputs change between the two ends of a central difference. In float64 the fine one is exact to
-# some 1e-8 of the derivative; wrong derivatives differ by 5 % to 200 % in the cases measured (docs/reliability.md). A
-# network of float32 weights may compute in float32 whatever its inputs are: its rounding then spoils the fine
-# difference and not the medium one, where a wrong derivative stays as wrong. Where all is float32, kinks may lie in the
-# coarse one.
-_FINE, _MEDIUM, _COARSE = (1e-7, 1e-3), (1e-4, 1e-2), (3e-3, 0.1)  # with the largest error of a right derivative
-_FIRST_TOLERANCE, _STRICTER = 1e-6, 8.0  # of looks at less: what they pass is not looked at again
+# Relative changes of the outputs between the two ends of a central difference. In float64 the fine one is exact to
+# about 1e-8 of the derivative; wrong derivatives differ by 5 % to 200 % in the measured cases (docs/reliability.md). A
+# network of float32 weights may compute in float32 for any inputs: its rounding then spoils the fine difference but not
+# the medium one, where a wrong derivative stays wrong. If everything is float32, the coarse one may contain kinks.
+_FINE, _MEDIUM, _COARSE = (1e-7, 1e-3), (1e-4, 1e-2), (3e-3, 0.1)  # with the largest error of a correct derivative
+_FIRST_TOLERANCE, _STRICTER = 1e-6, 8.0  # for the first looks: results that pass are not examined again
 
-# Halvings of an interval in which a jump is looked for: tanh units of a diverging run switch within 1e-10 of a step.
+# Halvings of an interval in the search for a jump: tanh units of a diverging run switch within 1e-10 of a step.
 _HALVINGS = {torch.float64: 40, torch.float32: 8}
 
-_FALL = 0.15  # after three halvings: a continuous change falls to an eighth, a jump stays
+_FALL = 0.15  # after three halvings: a continuous change falls to an eighth, a jump does not
 
-# Outputs in float32 that differ from those in float64 by more than this share of their size were computed in less than
+# Outputs in float32 that differ from the float64 ones by more than this share of their size were computed in less than
 # float32: bfloat16 loses 2e-3, float16 and TF32 5e-4; float32 itself loses 1e-6 to 1e-5 in deep networks.
 _LOST_PRECISION = 2e-4
 
@@ -86,21 +85,21 @@ class _Segment:
 
 
 class DerivativeProbe:
-    """Looks at the first step that moves the weights, and at ever fewer of the later ones; warns at most once.
+    """Examines the first step that moves the weights, and then steps at growing distances; warns at most once.
 
     Attributes:
-        next: The step at which the next look is due.
+        next: The step of the next look.
     """
 
     next = 0
 
     def look_at(self, setup: TrainingSetup, observed: ObservedStep, schedule: CheckSchedule) -> None:
-        """Probe a step if its turn has come, and warn if the run's sums of gradients cannot be its outputs.
+        """Probe a step if it is due, and warn if the run's sums of gradients cannot equal its outputs.
 
         Args:
             setup: The training.
             observed: The step.
-            schedule: The account of the checks; the looks take at most half of their time.
+            schedule: The schedule of the checks; the probe takes at most half of their time.
         """
         index = observed.step.index
         if torch.equal(observed.start, observed.end):
@@ -111,7 +110,7 @@ class DerivativeProbe:
         with schedule.checking(), random_state_kept(observed.start.device), disable_fused_attention():
             cause = _find_fault(setup.model, path, rows if batch is None else setup.X[rows])
         gradients = setup.model.unflatten(observed.made.gradient).values()
-        hides = not index and not all(bool(g.any()) for g in gradients)  # layers that begin at zero hide others
+        hides = not index and not all(bool(g.any()) for g in gradients)  # layers that start at zero hide others
         wait = _FIRST_WAIT if hides else max(_LEAST_WAIT, 3 * index, 2 * schedule.steps_that_pay())
         self.next = index + 1 + wait
         if cause is None:
@@ -121,7 +120,7 @@ class DerivativeProbe:
 
 
 def _find_fault(model: FunctionalModel, path: tuple[Tensor, Tensor, Tensor], X: Tensor) -> str | None:
-    """Return why gradients along a step do not integrate to the change of the outputs, or None if they may.
+    """Return the reason that gradients along a step do not integrate to the change of the outputs; None if they may.
 
     Args:
         model: The recorded network.
@@ -136,15 +135,15 @@ def _find_fault(model: FunctionalModel, path: tuple[Tensor, Tensor, Tensor], X: 
         wide = model if model.spec == spec else model.converted(spec)
         segment = _Segment(wide, own.middle.double(), d.double(), spec.cast(X), statistics)
         F = segment.on_grid()
-        few = (F[-1] - F[0]).abs().amax(dim=1).topk(min(_FEW_ROWS, F.shape[1])).indices  # where there is most to see
+        few = (F[-1] - F[0]).abs().amax(dim=1).topk(min(_FEW_ROWS, F.shape[1])).indices  # rows with large changes
         look = _Look.at(segment, 0.0, few, 1)
         is_wide = look.f.dtype == torch.float64
-    except (RuntimeError, TypeError, ValueError):  # the network, or its derivative, needs its own dtype
+    except (RuntimeError, TypeError, ValueError):  # the network or its derivative needs its own dtype
         is_wide = False
     if not is_wide:
         segment, F, few = own, own.on_grid(), torch.arange(len(X), device=X.device)
         look = _Look.at(own, 0.0, few, _NUM_COMBINATIONS)
-    if not 0 < look.size < math.inf:  # dead outputs have a derivative of 0; NaN and infinity are found elsewhere
+    if not 0 < look.size < math.inf:  # dead outputs have derivative 0; NaN and infinity are found elsewhere
         return None
     if (fault := _derivative_fault(look, segment, few, own_dtype)) not in (None, _SINGLE):
         return fault
@@ -167,7 +166,7 @@ def _find_fault(model: FunctionalModel, path: tuple[Tensor, Tensor, Tensor], X: 
 
 @dataclass(frozen=True, eq=False)
 class _Look:
-    """Autograd's derivatives along a step, at one position of it, of some combinations of the outputs at some rows."""
+    """Autograd's derivatives along a step, at one position, of some combinations of the outputs at some rows."""
 
     segment: _Segment
     t: float
@@ -189,10 +188,10 @@ class _Look:
 
     @cached_property
     def size(self) -> float:
-        """The size of the outputs, and of what they are the difference of where terms cancel.
+        """The size of the outputs, or of their terms if these cancel.
 
-        A network less its initial self has outputs near 0, whose rounding is that of its terms. It is measured: by how
-        much outputs change where weights are moved by one eps, in units of eps.
+        A network minus its initial version has outputs near 0, with the rounding of its terms. The size is measured:
+        the change of the outputs when weights move by one eps, in units of eps.
         """
         eps = torch.finfo(self.V.dtype).eps
         w = move_by_rounding(self.segment.weights(self.t), eps)
@@ -201,45 +200,45 @@ class _Look:
         return float(self.f.abs().max() + (moved.detach() - self.f).abs().max() / eps)
 
     def error(self, change: float, *, allowed: float = 64.0) -> float:
-        """Return the distance of slopes from a central difference over some change of the outputs, less its rounding.
+        """Return the distance of slopes from a central difference over a change of the outputs, minus its rounding.
 
         Args:
-            change: Share of the outputs' size.
-            allowed: The rounding, in units of that of the outputs.
+            change: The change, as a share of the outputs' size.
+            allowed: The allowed rounding, in units of the outputs' rounding.
         """
-        segment, t, scale = self.segment, self.t, float(self.V.norm())  # of the combinations of outputs of size 1
+        segment, t, scale = self.segment, self.t, float(self.V.norm())  # for combinations of outputs of size 1
         eps, slope = torch.finfo(self.V.dtype).eps, float(self.slopes.norm())
         reach, largest = float(largest_entry(segment.d)), float(largest_entry(segment.middle))
         h = min(change * self.size * scale / max(slope, 1e-300), (1e-3 * largest + 1e-6) / reach)
         if h * reach < 1e3 * eps * largest:
-            return 0.0  # weights do not resolve the change: the training diverges
+            return 0.0  # the weights cannot resolve the change: the training diverges
         difference = (self.V * (segment.outputs(t + h) - segment.outputs(t - h))).sum(dim=(1, 2)) / (2 * h)
         error = float((difference - self.slopes).norm()) - allowed * eps * self.size * scale / h
         return max(error, 0.0) / max(slope, float(difference.norm()), 1e-300)
 
 
 def _derivative_fault(first: _Look, segment: _Segment, few: Int64[Tensor, " n"], own_dtype: torch.dtype) -> str | None:
-    """Return why autograd's derivative differs from central differences, if it is no rounding of the weights' dtype.
+    """Return the reason that autograd's derivative differs from central differences beyond the weights' rounding.
 
     Args:
-        first: The first look; further ones are taken as long as something looks wrong.
+        first: The first look; further looks are taken as long as the result is suspicious.
         segment: The step.
         few: The rows of the first look.
-        own_dtype: That of the run.
+        own_dtype: The dtype of the run.
     """
     is_wide, every = first.f.dtype == torch.float64, torch.arange(len(segment.X), device=few.device)
     checks = [_FINE, _MEDIUM] if is_wide else [_COARSE]
     if not first.error(checks[0][0], allowed=0.0 if is_wide else 64.0) > (_FIRST_TOLERANCE if is_wide else _COARSE[1]):
         return None
-    if is_wide and own_dtype != torch.float64:  # float32 inside: a closer look at the same rows
+    if is_wide and own_dtype != torch.float64:  # computed in float32 inside: look again at the same rows
         look, (change, tolerance) = _Look.at(segment, 0.0, few, _NUM_COMBINATIONS), _MEDIUM
         if not look.error(change, allowed=0.0) > tolerance / _STRICTER:
             return None
     looks = [_Look.at(segment, t, every, _NUM_COMBINATIONS) for t in _POSITIONS]
     before = math.inf
     for change, tolerance in checks:
-        error = float(torch.tensor([look.error(change) for look in looks]).median())  # one may lie at a kink
-        if not error > tolerance and not error > before / 8:  # rounding falls by a thousand; NaN is found elsewhere
+        error = float(torch.tensor([look.error(change) for look in looks]).median())  # one of them may be at a kink
+        if not error > tolerance and not error > before / 8:  # rounding falls by 1,000; NaN is found elsewhere
             return _SINGLE if (change, own_dtype) == (_MEDIUM[0], torch.float64) else None
         before = error
     return (
@@ -254,13 +253,13 @@ def _largest_jump(segment: _Segment, F: Float[Tensor, "k n C"], rounding: float)
     Args:
         segment: The step.
         F: The outputs on the grid.
-        rounding: That of the outputs.
+        rounding: The rounding of the outputs.
     """
     change, largest = F.diff(dim=0), 0.0
     smooth = (change.roll(1, 0) + change.roll(-1, 0)) / 2
     smooth[0], smooth[-1] = change[1], change[-2]
     distance = (change - smooth).abs().amax(dim=2)
-    distance *= F.diff(n=len(F) - 1, dim=0).abs().amax(dim=2) > rounding / 2  # else a polynomial is as near as that
+    distance *= F.diff(n=len(F) - 1, dim=0).abs().amax(dim=2) > rounding / 2  # otherwise a polynomial fits as well
     for suspect in distance.flatten().topk(min(_NUM_SUSPECTS, distance.numel())).indices.tolist():
         k, row = divmod(suspect, distance.shape[1])
         if float(distance[k, row]) > rounding / 2:
@@ -273,10 +272,10 @@ def _largest_jump(segment: _Segment, F: Float[Tensor, "k n C"], rounding: float)
 def _jump(
     segment: _Segment, a: float, ends: Float[Tensor, "2 1 C"], slope: Float[Tensor, " C"], rounding: float
 ) -> float:
-    """Return the size of a jump of one row's outputs in the interval from a on; 0 if they are continuous there.
+    """Return the size of a jump of one row's outputs in the interval that starts at a; 0 if they are continuous there.
 
-    The interval, at whose ends the outputs are known, is halved: at a kink the distance from the line falls with its
-    length, at a jump it does not.
+    The interval, with known outputs at its ends, is halved: at a kink the distance from the line falls with its length,
+    at a jump it does not.
     """
 
     def from_line(t: float) -> Float[Tensor, "1 C"]:

@@ -41,21 +41,21 @@ from epk_gp.storage.writer import Storage, thinning_header
 
 
 class Recorder:
-    """Record the steps of one's own training loop.
+    """Record the steps of the user's own training loop.
 
-    Use it as a context manager; call `batch(indices)` after `backward()` and before `optimizer.step()`. What each
-    forward pass of the network depended on (dropout, batch statistics, augmented rows) is recorded by hooks. Steps are
-    checked (`check_every`): the recorded change of the weights must be what the update rule predicts from the
-    recomputed gradient of the batch. A step that is not raises `StepMismatchError`, which names the cause as far as it
-    can tell; the steps before it stay recorded. Rows whose loss is not the stated one are recorded by its gradient.
+    Use it as a context manager; call `batch(indices)` after `backward()` and before `optimizer.step()`. Hooks record
+    everything that a forward pass depended on (dropout, batch statistics, augmented rows). Steps are checked
+    (`check_every`): the recorded change of the weights must be the one that the update rule predicts from the
+    recomputed gradient of the batch. Otherwise `StepMismatchError` is raised, which names the likely cause; the earlier
+    steps stay recorded. For rows whose loss is not the stated one, the gradient of the loop's loss is recorded.
 
-    With `folder` and `resume` the loop, `for step in recorder.until(steps):`, continues where the last commit left it.
+    With `folder` and `resume`, the loop `for step in recorder.until(steps):` continues after the last commit.
 
     Attributes:
         net: The network.
         optimizer: Its optimizer.
         loss: The loss.
-        signature: How the network is called, and how its outputs are taken from what it returns.
+        signature: The network's call, and the map from its result to outputs.
     """
 
     @door
@@ -82,43 +82,46 @@ class Recorder:
 
         Args:
             net: The network; X and y must be on its device.
-            optimizer: Its optimizer, or several. The recorded weights are those that they hold. None for a loop that
-                moves the weights itself, p -= lr * p.grad: call `batch` right before.
-            X: All M training inputs: a tensor, or a tuple or dict of tensors with one first dimension, as the network
-                takes them, net(*X) or net(**X); or a `Graph`, whose nodes are the points. NumPy arrays and memory maps,
-                a map-style dataset, or a `DataLoader` over one are read once, in their order, and written to a file.
-            y: Their targets, a tensor or an array; None where no loss is stated and nothing else needs them, and where
-                items of a dataset are pairs (input, target), or dictionaries that hold `labels`, or their key.
-            loss: The loss that is minimised, as a function of a row's outputs and target. Of rows that do not follow it
-                what the loop's backward pass sends into the outputs is recorded, which is all that contributions need;
-                `influence` and `retrain` need all rows to follow it. None states none, and y may be None.
-            update_rule: How the optimizer's step follows from the gradient; known for all optimizers of torch that take
-                one gradient a step. Of several optimizers a sequence, None for torch's own.
-            clip: The loop's gradient clipping, for `influence` and `retrain`: a bound of the 2-norm or of the entries
-                shows once two steps were clipped to it. What was done to a gradient is seen without it.
+            optimizer: Its optimizer, or several. The weights in them are recorded. None for a loop that moves the
+                weights itself, p -= lr * p.grad: call `batch` right before.
+            X: All M training inputs: a tensor, or a tuple or dict of tensors with the same first dimension, called as
+                net(*X) or net(**X); or a `Graph`, whose nodes are the points. NumPy arrays and memory maps, a map-style
+                dataset, or a `DataLoader` over one are read once, in order, and written to a file.
+            y: Their targets, a tensor or an array. None if no loss is stated and nothing else needs targets, and if the
+                items of a dataset are pairs (input, target), or dictionaries with `labels`; or the targets' key in
+                them.
+            loss: The minimised loss, as a function of a row's outputs and target. For rows that do not follow it, the
+                gradient that the loop's backward pass sends into the outputs is recorded. This is enough for
+                contributions; `influence` and `retrain` need all rows to follow the loss. None states no loss, and y
+                may be None.
+            update_rule: The rule by which the optimizer's step follows from the gradient; known for all optimizers of
+                torch that take one gradient per step. For several optimizers a sequence, with None for torch's own.
+            clip: The loop's gradient clipping, for `influence` and `retrain`: the recorder can find a bound of the
+                2-norm or of the entries itself after two clipped steps. Changes of a gradient are recorded without this
+                argument.
             folder: New folder for the run; it is kept in memory if None.
-            resume: Continue the run at `folder`, if there is one, from its last commit: network, optimizer, torch's
-                random numbers (CPU) and the objects in `stateful` get the state they had there. Python's and NumPy's
-                random numbers are not stored.
-            stateful: Objects by name whose state is stored with the run: the loop's `torch.Generator`, and anything
-                with `state_dict` and `load_state_dict`, such as schedulers and samplers. The loop must then be
-                `for step in recorder.until(steps):`.
-            storage: Which states a run on disk keeps and how, and how often steps are committed.
-            check_every: Recompute the gradient of one step out of this many (a hash chooses which one, the same in
-                every run); of all steps the rows, the gradient in the outputs, what was done to the gradient
-                afterwards and the update rule's step are compared. None recomputes the first three and the last, and
-                of the others as many as take 5 % of the time. `reconstruct` and `attribute` check all of them.
-            unexplained: Share of a step, by its norm, that update rule and loss need not explain: it becomes a term of
-                its own in every result. None refuses a step that they do not explain up to rounding.
-            trained: Names of parameters that are trained later and that no optimizer holds yet. Frozen ones that an
-                optimizer holds are recorded too, unless they are many: more than the trained ones, and 2^20 weights.
-            output: Takes the outputs (n, C) that are to be explained from what the network returns, where that is
-                something else, such as `lambda returned: returned.logits`.
+            resume: Continue the run in `folder`, if there is one, from its last commit: network, optimizer, torch's CPU
+                generator and the objects in `stateful` get the state that they had there. Python's and NumPy's random
+                states are not stored.
+            stateful: Objects by name whose state is stored with the run: the loop's `torch.Generator`, and any object
+                with `state_dict` and `load_state_dict`, such as schedulers and samplers. The loop must then be `for
+                step in recorder.until(steps):`.
+            storage: The states that a run on disk keeps, their form, and the times of commits.
+            check_every: Recompute the gradient of one step out of this many (a hash chooses the step, the same in every
+                run). For all steps the rows, the output gradients, the changes to the gradient and the update rule's
+                step are compared. None recomputes the first three steps and the last, and as many others as take 5 % of
+                the time. `reconstruct` and `attribute` check all of them.
+            unexplained: Share of a step, by its norm, that update rule and loss need not explain: it becomes a separate
+                term in every result. None refuses steps that they do not explain up to rounding.
+            trained: Names of parameters that are trained later but that no optimizer holds yet. Frozen parameters in an
+                optimizer are recorded too, unless they are more than the trained ones and more than 2^20 weights.
+            output: Maps the network's result to the outputs (n, C) to explain, if the result has another form, such as
+                `lambda returned: returned.logits`.
 
         Raises:
-            TypeError: An argument is of another kind.
-            ValueError: Data, targets, network or optimizer cannot be recorded, or are not those of the run that is
-                resumed; the message says what to do.
+            TypeError: An argument has a wrong type.
+            ValueError: Data, targets, network or optimizer cannot be recorded, or differ from those of the resumed run;
+                the message says what to do.
             FileExistsError: `folder` already holds something.
             BlockingIOError: Another process records there.
             OSError: The folder cannot be written.
@@ -130,7 +133,7 @@ class Recorder:
         if check_every is not None:
             validate_count(check_every, "check_every")
         self._ranks = Ranks(net, optimizer)
-        called = called if self._ranks.called is net else self._ranks.called  # a wrapper moves buffers before it calls
+        called = called if self._ranks.called is net else self._ranks.called  # a wrapper changes buffers before a call
         net, optimizer = self._ranks.net, self._ranks.optimizer
         setup = make_setup(
             net, optimizer, X, y, loss, update_rule, clip=clip, unexplained=unexplained, trained=trained,
@@ -144,21 +147,21 @@ class Recorder:
         self.net, self.optimizer, self.loss = net, optimizer, loss
         header, start = setup.header() | thinning_header(storage, folder, setup.momentum), setup.weights()
         self._data_digest: str = header["data_digest"]
-        self._num_examples = len(setup.X)  # of a stream
+        self._num_examples = len(setup.X)  # for a stream
         rules, names = given_rules(self._optimizers, update_rule), {id(p): name for name, p in net.named_parameters()}
         self._groups = tuple(group for rule, own in rules for group in groups_of(own, rule, names))
         digest = fingerprint_start(header, setup.model, setup.fingerprint, start, setup.statistics(), setup.momentum)
         self._history = RunHistory(start, digest, (), setup.statistics())
         optimizers, objects, momentum = self._optimizers, stateful, torch.zeros_like(start)
         momentum = momentum if setup.momentum is None else setup.momentum.clone()
-        if not self._ranks.is_writer:  # the writing rank keeps what is the same on all
+        if not self._ranks.is_writer:  # the writing rank keeps everything that is equal on all ranks
             optimizers, momentum = (), momentum[:0]
         elif self._ranks.is_divided:
             objects = {**stateful, OTHER_RANKS: self._ranks}
         self._training = TrainingState(optimizers, objects, momentum, net, self._groups)
         self._needs_until = bool(stateful)
-        self._commits: CommitSchedule | None = None  # None: the run is kept in memory
-        self._restored: tuple[Move, Held] | None = None  # to the earlier state whose weights the network has at the end
+        self._commits: CommitSchedule | None = None  # None if the run is kept in memory
+        self._restored: tuple[Move, Held] | None = None  # a move to the earlier state that the network has at the end
         self._setup = setup
         if self._ranks.size > 1 and setup.stream is not None:
             raise ValueError("a Stream must be recorded by one process, which numbers its rows: pass a data set as X.")
@@ -177,15 +180,15 @@ class Recorder:
         changed = (step.groups for step in reversed(self._history.steps) if step.groups is not None)
         groups = next(changed, tuple(group.of_scale() for group in self._groups))
         self._observer = StepObserver(self._setup, rules, groups, lambda: self._stretch.last.end, self._report, called)
-        self._is_recording = self._is_closed = False  # inside the `with` statement; after it, where the folder is free
-        self._in_until = False  # whether the loop is `for step in recorder.until(steps)`, which ends iterations
+        self._is_recording = self._is_closed = False  # inside the `with` statement; after it, when the folder is free
+        self._in_until = False  # whether the loop is `for step in recorder.until(steps)`, marks ends of iterations
         waits = setup.stream is None and storage.keep_every == 1 and storage.chunk_bytes >= MOST_BYTES
         self._stretch = Stretch(
             self._setup, self._ranks, self._history, self._training, self._commits, start, check_every, may_wait=waits
         )
 
     def _open(self, folder: str | os.PathLike[str], header: dict[str, Any], storage: Storage, resume: bool) -> None:
-        """Create the run's folder; or, if it holds a run to resume, bring everything to its last commit."""
+        """Create the run's folder; or, to resume its run, restore the last commit."""
         setup, history, training = self._setup, self._history, self._training
         if resume and is_run(folder):
             recorded, writer = resume_run(folder, header, self.net, self.loss, training, output=self.signature.output)
@@ -194,7 +197,7 @@ class Recorder:
             end = recorded.states[recorded.num_steps].to(setup.y.device)
             self._history = RunHistory(end, recorded.digest, recorded.steps, self._setup.statistics())
             samples = self._history.samples
-            for state in (0, *(step + 1 for step in recorded.moves)):  # what later moves may go towards
+            for state in (0, *(step + 1 for step in recorded.moves)):  # possible anchors of later moves
                 samples.rows[state] = recorded.states[state].to(end)[samples.places]
             if setup.stream is not None:
                 for X, y in blocks_of(recorded.inputs, recorded.targets):
@@ -208,7 +211,7 @@ class Recorder:
         self._commits = CommitSchedule(writer, storage, self._history, training, self._setup if setup.stream else None)
 
     @property
-    def X(self) -> Inputs:  # noqa: N802  # as the argument
+    def X(self) -> Inputs:  # noqa: N802  # named like the argument
         """A copy of the training inputs, in the structure of the network's call."""
         graph = self.signature.graph
         return self.signature.structure(self._setup.X) if graph is None else graph.graph
@@ -219,18 +222,18 @@ class Recorder:
         return self._setup.y
 
     def rows(self, batch: Int64[Tensor, " B"] | None) -> tuple[Shaped[Tensor, "B ..."], Shaped[Tensor, "B ..."]]:
-        """Return inputs, packed, and targets of some points, None for all."""
+        """Return inputs, packed, and targets of some points; None for all points."""
         X, y = self._setup.X, self._setup.y
         return (X, y) if batch is None else (X[batch], y[batch])
 
     @property
     def num_steps(self) -> int:
-        """Number of steps recorded so far, with those of the run that was resumed."""
+        """Number of steps recorded so far, including those of a resumed run."""
         return self._stretch.num_steps
 
     @property
     def num_committed(self) -> int:
-        """Number of steps on disk, which a crash leaves."""
+        """Number of steps on disk, which survive a crash."""
         return 0 if self._commits is None else self._commits.num_committed
 
     @property
@@ -251,7 +254,7 @@ class Recorder:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
-        """Stop observing the optimizer, and commit what was recorded, also after an error."""
+        """Stop observing the optimizer, and commit the recorded steps, also after an error."""
         self._observer.stop()
         if self._is_closed:
             return
@@ -279,15 +282,15 @@ class Recorder:
                 self._commits.writer.close()
 
     def until(self, steps: int) -> Iterator[int]:
-        """Iterate over the numbers of the steps that are still to be made.
+        """Iterate over the numbers of the remaining steps.
 
-        An iteration is complete when the loop asks for the next step; a resumed run continues from a complete one.
+        An iteration is complete when the loop requests the next step; a resumed run continues after a complete one.
 
         Args:
-            steps: Total number of steps of the run, with those already recorded.
+            steps: Total number of steps of the run, including recorded ones.
 
         Raises:
-            ValueError: More steps than that are recorded already.
+            ValueError: More steps are already recorded.
         """
         validate_count(steps, "steps", minimum=0)
         if self.num_steps > steps:
@@ -312,23 +315,23 @@ class Recorder:
         weight: float | Float[Tensor, " B"] | None = 1.0,
         targets: Shaped[Tensor, "B ..."] | None = None,
     ) -> None:
-        """Announce a batch whose gradient the next `optimizer.step()` uses, after its backward pass.
+        """Announce, after its backward pass, a batch whose gradient the next `optimizer.step()` uses.
 
-        Where gradients are accumulated over several backward passes, announce each of their batches. What the network
-        saw of the batch (augmented rows, mixed targets, random numbers) is recorded as it was.
+        If gradients are accumulated over several backward passes, announce each batch. The rows as the network saw them
+        (augmented rows, mixed targets, random numbers) are recorded.
 
         Args:
-            indices: Rows of X that the batch held, each as often as it occurred, none if a sampler drew none; None for
-                all of X. With loss=None, -1 stands for a row that is no training point, such as a generated one.
-            weight: Factor that the loop puts in front of this batch's loss, or of each row's loss. A factor that all
-                rows of all steps have is seen if it is not stated. None reads any, also of a batch of one row, and one
-                that moves: it must not depend on the weights. With loss=None the gradient has it already: leave
-                `weight` out but for 1 / scaler.get_scale() under a GradScaler.
-            targets: What the loop's loss used in the place of y[indices], as y holds it, or probabilities (B, C) for
-                labels. Of a `Stream` the targets of the rows, in the place of indices; None with loss=None.
+            indices: Rows of X in the batch, repeated as they occurred; an empty list if a sampler drew none; None for
+                all of X. With loss=None, -1 stands for a row that is not a training point, such as a generated one.
+            weight: Factor of this batch's loss, or of each row's loss, in the loop. A common factor of all rows of all
+                steps is found without being stated. None reads any factor, also for a batch of one row, and changing
+                ones: it must not depend on the weights. With loss=None the gradient already contains it: leave `weight`
+                out, except for 1 / scaler.get_scale() with a GradScaler.
+            targets: Targets of the loop's loss that replace y[indices], in the form of y, or probabilities (B, C) for
+                labels. For a `Stream` the targets of the rows, instead of indices; None with loss=None.
 
         Raises:
-            RuntimeError: The recorder is not recording, or the loop is not one over `until` although it has to be.
+            RuntimeError: The recorder is not recording, or the loop has to be one over `until` and is not.
             TypeError: The indices are not integers.
             ValueError: An index is out of range, or the weight is not finite; or the batch is empty with loss=None.
             StepMismatchError: The weights were changed since the last recorded step.
@@ -350,7 +353,7 @@ class Recorder:
             self._commits.commit_if_due()
 
     def _moved_from(self, index: int) -> Float[Tensor, " P"]:
-        """Record the move that the loop made before step `index`, and return the weights after it.
+        """Record the loop's move before step `index`, and return the weights after it.
 
         Raises:
             StepMismatchError: The weights were changed in another way.
@@ -370,12 +373,12 @@ class Recorder:
         return last
 
     def _follow_present(self, *, is_end: bool = False) -> None:
-        """Record the move to the present weights, if there was one, or that of moving statistics alone."""
+        """Record the move to the present weights, if there was one, or a change of moving statistics alone."""
         if not self._setup.is_at(self._stretch.last.end):
             self._stretch.record()
             self._follow_move(self._setup.weights(), self._setup.statistics(), is_end=is_end)
         elif self._ranks.is_writer and self.num_steps > self.num_committed and self._setup.model.statistics:
-            with suppress(StepMismatchError):  # an edit: an error at the next step, or the end
+            with suppress(StepMismatchError):  # an edit raises an error at the next step, or at the end
                 statistics = self._observer.statistics()
                 self._stretch.record()
                 self._history.move_statistics(statistics)
@@ -383,11 +386,12 @@ class Recorder:
     def _follow_move(self, w: Float[Tensor, " P"], statistics: Float[Tensor, " Q"] | None, *, is_end: bool) -> None:
         """Record a move of the weights since the last step, without a gradient, if it leads towards a recorded state.
 
-        At the end of the recording, weights that are those of an earlier state are none: the run up to it says more.
+        At the end of the recording, a return to an earlier state is not recorded: the run up to that state is more
+        useful.
         """
         history = self._history
         if not self._ranks.is_writer:
-            if history.steps and not torch.equal(w, history.last.end):  # rank 0 finds out what it is
+            if history.steps and not torch.equal(w, history.last.end):  # rank 0 identifies the move
                 history.follow(history.steps.pop(), w, statistics)
                 self._observer.take_up(w, statistics)
         elif history.num_steps > self.num_committed:
@@ -403,10 +407,10 @@ class Recorder:
     def trajectory(self) -> Trajectory:
         """The run recorded so far.
 
-        Of a run on disk it holds the completed iterations, which are committed first. Further steps do not change it.
+        For a run on disk it holds the completed iterations, which are committed first. Further steps do not change it.
 
         Raises:
-            RuntimeError: This is not rank 0 of the processes that train the network, which has the run.
+            RuntimeError: This process is not rank 0 of the training, which has the run.
         """
         if not self._ranks.is_writer:
             raise RuntimeError(f"the run must be asked for on rank 0, which writes it: got rank {self._ranks.rank}.")
@@ -418,7 +422,7 @@ class Recorder:
         return self._recorded()
 
     def _recorded(self) -> Trajectory:
-        """Return the run in memory, or as far as it is on disk."""
+        """Return the run in memory, or the part that is on disk."""
         setup, history, commits = self._setup, self._history, self._commits
         states, updates, statistics, digests = (history if commits is None else commits).recorded()
         steps, X, y, data_digest = tuple(history.steps[: len(updates)]), setup.X, setup.y, self._data_digest
@@ -448,17 +452,17 @@ class Recorder:
         return with_computed_states(trajectory)
 
     def _report(self, made: MadeStep) -> None:
-        """Take a step that the optimizers have made, which is checked and recorded at once, or with others."""
+        """Take a step of the optimizers; it is checked and recorded at once, or together with others."""
         self._stretch.take(made, self._observer.statistics)
         if not self._ranks.is_writer:
             batch = torch.cat([torch.zeros(0, dtype=torch.int64), *(batch.samples for batch in made.announced)])
             step = Step(self.num_steps, made.lr, batch)
             self._history.follow(step, self._setup.weights(), self._setup.statistics())
-        if not self._in_until:  # committed with the next step, for the loop may move the weights before it
+        if not self._in_until:  # committed with the next step, as the loop may move the weights before it
             self._complete_iteration(commits=False)
 
     def _complete_iteration(self, *, commits: bool = True) -> None:
-        """Keep what a resumed run continues from, if the run is on disk, and commit steps if that is due."""
+        """Store the training state if the run is on disk, and commit steps if due."""
         if self._ranks.is_divided:
             self._ranks.complete_iteration(self._training)
         if self._commits is None:
@@ -468,11 +472,11 @@ class Recorder:
             self._commits.commit_if_due()
 
     def _finish(self) -> None:
-        """Check that the recording ended as it must, and write the closing record of the run.
+        """Check the end of the recording, and write the closing record of the run.
 
         Raises:
-            StepMismatchError: A batch was announced without its step; weights, frozen state or forward function are
-                not those of the last step any more; or the last step's gradient is not that of the stated loss.
+            StepMismatchError: A batch was announced without its step; weights, frozen state or forward function are not
+                those of the last step any more; or the last step's gradient is not that of the stated loss.
         """
         if self._observer.num_announced:
             made = f"the one of step {self.num_steps} was not. {self._observer.other_optimizer}".rstrip()
@@ -501,7 +505,7 @@ class Recorder:
 
 
 class RunOfCallback:
-    """The run that a callback records, which begins with the training."""
+    """The run of a callback, which begins with the training."""
 
     _recorder: Any = None  # the `Recorder`, once the training has begun
     _begins = "trainer.fit"

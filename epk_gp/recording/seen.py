@@ -1,4 +1,4 @@
-"""What is seen of a step of a training loop: its forward passes, its batches, and the step itself."""
+"""Observations of a step of a training loop: its forward passes, its batches, and the step itself."""
 
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
@@ -20,18 +20,18 @@ class CapturedForward:
     """One forward pass of the user's network, as the hooks saw it.
 
     Attributes:
-        inputs: The rows that the network was called with, packed.
-        modes: Which modules were in training mode.
+        inputs: The rows of the network's call, packed.
+        modes: Flags for the modules that were in training mode.
         statistics: The moving statistics before the pass.
-        statistics_after: Those after it.
+        statistics_after: The moving statistics after the pass.
         record: Its precision, random numbers, memory order, weights and settings.
-        difference: In words, how the call differs from one with the recorded graph; None if it does not.
-        random_states_after: The random numbers on the CPU and of the accelerator after it.
+        difference: Description of the difference between the call's graph and the recorded one; None without.
+        random_states_after: The random states of the CPU and of the accelerator after it.
         position: Number of the pass since the recording began.
-        returned: What the network returned, detached; None if no tensor has a row for each of the inputs.
-        outputs: What the loss takes, (n, ...), detached, where it is one of the returned tensors; else None.
-        place: Its place among them.
-        sent: The gradient that the loop itself sent into each returned tensor of rows, by its place.
+        returned: The network's result, detached; None if no tensor has one row per input.
+        outputs: The loss's input, (n, ...), detached, if it is one of the returned tensors; otherwise None.
+        place: The index of that tensor among them.
+        sent: The gradient that the loop itself sent into each returned tensor of rows, by its index.
         num_arguments: Number of arguments of the call.
         stray: Shape of a returned tensor without rows that got a gradient; None if there is none.
     """
@@ -52,16 +52,17 @@ class CapturedForward:
     stray: tuple[int, ...] | None = None
 
     def watch(self, returned: Any, counts: Callable[[], bool]) -> Any:
-        """Return what the network returned, with an alias of each tensor of rows where several of these move.
+        """Return the network's result, with an alias for each tensor of rows if several of them require gradients.
 
-        The gradient of an alias is what the loop itself sends into this tensor; that of the tensor would hold what
-        comes through others of those that it returned too. `counts` returns whether what comes is part of the step.
+        The gradient of an alias is the one that the loop itself sends into this tensor; the tensor's own gradient would
+        include contributions through the other returned tensors. `counts` returns whether a gradient is part of the
+        step.
         """
         num_rows, tensors, place = self.inputs.shape[0], [*tensors_of(returned)], -1
         if any(has_rows(z, num_rows) for z in tensors):
             self.returned = map_tensors(returned, Tensor.detach)
         moving = [has_rows(z, num_rows) for z in tensors if z.requires_grad]
-        # through one tensor alone everything goes that the network computed of it too, such as the loss itself
+        # a single tensor also receives everything that the network computed from it, such as the loss itself
         is_only = sum(moving) == 1
 
         def watched(z: Tensor) -> Tensor:
@@ -80,13 +81,13 @@ class CapturedForward:
                 z.register_hook(note)
             if not z.requires_grad or not has_rows(z, num_rows):
                 return z
-            is_whole = is_only or (place == self.place and not all(moving))  # also what comes by way of a returned loss
-            # no view: hooks of a view are lost where the loop changes it in place
+            is_whole = is_only or (place == self.place and not all(moving))  # also through a returned loss
+            # not a view: hooks of a view are lost if the loop changes it in place
             alias = z if is_whole else z.clone()
             alias.register_hook(add)
             node: Any = z.grad_fn
             if place == self.place and node is not None and node.name().startswith("ToCopyBackward"):
-                # of another precision, which may get none (Accelerate)
+                # tensors of another precision, which may get no gradient (Accelerate)
                 copied = node.next_functions[0][0]
                 copied.register_prehook(lambda came, place=place: None if place in self.sent else add(came[0]))
             return alias
@@ -102,11 +103,11 @@ class AnnouncedBatch:
     Attributes:
         indices: Rows of the training data, or None for all of them in order.
         samples: The sample of each row.
-        weight: Factor that the loop puts in front of the batch's loss, or of each row's; None: it is read.
+        weight: Factor of the batch's loss, or of each row's, in the loop; None if it is read.
         position: Number of forward passes before the announcement.
-        forwards: The forward passes that computed the batch, in the order of its rows; empty if none was seen.
-        targets: The targets that the loop's loss used for the rows; None where they are the recorded ones.
-        is_void: Whether its gradient was cleared before a step, as by SAM, and where a GradScaler skips a step.
+        forwards: The forward passes of the batch, in the order of its rows; empty if none was seen.
+        targets: The loop's targets of the rows; None if they are the recorded ones.
+        is_void: Whether its gradient was cleared before a step, as by SAM, or a GradScaler skips the step.
     """
 
     indices: Int64[Tensor, " B"] | None
@@ -120,25 +121,25 @@ class AnnouncedBatch:
 
 @dataclass(eq=False)
 class MadeStep:
-    """A step that the optimizers of a loop have made together.
+    """A joint step of a loop's optimizers.
 
     Attributes:
-        rates: The learning rates of all groups of the optimizers, in the order in which these took part.
+        rates: The learning rates of all groups of the optimizers, in the order of their steps.
         announced: The batches that were announced for it, with their forward passes.
         gradient: The gradient that the optimizers used; zero for a parameter without one.
-        arrived: The gradient as the last backward pass left it, before clipping, masks and noise: `gradient` itself
-            where nothing changed it. None where that is not seen: gradients that are written by hand, or in parts.
+        arrived: The gradient after the last backward pass, before clipping, masks and noise: `gradient` itself if
+            nothing changed it. None if it is not seen, for gradients that are written by hand or in parts.
         without_gradient: Names of the parameters without a gradient, which torch neither clips nor moves.
         linear: The coefficients of each parameter's step, or of all weights, without gradient clipping.
         sizes: Number of weights of each parameter.
-        groups: The parameter groups of all optimizers; None where they are those of the step before.
+        groups: The parameter groups of all optimizers; None if they are those of the step before.
         options: All options of each group.
-        unseen, is_seen_enough: As `StepObserver._unseen_calls` returns them.
-        doubt: What was not seen on some rank, as a clause; such a step is checked.
-        others: Forward passes with a gradient in their outputs that are no announced batch's.
-        has_left_over: Whether parameters had a gradient already when the first backward pass began.
-        scale: By what the gradients in the outputs are more than the first record of the passes says, as under a
-            GradScaler; NaN where that is not seen.
+        unseen, is_seen_enough: The results of `StepObserver._unseen_calls`.
+        doubt: Missing observations of a rank, as a clause; such a step is checked.
+        others: Forward passes with an output gradient that belong to no announced batch.
+        has_left_over: Whether parameters already had a gradient when the first backward pass began.
+        scale: The factor of the output gradients relative to the first record of the passes, as with a GradScaler; NaN
+            if it is not seen.
     """
 
     rates: Sequence[float]
@@ -170,21 +171,21 @@ class MadeStep:
 
 @dataclass(eq=False)
 class StepInProgress:
-    """What was seen since the last step: forward passes, then backward passes, batches, and the optimizers' own steps.
+    """Observations since the last step: forward passes, then backward passes, batches, and the optimizers' own steps.
 
     Attributes:
         waiting: Forward passes that no announced batch has taken.
-        calls: Shapes of what the network was called with.
+        calls: Shapes of the network's arguments.
         has_added: Whether a backward pass has added to gradients of weights.
-        last_backward: Torch's number of the last one that did.
-        has_left_over: Whether parameters had a gradient already when the first of them began.
+        last_backward: Torch's number of the last such backward pass.
+        has_left_over: Whether parameters already had a gradient when the first of them began.
         announced: The batches whose gradient the step uses.
-        before: What the optimizer that makes its step held of each parameter before it.
+        before: The optimizer's state of each parameter before its step.
         stepped: The optimizers that have made their part of the step.
         rates: The learning rates of their groups.
         coefficients: The coefficients of each parameter's step.
-        joint: Those of all weights together, where they are read so.
-        gradients: The gradient that was used of each parameter.
+        joint: The coefficients of all weights together, if they are read this way.
+        gradients: The used gradient of each parameter.
     """
 
     waiting: list[CapturedForward] = field(default_factory=list)

@@ -1,4 +1,4 @@
-"""The setup of a recorded training: everything that is stated of it before its first step, checked once."""
+"""The setup of a recorded training: all statements about it before its first step, checked once."""
 
 import os
 from collections.abc import Callable, Collection, Mapping
@@ -47,16 +47,16 @@ from epk_gp.recording.causes import StepMismatchError, validate_output_scale, va
 from epk_gp.storage.rows import Rows, Stream, Targets, TrainingInputs, map_data
 from epk_gp.storage.schema import run_header
 
-# Outputs of two networks are the same function's if they differ by at most so many times what the rounding of the
-# weights alone changes: in float32, at perturbed weights, a ResNet-18 turns another order of operations into more than
-# 7.6e-6 of its outputs.
+# Outputs of two networks count as the same function's if they differ by at most this many times the change that the
+# rounding of the weights alone causes: in float32, at perturbed weights, another order of operations changes the
+# outputs of a ResNet-18 by more than 7.6e-6.
 _ROUNDINGS = 8
-_NUM_ROWS = 64  # inputs on which final outputs must be those of the recorded network
+_NUM_ROWS = 64  # inputs on which final outputs must equal the recorded network's
 _NUM_INITIAL_ROWS = 16  # inputs on which initial outputs must be finite
-_NUM_COUPLED_ROWS = 8  # rows that are evaluated together and one by one, to see whether they influence each other
-_SMALL_NETWORK = 1 << 20  # weights up to which frozen parameters of an optimizer are recorded in any case
+_NUM_COUPLED_ROWS = 8  # rows that are evaluated together and one by one, to test whether they influence each other
+_SMALL_NETWORK = 1 << 20  # largest number of weights for which frozen parameters of an optimizer are always recorded
 
-# What a network raises on inputs that it cannot take.
+# Exceptions of a network for inputs that it cannot take.
 _CALL_ERRORS = (RuntimeError, TypeError, IndexError, AttributeError, KeyError)
 
 
@@ -76,13 +76,13 @@ class TrainingSetup:
         y: Their targets, copied.
         loss: The stated loss.
         fingerprint: Outputs of the network near its initial weights, (n, C).
-        update_rule: How the optimizer's step follows from the gradient.
+        update_rule: The rule by which the optimizer's step follows from the gradient.
         optimizers: The optimizers.
         clip: The gradient clipping before each step, if any.
-        unexplained: Share of a step that update rule and loss need not explain; None for rounding only.
+        unexplained: Share of a step that update rule and loss need not explain; None allows rounding only.
         is_mapped: Whether X and y are mapped from files that do not grow.
-        stream: The points of a stream; X and y hold those that were seen so far. None for other data.
-        momentum: What momentum buffers hold at the start, the second ones last; None where optimizers are new.
+        stream: The points of a stream; X and y hold those seen so far. None for other data.
+        momentum: The momentum buffers at the start, second ones last; None for new optimizers.
     """
 
     net: nn.Module
@@ -101,19 +101,19 @@ class TrainingSetup:
 
     @cached_property
     def _frozen_state(self) -> dict[str, Tensor]:
-        """Buffers and frozen parameters as recorded, but those by which torch's normalisations count batches."""
+        """Buffers and frozen parameters as recorded, except the batch counters of torch's normalisations."""
         state = self.model.frozen_state().items()
         return {name: value for name, value in state if not name.endswith("num_batches_tracked")}
 
     @cached_property
     def _settings(self) -> tuple[list[tuple[int, str]], list[tuple[dict[str, Any], str]], list[Any]]:
-        """The network's numbers that are no tensors: their places, where they stand, and what they were."""
+        """The network's plain numbers: their places, the objects that hold them, and their values."""
         places, recorded = setting_places(self.model.module), [*self.model.module.modules()]
         parts = [vars(part) for part in self.net.modules()]
         return places, [(parts[k], name) for k, name in places], [vars(recorded[k])[name] for k, name in places]
 
     def changed_settings(self) -> Float64[Tensor, " K"] | None:
-        """Return the network's numbers that are no tensors; None if they are those when recording began."""
+        """Return the network's plain numbers; None if they are as when recording began."""
         places, held, recorded = self._settings
         if [own.get(name) for own, name in held] == recorded:
             return None
@@ -130,10 +130,10 @@ class TrainingSetup:
         return [(part, dict(part._modules)) for part in self._modules.values()]
 
     def validate_modules(self) -> None:
-        """Raise if the network has not the modules and parameters with which recording began.
+        """Raise if the network's modules and parameters differ from those at the start of the recording.
 
         Raises:
-            StepMismatchError: It has others; the message names the first.
+            StepMismatchError: They differ; the message names the first difference.
         """
         if self.live.parameters() is not None and all(part._modules == own for part, own in self._children):
             return
@@ -147,7 +147,7 @@ class TrainingSetup:
 
     @cached_property
     def live(self) -> LiveWeights:
-        """The weights that the network has at present."""
+        """The present weights of the network."""
         return LiveWeights(self.net, self.model, is_certain=self.unexplained is not None)
 
     def weights(self) -> Float[Tensor, " P"]:
@@ -155,18 +155,18 @@ class TrainingSetup:
         return self.live.copy()
 
     def number(self, X: Shaped[Tensor, "n ..."], y: Tensor | None, stream: Rows) -> Int64[Tensor, " n"]:
-        """Return the numbers of rows of a stream; X and y of the setup hold those that are new from then on."""
+        """Return the numbers of rows of a stream; new rows are added to X and y of the setup."""
         numbers = stream.number(X, torch.empty(len(X), 0) if y is None else y)
         if len(stream) > len(self.X):
             self.X, self.y = (column.to(self.X.device) for column in stream.mapped())
         return numbers
 
     def has_all_weights(self) -> bool:
-        """Return whether the network has all parameters that are recorded."""
+        """Return whether the network has all recorded parameters."""
         return {*self.model.names} <= {name for name, _ in self.net.named_parameters()}
 
     def is_at(self, w: Float[Tensor, " P"]) -> bool:
-        """Return whether training goes on from weights: a schedule-free optimizer in eval mode shows others."""
+        """Return whether training continues from these weights: a schedule-free optimizer in eval mode shows others."""
         if self.live.are(w):
             return True
         values = in_training_mode(self.optimizers, {id(p): p.detach() for p in self.live.named().values()})
@@ -198,12 +198,12 @@ class TrainingSetup:
         )
 
     def base(self) -> dict[str, str]:
-        """Return the entry of the header that stands for a frozen base that is not stored."""
+        """Return the header's entry for a frozen base that is not stored."""
         base = self.model.base().values()
         return {"base": fingerprint_data(*base)} if base else {}
 
     def data(self) -> dict[str, Tensor]:
-        """Return what a stored run holds beside weights and steps, by the names on disk."""
+        """Return the data of a stored run other than weights and steps, by their names on disk."""
         base = self.model.base()
         frozen_state = {f"constant.{k}": value for k, value in self.model.frozen_state().items() if k not in base}
         graph = self.model.signature.stored_tensors()
@@ -211,7 +211,7 @@ class TrainingSetup:
         return {"inputs": self.X, "targets": self.y, "probe": self.fingerprint} | frozen_state | graph | momentum
 
     def validate_frozen_state(self, weights: Float[Tensor, " P"]) -> None:
-        """Raise if a buffer or frozen parameter changed in a way that the outputs depend on.
+        """Raise if a buffer or frozen parameter changed in a way that changes the outputs.
 
         Args:
             weights: The present weights.
@@ -239,11 +239,11 @@ class TrainingSetup:
             )
 
     def validate_end(self, end: Float[Tensor, " P"], statistics: Float[Tensor, " Q"] | None, num_steps: int) -> None:
-        """Raise if the network at the end of the recording is not the one that the last step left.
+        """Raise if the network at the end of the recording differs from the one after the last step.
 
         Args:
-            end: The weights that the last recorded step left.
-            statistics: The moving statistics that it left.
+            end: The weights after the last recorded step.
+            statistics: The moving statistics after it.
             num_steps: Number of recorded steps.
 
         Raises:
@@ -269,7 +269,7 @@ class TrainingSetup:
             )
         self.validate_frozen_state(end)
         rows = evenly_spread(self.X, _NUM_ROWS)
-        # at the weights themselves a last layer of zeros would hide everything
+        # at the weights themselves, a last layer of zeros would hide everything
         if not all(self._is_recorded_function(w, rows) for w in (end, perturbed_initial(end))):
             raise StepMismatchError(
                 "the network's forward function must stay as it was when recording began: its outputs at the same "
@@ -277,9 +277,9 @@ class TrainingSetup:
             )
 
     def _is_recorded_function(self, w: Float[Tensor, " P"], rows: Shaped[Tensor, "n ..."]) -> bool:
-        """Return whether the user's network gives the recorded network's outputs in evaluation mode.
+        """Return whether the user's network has the recorded network's outputs in evaluation mode.
 
-        It is not copied for that: a network that keeps its activations cannot be copied after a backward pass.
+        The network is not copied: a network that keeps its activations cannot be copied after a backward pass.
         """
         model, net, params = self.model, self.net, self.model.unflatten(self.state(w))
         named = {**params, **{name: value.clone() for name, value in net.named_buffers()}}
@@ -294,7 +294,7 @@ class TrainingSetup:
                 module.training = mode
         if not isinstance(outputs, Tensor) or outputs.shape != recorded.shape:
             return False
-        is_finite = recorded.isfinite()  # at perturbed weights a network may leave its domain
+        is_finite = recorded.isfinite()  # a network may leave its domain at perturbed weights
         difference, size = (outputs - recorded)[is_finite].abs(), recorded[is_finite].abs()
         if not len(size) or bool(difference.max() <= relative_rounding(w.dtype) * size.max()):
             return True
@@ -320,7 +320,7 @@ def make_setup(
     """Check network, data and loss against each other, and return the setup of the training; see `Recorder`.
 
     Raises:
-        TypeError: An argument is of another kind.
+        TypeError: An argument has a wrong type.
         ValueError: The data, the network, the targets or the optimizer cannot be recorded; the message says why.
     """
     rule = rule_for(optimizer, update_rule)
@@ -334,13 +334,13 @@ def make_setup(
     rows = map_data(X, y, folder)
     stream = rows if isinstance(X, Stream) else None
     if rows is not None:
-        X, y = rows.mapped()  # on the CPU they stay mapped
+        X, y = rows.mapped()  # they stay mapped on the CPU
         y = y if y.numel() else None
     if y is None and not isinstance(loss, UnstatedLoss):
         raise TypeError("y must be the targets that the stated loss takes: got None. Pass them as y, or loss=None.")
     X, y, signature = _parse_data(X, y, output, rows, next(net.parameters(), torch.empty(0)).device)
     model = functionalize(net, names, signature=signature)
-    if signature.graph is None:  # of a graph an output depends on all nodes
+    if signature.graph is None:  # in a graph an output depends on all nodes
         validate_batch_statistics(net)
     statistics = _moving_statistics(net, signature, X)
     if statistics:
@@ -363,8 +363,8 @@ def make_setup(
 def trained_names(net: nn.Module, optimizers: Optimizers, trained: Collection[str] = ()) -> tuple[str, ...]:
     """Return the names of the parameters that one or several optimizers train.
 
-    Frozen parameters of an optimizer may thaw: they are among them, unless they are many, since every recorded
-    parameter is stored with every state.
+    Frozen parameters of an optimizer may be trained later: they are included, unless they are many, because every
+    recorded parameter is stored with every state.
 
     Args:
         net: The network.
@@ -372,9 +372,9 @@ def trained_names(net: nn.Module, optimizers: Optimizers, trained: Collection[st
         trained: Names of further parameters that will be trained later in the run, which no optimizer holds yet.
 
     Raises:
-        TypeError: `net` is not a module, or there is something else than an optimizer.
-        ValueError: An optimizer trains a tensor that is not a parameter of the network, or there is no parameter of a
-            stated name.
+        TypeError: `net` is not a module, or an optimizer is of another type.
+        ValueError: An optimizer trains a tensor that is not a parameter of the network, or a stated name does not
+            exist.
     """
     if not isinstance(net, nn.Module):
         raise TypeError(f"net must be a torch.nn.Module: got {type(net).__name__}.")
@@ -394,13 +394,13 @@ def trained_names(net: nn.Module, optimizers: Optimizers, trained: Collection[st
 def _parse_data(
     X: Any, y: Any, output: Callable[[Any], Tensor] | None, rows: Rows | None, device: torch.device
 ) -> tuple[Tensor, Tensor, Signature]:
-    """Return copies of the training inputs, packed into one tensor, and targets, and the signature of the network.
+    """Return copies of the training inputs, packed into one tensor, and of the targets, with the network's signature.
 
-    They are on the network's device; those that are mapped from files are no copies.
+    They are on the network's device; data that are mapped from files are not copied.
 
     Raises:
-        TypeError: The inputs or targets are not tensors, or `output` is no function.
-        ValueError: Several inputs do not go together; the inputs have no row per point, or are not finite.
+        TypeError: The inputs or targets are not tensors, or `output` is not a function.
+        ValueError: The input tensors do not fit together; the inputs do not have one row per point, or are not finite.
     """
     validate_output(output)
     if isinstance(X, Graph):
@@ -426,9 +426,9 @@ def _parse_data(
 
 
 def _moving_statistics(net: nn.Module, signature: Signature, X: Tensor) -> tuple[str, ...]:
-    """Return the names of the buffers that a training forward pass of the network in its present modes moves.
+    """Return the names of the buffers that a training forward pass of the network changes in its present modes.
 
-    The counters of batches are among them where the statistics are averages over all batches (momentum None).
+    Batch counters are included if the statistics are averages over all batches (momentum None).
     """
     if not any(module.training for module in net.modules()) or not any(b.is_floating_point() for b in net.buffers()):
         return ()
@@ -450,8 +450,8 @@ def _validated_fingerprint(model: FunctionalModel, state: Tensor, moved: Tensor,
     Raises:
         TypeError: The weights are neither float32 nor float64, the inputs have another dtype than the weights, or the
             network does not take them.
-        ValueError: A graph is on another device; the network cannot take them or changes them; or its
-            outputs are not finite, random, or depend on other inputs of the batch.
+        ValueError: A graph is on another device; the network cannot take the inputs or changes them; or its outputs are
+            not finite, are random, or depend on other inputs of the batch.
     """
     start, graph = state, model.signature.graph
     if start.dtype not in (torch.float32, torch.float64):
@@ -460,7 +460,7 @@ def _validated_fingerprint(model: FunctionalModel, state: Tensor, moved: Tensor,
     for name, x in inputs.items():
         if x.is_floating_point() and x.dtype != start.dtype:
             raise TypeError(f"{name} must have the weights' dtype {start.dtype}: got {x.dtype}. Convert one of them.")
-        if x.device != start.device:  # a graph's tensors are the user's
+        if x.device != start.device:  # a graph's tensors belong to the user
             raise ValueError(f"{name} must be on the network's device {start.device}: got {x.device}.")
     rows = X[:NUM_FINGERPRINT_POINTS].clone() if graph is None else graph.nodes
     before = {} if graph is None else {key: value.clone() for key, value in graph.tensors.items()}
@@ -497,7 +497,7 @@ def _validated_fingerprint(model: FunctionalModel, state: Tensor, moved: Tensor,
                     f"output must accept what the network returns, {type(returned).__name__}: it fails with "
                     f"{type(error).__name__}: {error}"
                 ) from error
-        outputs = model(perturbed, rows[:NUM_FINGERPRINT_POINTS])  # as `fingerprint_outputs` gives them
+        outputs = model(perturbed, rows[:NUM_FINGERPRINT_POINTS])  # as in `fingerprint_outputs`
         initial = model(model.unflatten(state), evenly_spread(X, _NUM_INITIAL_ROWS))
     advice = "Repair its forward() or its initial weights."
     validate_finite(initial, "the network's outputs at its initial weights", advice)
@@ -508,12 +508,12 @@ def _validated_fingerprint(model: FunctionalModel, state: Tensor, moved: Tensor,
 def validate_row_independence(
     model: FunctionalModel, weights: Mapping[str, Tensor], X: Shaped[Tensor, "n ..."]
 ) -> None:
-    """Raise if a forward function is random, or if it mixes the rows of a batch, by whatever layers.
+    """Raise if a forward function is random, or mixes the rows of a batch in any layer.
 
     Args:
         model: The network in evaluation mode.
-        weights: Weights to evaluate it at; with a last layer of zeros nothing could be seen.
-        X: Inputs to evaluate it on; 8 of them are used, evenly spread.
+        weights: Weights for the evaluation; with a last layer of zeros the test would be blind.
+        X: Inputs for the evaluation; 8 of them are used, evenly spread.
 
     Raises:
         ValueError: Two evaluations differ, or 8 inputs evaluated together give other outputs than some of them alone.
@@ -543,7 +543,7 @@ def validate_row_independence(
 
 
 def validate_batch_statistics(net: nn.Module) -> None:
-    """Raise if a layer uses the statistics of the batch in evaluation mode too.
+    """Raise if a layer uses the statistics of the batch even in evaluation mode.
 
     Raises:
         ValueError: A normalisation keeps no running statistics. The message names the module.
@@ -557,10 +557,10 @@ def validate_batch_statistics(net: nn.Module) -> None:
 
 
 def _validate_loss(model: FunctionalModel, loss: Loss, moved: Tensor, X: Tensor, y: Tensor) -> None:
-    """Raise if the loss cannot take what the network returns and the targets, or mixes the samples of a batch.
+    """Raise if the loss cannot take the network's result and the targets, or mixes the samples of a batch.
 
     Raises:
-        TypeError, ValueError: The targets do not fit, or the losses of a few samples are not those of each alone.
+        TypeError, ValueError: The targets do not fit, or the losses of a few samples differ from those of each alone.
     """
     params = model.unflatten(moved)
     n, signature = NUM_FINGERPRINT_POINTS, model.signature

@@ -1,7 +1,7 @@
-"""The steps of a run as they are checked and recorded: each at once, or a stretch of them in a small network.
+"""Checking and recording of a run's steps: each at once, or a stretch of them in a small network.
 
 In a small network the arithmetic of a step costs less than the calls that carry it out. So steps wait until there are
-some, and rows, gradients in the outputs and changes of the weights are compared for all of them together.
+several, and rows, output gradients and changes of the weights are compared for all of them together.
 """
 
 import math
@@ -52,21 +52,21 @@ from epk_gp.recording.seen import CapturedForward, MadeStep
 from epk_gp.recording.setup import TrainingSetup
 from epk_gp.storage.training_state import TrainingState
 
-MOST_STEPS, MOST_BYTES = 64, 1 << 22  # that wait
+MOST_STEPS, MOST_BYTES = 64, 1 << 22  # largest number and size of waiting steps
 
 
 @dataclass(eq=False)
 class WaitingStep:
-    """A made step with the weights and moving statistics around it.
+    """A step with the weights and moving statistics around it.
 
     Attributes:
         index: Its number.
-        made: What the optimizers did.
+        made: The optimizers' step.
         start: The weights before it, (P,).
         end: The weights after it, (P,).
         before: The moving statistics before it, (Q,).
-        statistics: Those after it.
-        snapshot: What a resumed run continues from after it, of a run on disk.
+        statistics: The moving statistics after it.
+        snapshot: The training state after it, for a run on disk.
     """
 
     index: int
@@ -79,7 +79,7 @@ class WaitingStep:
 
 
 def num_bytes(made: MadeStep) -> int:
-    """Return how much memory a step takes that waits."""
+    """Return the memory of a waiting step in bytes."""
     passes = [forward for batch in made.announced for forward in batch.forwards]
     seen = sum(v.nbytes for f in passes for v in (f.inputs, *tensors_of(f.returned), *f.sent.values()))
     return seen + 3 * made.gradient.nbytes
@@ -88,13 +88,13 @@ def num_bytes(made: MadeStep) -> int:
 def plain_records(
     setup: TrainingSetup, differs_in: Callable[[Bool[Tensor, " modules"]], bool], index: int, steps: Sequence[MadeStep]
 ) -> list[Step | None]:
-    """Return the records of steps of which everything follows from weights, data, batch and loss; None of the others.
+    """Return the records of steps that follow completely from weights, data, batch and loss; None for the others.
 
     Args:
         setup: The training.
         differs_in: Whether the network computes something else in some modes than in evaluation mode.
         index: Number of the first step.
-        steps: Steps one after another.
+        steps: Consecutive steps.
     """
     forwards = [_plain_pass(setup, made) for made in steps]
     chosen = [(k, f) for k, f in enumerate(forwards) if f is not None and not differs_in(f.modes)]
@@ -119,7 +119,7 @@ def plain_records(
 
 
 def _plain_pass(setup: TrainingSetup, made: MadeStep) -> CapturedForward | None:
-    """Return the only pass of a step that may be plain, as far as single values show it."""
+    """Return the only pass of a step if it may be plain, judging by single values."""
     if len(made.announced) != 1 or made.others or setup.model.statistics or setup.model.signature.graph is not None:
         return None
     (batch,) = made.announced
@@ -155,15 +155,15 @@ def _weights_of(loss: Loss, y: Tensor, counts: Sequence[int]) -> Tensor:
 def measure_together(
     sizes: Sequence[int], steps: Sequence[WaitingStep], momentum: Float[Tensor, " B"]
 ) -> list[StepMeasures] | None:
-    """Compare steps of a small network with the update rule's, as `measure_step` does for one.
+    """Compare steps of a small network with the update rule's, as `measure_step` does for one step.
 
     Args:
         sizes: Number of weights of each parameter.
-        steps: Steps one after another.
+        steps: Consecutive steps.
         momentum: The momentum buffer before the first one.
 
     Returns:
-        None where a step is multiplied with matrices, or has a second buffer.
+        None if a step uses matrix products or a second buffer.
     """
     updates = stack_steps([own.made.linear for own in steps], sizes)
     if any(update.has_matrices for update in updates) or len(momentum) > len(steps[0].start):
@@ -188,12 +188,12 @@ def measure_together(
 
 @contextmanager
 def errors_of_step(index: Callable[[], int]) -> Iterator[None]:
-    """Make `StepMismatchError` of each `ValueError` inside, with the number of the step before its message."""
+    """Turn each `ValueError` inside into `StepMismatchError`, with the number of the step in front of its message."""
     try:
         yield
     except ValueError as error:
         if isinstance(error, StepMismatchError) and error.step is not None:
-            raise  # of a step that waited
+            raise  # from a step that waited
         cause, numbered = None if isinstance(error, StepMismatchError) else error, index()
         raise StepMismatchError(f"step {numbered}: {error}", step=numbered) from cause
 
@@ -212,15 +212,15 @@ class Stretch:
         setup: The training.
         ranks: The processes that train.
         history: The recorded steps.
-        training: What a resumed run continues from; it has the momentum buffer.
-        commits: The commits of a run on disk; None of one in memory.
+        training: The training state, which includes the momentum buffer.
+        commits: The commits of a run on disk; None for a run in memory.
         start: The weights at which the recording begins.
-        check_every: As the recorder's.
+        check_every: The recorder's argument.
         may_wait: Whether steps of a small network may wait for others.
 
     Attributes:
-        schedule: Which steps have their gradient recomputed.
-        has_refused: Whether the last step was refused, which leaves the network unlike the run.
+        schedule: Chooses the steps whose gradient is recomputed.
+        has_refused: Whether the last step was refused, so that the network differs from the run.
     """
 
     def __init__(
@@ -246,17 +246,17 @@ class Stretch:
         self._probe, self._terms = DerivativeProbe(), GradientTerms(setup.model.sizes)
         self.schedule, self.has_refused = CheckSchedule(check_every), False
         self._unchecked: Callable[[], ObservedStep] | None = None  # the last step, if its gradient was not recomputed
-        # momentum buffers before the last two steps; the first is written anew, for new memory costs more
+        # momentum buffers before the last two steps; the first is overwritten, because new memory costs more
         self._momenta: tuple[Tensor | None, Tensor | None] = None, None
-        self._has_said_note = False  # that the loop scales and shifts its rows
-        self._keeps_factor: bool | None = None  # whether the optimizer gets factors of the loss, unlike a GradScaler's
-        self._waiting, self._num_bytes = list[WaitingStep](), 0  # steps that are made, and the memory that they take
+        self._has_said_note = False  # the warning that the loop scales and shifts its rows
+        self._keeps_factor: bool | None = None  # whether factors of the loss reach the optimizer, unlike a GradScaler's
+        self._waiting, self._num_bytes = list[WaitingStep](), 0  # waiting steps, and their memory
         self._may_wait = may_wait and setup.model.num_weights <= FEW_WEIGHTS and ranks.size == 1
         self._first_step = self.num_steps
 
     @property
     def num_steps(self) -> int:
-        """Number of steps that are made."""
+        """Number of steps made so far."""
         return self._history.num_steps + len(self._waiting)
 
     @property
@@ -265,10 +265,10 @@ class Stretch:
         return self._waiting[-1] if self._waiting else self._history.last
 
     def take(self, made: MadeStep, statistics: Callable[[], Float[Tensor, " Q"]]) -> None:
-        """Take a step that the optimizers have made; `statistics` returns the moving statistics after it.
+        """Take a step of the optimizers; `statistics` returns the moving statistics after it.
 
         Raises:
-            StepMismatchError: It, or one that waited, is not the stated one.
+            StepMismatchError: This step, or one that waited, is not the stated one.
         """
         self.has_refused = True
         self.schedule.count_step()
@@ -297,7 +297,7 @@ class Stretch:
         return WaitingStep(self.num_steps, made, last.end, self._setup.weights(), before, after)
 
     def _record_whole(self, made: MadeStep, statistics: Callable[[], Float[Tensor, " Q"]]) -> None:
-        """Record the step of several processes, on the one that writes."""
+        """Record the step of several processes, on the writing process."""
         setup, index, end = self._setup, self.num_steps, self._setup.weights()
 
         def own_step() -> tuple[tuple[Step, ...], Tensor, Tensor]:
@@ -312,17 +312,17 @@ class Stretch:
             self._record_step(WaitingStep(index, made, self._history.last.end, end, before, after), records, None)
 
     def record(self) -> None:
-        """Check and record the steps that wait.
+        """Check and record the waiting steps.
 
         Raises:
-            StepMismatchError: A step is not the stated one; those before it are recorded.
+            StepMismatchError: A step is not the stated one; earlier steps are recorded.
         """
         self._waiting = [step for step in self._waiting if step.index >= self._history.num_steps]  # after an interrupt
         if not self._waiting:
             return
         setup, steps, self.has_refused = self._setup, [*self._waiting], True
         plain: list[Step | None] = [None] * len(steps)
-        with suppress(IndexError, RuntimeError, ValueError):  # of one of them, which has its own error below
+        with suppress(IndexError, RuntimeError, ValueError):  # an error of one step is raised again below
             plain = plain_records(setup, self._passes.differs_in, steps[0].index, [own.made for own in steps])
         measures = measure_together(setup.model.sizes, steps, self._training.momentum) if len(steps) > 1 else None
         try:
@@ -333,13 +333,13 @@ class Stretch:
                     if step.snapshot is not None and self._commits is not None:
                         self._commits.complete_iteration(step.snapshot)
                     del self._waiting[0]
-        except Exception:  # an interrupt leaves the others, which are recorded afterwards
+        except Exception:  # after an interrupt the others stay, and are recorded later
             self._waiting = []
             raise
         self.has_refused, self._num_bytes = False, 0
 
     def _record_step(self, step: WaitingStep, records: Sequence[Step] | None, measures: StepMeasures | None) -> None:
-        """Check and record a step; the records that it may have, and its measures, are made if they are not known."""
+        """Check and record a step; its possible records and its measures are computed if they are not given."""
         made, setup, momentum, index = step.made, self._setup, self._training.momentum, self._history.num_steps
         if measures is None or not math.isfinite(measures.difference):
             _validate_weights(step.end)
@@ -353,7 +353,7 @@ class Stretch:
             (record,), update = records, made.update
             self._unchecked = partial(observe, record, 1.0)
         else:
-            scales = (made.scale, 1.0)  # only the first record may be without a factor
+            scales = (made.scale, 1.0)  # only the first record may lack a factor
             observed, update = self._checked([observe(*pair) for pair in zip(records, scales, strict=False)])
             record = observed.step
         if index >= self._probe.next:
@@ -375,12 +375,12 @@ class Stretch:
         return ObservedStep(step.made, record, *around, measures, self._terms, *edit)
 
     def _is_unedited(self, index: int, made: MadeStep) -> bool:
-        """Return whether nothing was done to the gradient of a step that need not be checked."""
+        """Return whether the gradient of a step that need not be checked was not changed."""
         is_unedited = made.arrived is made.gradient and self._terms.is_empty and self._setup.clip is None
         return is_unedited and made.doubt is None and not self.schedule.is_due(index)
 
     def _checked(self, records: Sequence[ObservedStep]) -> tuple[ObservedStep, UpdateCoefficients]:
-        """Check a step, and return it with its record and its coefficients; recompute its gradient if that is due."""
+        """Check a step, and return it with its record and coefficients; recompute its gradient if that is due."""
         setup, first = self._setup, records[0]
         is_exact = self.schedule.is_due(first.step.index) or first.made.doubt is not None
         is_unclear = len(records) > 1 and (self._keeps_factor is None or bool(first.made.others))
@@ -388,7 +388,7 @@ class Stretch:
         with self.schedule.checking() if is_exact else nullcontext():
             observed, update, self._keeps_factor = check_records(setup, records, self._keeps_factor, exact=is_exact)
             record, self._unchecked = observed.step, None if is_exact else lambda: observed
-            # until something is known, every step says something; rows of a stream are numbered by what they are
+            # at first every step is informative; rows of a stream are numbered by their content
             if setup.stream is None and record.passes and (is_exact or not self._identity.num_judged):
                 self._require_identity(self._identity.look_at(record))
             if setup.stream is None and (outside := self._identity.look_outside(record)) is not None:
@@ -398,7 +398,7 @@ class Stretch:
         return observed, update
 
     def complete_iteration(self, snapshot: Mapping[str, Any]) -> None:
-        """Keep what a resumed run on disk continues from after the steps so far."""
+        """Store the training state after the steps so far, for a run on disk."""
         if self._commits is not None and not self._waiting:
             self._commits.complete_iteration(snapshot)
         elif self._commits is not None:
@@ -406,12 +406,12 @@ class Stretch:
             self.record_if_due()
 
     def record_if_due(self) -> None:
-        """Record the steps that wait, if they are to be committed."""
+        """Record the waiting steps if they have to be committed."""
         if self._commits is not None and self._commits.needs_steps(len(self._waiting)):
             self.record()
 
     def _require_identity(self, error: str | None, end: str = "") -> None:
-        """Raise if rows are not those of the announced indices, and say once that the loop scales and shifts them."""
+        """Raise if rows contradict the announced indices, and warn once that the loop scales and shifts them."""
         if error is not None:
             raise StepMismatchError(
                 f"recorder.batch() must get the indices of the rows that the network saw: {error}. Likely causes: "
@@ -426,10 +426,10 @@ class Stretch:
             )
 
     def finish(self) -> None:
-        """Judge the rows that are left, and check the last step, on the process that writes.
+        """Judge the remaining rows, and check the last step, on the writing process.
 
         Raises:
-            StepMismatchError: Rows are not those of the announced indices, or the last step is not the stated one.
+            StepMismatchError: Rows contradict the announced indices, or the last step is not the stated one.
         """
         self._require_identity(self._identity.finish(), end=" The steps are kept, and results will not be certified.")
         if self._identity.doubt is not None:

@@ -20,13 +20,13 @@ from epk_gp.storage.rows import Stream, Targets, TrainingInputs, num_rows
 
 
 class EpochSampler:
-    """Batches of one random permutation of the points after another; the last batch of each may be smaller.
+    """Batches of random permutations of the points, one after another; the last batch of each may be smaller.
 
-    Its state is the state of the generator before the present permutation was drawn, and the number of batches used.
+    Its state is the generator's state before the present permutation was drawn, and the number of used batches.
     """
 
     def __init__(self, num_points: int, batch_size: int, generator: torch.Generator | None) -> None:
-        """Draw nothing yet; torch's global generator is used if none is given."""
+        """Draw nothing yet; None uses torch's global generator."""
         self.num_points, self.batch_size = num_points, batch_size
         self._generator = torch.default_generator if generator is None else generator
         self._state_before_epoch = self._generator.get_state()
@@ -43,12 +43,12 @@ class EpochSampler:
         return self._batches[self._num_used - 1]
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state, with the keys that it has in a stored run."""
+        """Return the state, with the keys of a stored run."""
         sizes = {"points": self.num_points, "batch_size": self.batch_size}
         return sizes | {"drawn_from": self._state_before_epoch, "used": self._num_used}
 
     def load_state_dict(self, state: dict[str, Any], /) -> None:
-        """Draw the stored permutation again, and skip the batches that were used.
+        """Draw the stored permutation again, and skip the used batches.
 
         Raises:
             ValueError: The stored batches have another size.
@@ -85,26 +85,26 @@ def train(
         X: All M training inputs, as `Recorder` takes them.
         y: Their targets, as `Recorder` takes them.
         optimizer: The optimizer of the network's parameters.
-        steps: Number of optimizer steps S >= 1, with those of a run that is resumed.
+        steps: Number of optimizer steps S >= 1, including those of a resumed run.
         batch_size: Points per step; each epoch is a new permutation, its last batch may be smaller. None: all M points.
         generator: Source of the permutations; torch's global generator by default.
         scheduler: A learning-rate scheduler that is stepped after every optimizer step.
         clip: Gradient clipping before every step.
-        sample_weight: What the loss of each point is multiplied by; 1 by default. Of a loss that is a mean, weights are
-            relative to their mean over all points. With one target for each point and all points in a step, a point of
-            weight 2 is the same as two of it, and one of weight 0 is as if it were not there, unless rows of a batch
-            see each other: the statistics of a batch normalisation count each row once. Batches are drawn whatever
-            the weights are. A run is resumed with the same weights.
+        sample_weight: Factor of the loss of each point; 1 by default. For a loss that is a mean, weights are relative
+            to their mean over all points. With one target per point and all points in each step, a point of weight 2
+            counts like two copies, and a point of weight 0 as if it were absent, unless rows of a batch influence each
+            other: batch normalisation counts each row once. The weights do not change the drawn batches. A run must be
+            resumed with the same weights.
         progress: Show a progress bar.
         options: Further arguments of `Recorder`: `loss`, `folder`, `storage`, `update_rule`, `check_every`,
-            `unexplained`, `output`; and `resume`, which continues the run at `folder`, if there is one, as if it had
-            never stopped. Network, optimizer and scheduler must be made as they were.
+            `unexplained`, `output`; and `resume`, which continues the run in `folder`, if there is one, as if it had
+            never stopped. Create network, optimizer and scheduler exactly as before.
 
     Returns:
         The recorded run.
 
     Raises:
-        TypeError: An argument is of another kind.
+        TypeError: An argument has a wrong type.
         ValueError: A count is not positive; there is not one finite weight >= 0 for each point, or all are 0; or
             `Recorder` cannot record the training.
         OSError: The folder cannot be written.
@@ -125,7 +125,7 @@ def train(
         )
     sampler = None if batch_size is None else EpochSampler(num_rows(X, y), int(batch_size), generator)
     objects: dict[str, Any] = {"sampler": sampler, "scheduler": scheduler}
-    if sample_weight is not None:  # by this name a run that is resumed with other weights, or without, is refused
+    if sample_weight is not None:  # this name makes a run that is resumed with other weights, or without, fail
         digest = fingerprint_data(torch.as_tensor(sample_weight, dtype=torch.float64))
         objects[f"sample_weight of digest {digest}"] = nn.Identity()
     stateful = {name: value for name, value in objects.items() if value is not None}
@@ -152,7 +152,7 @@ def train(
 
 
 def _row_factors(weights: Float[Tensor, " M"] | None, recorder: Recorder) -> Float[Tensor, " M"] | None:
-    """Return what the loss term of each point is multiplied by; None where all are the same."""
+    """Return the factor of each point's loss term; None if all are equal."""
     if weights is None:
         return None
     y = recorder.y
@@ -160,15 +160,15 @@ def _row_factors(weights: Float[Tensor, " M"] | None, recorder: Recorder) -> Flo
     validate_row_weights(weights, len(y))
     if recorder.loss.reduction == "sum":
         return weights
-    shares = sample_weights(recorder.loss, y)  # with which the mean weight is 1
+    shares = sample_weights(recorder.loss, y)  # under these shares the mean weight is 1
     return None if bool((weights == weights[0]).all()) else weights * shares.sum() / (shares @ weights)
 
 
 def validate_row_weights(weights: Float[Tensor, "..."], num_points: int) -> None:
-    """Raise if there is not one finite weight >= 0 for each point, or if all are 0.
+    """Raise if there is not one finite weight >= 0 per point, or if all are 0.
 
     Raises:
-        ValueError: It is so.
+        ValueError: The weights have another number or sign, are not finite, or are all 0.
     """
     is_weight = weights.isfinite() & (weights >= 0)
     if weights.shape != (num_points,) or not is_weight.all() or not weights.any():

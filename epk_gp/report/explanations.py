@@ -1,9 +1,9 @@
 """Explained outputs: their terms by samples, layers and ranges of steps, as views whose sums are exact.
 
-All numbers of a report are multiples of its quantum. Rounded are the contributions of each sample, layer and range;
-every other number of a view is a sum of these, so that views agree with each other exactly. What they miss of the
-output is "rounding": a few quanta, or, where the certificate does not hold, also what the sum misses, in the last range
-of steps.
+All numbers of a report are multiples of its quantum. The contributions of each sample, layer and range are rounded;
+every other number of a view is a sum of these, so that views agree with each other exactly. The difference between
+these sums and the output is "rounding": a few quanta, or, if the certificate does not hold, also the error of the sum,
+in the last range of steps.
 """
 
 import math
@@ -25,19 +25,19 @@ from epk_gp.kernel_machine.certificate import Certificate
 from epk_gp.quadrature.rules import Rule, WeightPath
 from epk_gp.report.request import ReportRequest, influence_on
 
-LARGEST = 2**53  # below it every whole number is a double, as JavaScript has them
-NUM_RANGES = 8  # of steps, of about equal length
-MAX_LAYERS = 12  # more modules are joined: by their names, or else neighbours
-ALL = "*"  # in the key of a view: all layers, or all ranges of steps
+LARGEST = 2**53  # below it every integer is exact as a double, JavaScript's number type
+NUM_RANGES = 8  # ranges of steps, of about equal length
+MAX_LAYERS = 12  # more modules are joined, by their names or by neighbourhood
+ALL = "*"  # stands for all layers, or all ranges of steps, in the key of a view
 
-# Absolute contributions to one output may sum to so many times those to the first output that is explained.
+# Largest ratio of the absolute contributions to one output to those of the first explained output.
 _MARGIN = 1000
-_FINEST = -15  # power of ten
-_BYTES = 24  # of a sample, layer and range of steps: the sum, what is added to it, and its multiple of the quantum
+_FINEST = -15  # smallest power of ten
+_BYTES = 24  # bytes per sample, layer and range of steps: sum, addition, and multiple of the quantum
 
 
 def divide(trajectory: Trajectory) -> tuple[Axis, Axis, Axis]:
-    """Return what a report splits contributions by: training samples, layers and ranges of steps."""
+    """Return the axes along which a report splits contributions: training samples, layers and ranges of steps."""
     S = trajectory.num_steps
     count = max(1, min(NUM_RANGES, S))
     ranges = by_step(trajectory, [round(S * r / count) for r in range(1, count)])
@@ -45,7 +45,7 @@ def divide(trajectory: Trajectory) -> tuple[Axis, Axis, Axis]:
 
 
 def _layer_axis(trajectory: Trajectory) -> Axis:
-    """Join the parameters of a module, and many modules by the beginning of their names, or else neighbours."""
+    """Join the parameters of a module, and many modules by the beginning of their names, or neighbouring modules."""
     axis = by_layer(trajectory)
     names = list(axis.names)
     for depth in range(max(name.count(".") for name in names), 0, -1):
@@ -73,9 +73,10 @@ class Terms:
         decay: (L, R).
         statistics: (R,); they belong to no layer.
         unexplained: (L, R).
-        running: The output before training, and with the terms of each range added, (R + 1,): under momentum a batch
-            acts in later steps too, and its terms count to its own range. The last one is the trained network's output.
-        sources: (L, R); what is no training point, all together; None where there is none.
+        running: The output before training, and with the terms of each range added, (R + 1,): with momentum a batch
+            also acts in later steps, and its terms count for its own range. The last one is the trained network's
+            output.
+        sources: (L, R); data outside the training set, all together; None without any.
     """
 
     quantum: float
@@ -90,7 +91,7 @@ class Terms:
 class Explained(NamedTuple):
     """The content of each output by its point and index, the quantum of all numbers, and the certificate of all.
 
-    Findings are why they are not certified; empty if they are.
+    Findings are the reasons that they are not certified; empty if they are.
     """
 
     outputs: dict[tuple[int, int], dict[str, Any]]
@@ -102,24 +103,24 @@ class Explained(NamedTuple):
 def explain(
     request: ReportRequest, axes: tuple[Axis, Axis, Axis], rule: Rule, path: WeightPath | None, top: int
 ) -> Explained:
-    """Attribute the outputs of a report, in passes over the run for as many as fit into the memory budget.
+    """Attribute the outputs of a report, in as few passes over the run as the memory budget allows.
 
-    The content of an output has its initial and final value, its running sum, its views, and how much larger the
-    samples' contributions are, step by step, than what they sum to.
+    The content of an output has its initial and final value, its running sum, its views, and the ratio of the sizes of
+    the samples' contributions, step by step, to their sum.
 
     Raises:
-        TypeError, ValueError: As `epk_gp.attribute`; or terms are not finite, or of very different sizes.
+        TypeError, ValueError: As in `epk_gp.attribute`; or terms are not finite, or of very different sizes.
     """
     trajectory, budget, influence = request.trajectory, request.options.memory_budget, influence_on(request)
     outputs: dict[tuple[int, int], dict[str, Any]] = {}
     certificates: list[Certificate] = []
     quantum = 0.0
     cells = trajectory.num_points * (len(axes[1].names) + 1) * len(axes[2].names)
-    K = 1 if request.function is None else request.network.shape[1]  # of a function, all numbers of a point together
+    K = 1 if request.function is None else request.network.shape[1]  # for a function, all numbers of a point together
     for chosen in torch.arange(len(request.rows)).split(K * max(1, budget // (_BYTES * cells * K))):
         points, classes = request.points[request.rows[chosen[::K]]], request.classes[chosen]
         asked = request.asked(f"outputs-{int(chosen[0])}", points, classes)
-        with filter_own_warnings("ignore", CertificateWarning):  # `write_report` says it once for all outputs
+        with filter_own_warnings("ignore", CertificateWarning):  # `write_report` warns once for all outputs
             result = attribute(trajectory, by=axes, rule=rule, path=path, **asked)
         certificates.append(Certificate.of(result))
         for number, k in enumerate(chosen.tolist()):
@@ -137,10 +138,10 @@ def explain(
 
 
 def rounded_terms(result: GroupedAttribution, place: tuple[int, int], quantum: float) -> Terms:
-    """Round the terms of one output of a point to multiples of a quantum, or of its own one for 0.
+    """Round the terms of one output of a point to multiples of a quantum; 0 chooses a quantum.
 
     Raises:
-        ValueError: The terms are too large for it.
+        ValueError: The terms are too large for the quantum.
     """
     statistics = result.statistics[place][:, 0].sum(dim=0) + result.statistics_of_no_sample[place][0, 0]
     terms = [result.values[place], result.decay[place][0], statistics, result.unexplained[place][0]]
@@ -168,11 +169,11 @@ def all_views(
 
     Args:
         terms: The terms.
-        top: Number of samples that a view names of either sign.
-        labels: Classes of the training samples; None where they have none.
+        top: Number of samples named in a view for each sign.
+        labels: Classes of the training samples; None if they have none.
         num_classes: C.
-        influence: Derivatives of the output in the samples' weights, of the whole training: they stand in the view of
-            all layers and ranges alone.
+        influence: Derivatives of the output in the samples' weights, for the whole training: they appear only in the
+            view of all layers and ranges.
     """
     L, R = terms.decay.shape
     places = product((None, *range(L)), (None, *range(R)))
@@ -184,12 +185,12 @@ def all_views(
 
 
 def is_margin(key: str) -> bool:
-    """Whether a view is one of all layers or of all ranges of steps."""
+    """Return whether a view covers all layers or all ranges of steps."""
     return ALL in key.split("|")
 
 
 def shorten(view: dict[str, Any], top: int) -> dict[str, Any]:
-    """Return a view that names at most so many samples of either sign: the others are in the sums of the rest."""
+    """Return a view that names at most this many samples for each sign: the others are in the sums of the rest."""
     shortened = dict(view)
     for side in ("raised", "lowered"):
         kept, moved = view[side][:top], view[side][top:]
@@ -206,7 +207,7 @@ def _view(terms: Terms, layer: int | None, r: int | None, top: int, labels: Tens
     raised, rest_raised = _ranked(samples, 1, top)
     lowered, rest_lowered = _ranked(samples, -1, top)
     by_label = None
-    if labels is not None:  # those that the loss leaves out, as -100, are no classes, and their samples have no terms
+    if labels is not None:  # ignored labels such as -100 are not classes, and their samples have no terms
         known = (labels >= 0) & (labels < C)
         by_label = torch.zeros(C, dtype=torch.int64).index_add_(0, labels[known], samples[known]).tolist()
     others = {
@@ -218,7 +219,7 @@ def _view(terms: Terms, layer: int | None, r: int | None, top: int, labels: Tens
         others["sources"] = int(terms.sources[layers, ranges].sum())
 
     total = terms_sum = int(samples.sum()) + sum(others.values())
-    if layer is None:  # the change of the output, against which the terms are held; that of one layer is none's output
+    if layer is None:  # the change of the output as a reference for the terms; one layer has no output
         first, last = (0, -1) if r is None else (r, r + 1)
         total = terms.running[last] - terms.running[first]
     return {
@@ -231,7 +232,7 @@ def _view(terms: Terms, layer: int | None, r: int | None, top: int, labels: Tens
 
 
 def _ranked(samples: Tensor, sign: int, top: int) -> tuple[list[list[Any]], list[int]]:
-    """Return the largest entries of a sign, with their index, and number and sum of the other ones."""
+    """Return the largest entries of a sign, with their index, and number and sum of the others."""
     of_sign = (sign * samples).clamp(min=0)
     values, order = of_sign.topk(min(top, len(samples)))
     named = [[i, sign * v, None] for i, v in zip(order.tolist(), values.tolist(), strict=True) if v > 0]
@@ -240,13 +241,13 @@ def _ranked(samples: Tensor, sign: int, top: int) -> tuple[list[list[Any]], list
 
 
 def choose_quantum(size: float) -> float:
-    """Return the smallest power of ten in which sums of terms are exact in JavaScript.
+    """Return the smallest power of ten for which sums of terms are exact in JavaScript.
 
     Args:
-        size: Sum of the absolute terms of one output; those of another one may sum to a thousand times as much.
+        size: Sum of the absolute terms of one output; the sum for another output may be a thousand times larger.
 
     Raises:
-        ValueError: The size is not finite, or so large that its sums are not exact in whole numbers.
+        ValueError: The size is not finite, or so large that sums in integers are not exact.
     """
     largest = LARGEST / _MARGIN
     if not size <= largest:
@@ -261,7 +262,7 @@ def to_units(values: Float[Tensor, "*shape"], quantum: float) -> Int64[Tensor, "
     """Round to multiples of a quantum.
 
     Raises:
-        ValueError: The absolute values sum to more than is exact in JavaScript.
+        ValueError: The sum of the absolute values is too large to be exact in JavaScript.
     """
     units = values.detach().cpu().double() / quantum
     if not float(units.abs().sum()) < LARGEST:
@@ -273,5 +274,5 @@ def to_units(values: Float[Tensor, "*shape"], quantum: float) -> Int64[Tensor, "
 
 
 def significant(value: float, digits: int = 5) -> float:
-    """Round a number that is no part of a sum to a few significant digits, which keeps the file small."""
+    """Round a number that is not part of a sum to a few significant digits, which keeps the file small."""
     return float(f"{value:.{digits}g}")

@@ -31,30 +31,30 @@ from epk_gp.report.explanations import significant
 from epk_gp.report.points import Certainty
 from epk_gp.report.request import ReportRequest
 
-REPORT_INK = "#1a1a1a"  # text: the page replaces it by its own colour in the dark theme
-MIN_RELIABILITY = 20  # points: of fewer, a bin holds one or two, whose share of right ones says nothing
-MAX_OUTPUTS = 100  # of a kernel matrix: each output of each sample costs a backward pass at each node
-COARSE = 12  # cells per side of a map for which the samples behind are computed
+REPORT_INK = "#1a1a1a"  # colour of text: the page replaces it in the dark theme
+MIN_RELIABILITY = 20  # least number of points: with fewer, a bin has one or two, which show nothing
+MAX_OUTPUTS = 100  # outputs in a kernel matrix: each output of each sample costs a backward pass at each node
+COARSE = 12  # cells per side of a map for which the nearest samples are computed
 
-_BINS = 10  # of the confidence
-_SCORE_BINS = 20  # of a histogram's table
-_ROC_ROWS = 20  # of the table behind a curve
-_EIGENVALUES = 20  # in the table
+_BINS = 10  # bins of the confidence
+_SCORE_BINS = 20  # bins in a histogram's table
+_ROC_ROWS = 20  # rows of a curve's table
+_EIGENVALUES = 20  # eigenvalues in the table
 _MAX_SUSPECTS = 30
-_MOST_MISSED = 3  # samples of each number that a datamodel explains
-_BEHIND = 3  # samples behind a cell of a map
-_MAX_POINTS = 400  # training samples that are drawn in a map
-_ROOM = 40  # characters of all classes' names that stand beside each other below a matrix
+_MOST_MISSED = 3  # samples listed for each number of a datamodel
+_BEHIND = 3  # samples listed for a cell of a map
+_MAX_POINTS = 400  # training samples drawn in a map
+_ROOM = 40  # characters of all classes' names in a row below a matrix
 Draw = Callable[[Axes], object]
-Table = tuple[Sequence[str], Sequence[Sequence[Any]]]  # its head and its rows
+Table = tuple[Sequence[str], Sequence[Sequence[Any]]]  # head and rows
 _AXES = ("first direction of the plane", "second direction of the plane")
 
-# Matplotlib's settings are those of the process: threads that write reports draw one after the other.
+# Matplotlib's settings belong to the process: threads that write reports draw one after the other.
 _DRAWING = threading.Lock()
 
 
 def overview(request: ReportRequest, sure: Certainty) -> dict[str, Any]:
-    """Return what a report says of all points and of the run."""
+    """Return the content of a report about all points and the run."""
     true, p, labels = request.true_classes, sure.probabilities, request.training_labels
     figures = []
     if true is not None and p is not None and len(true) >= MIN_RELIABILITY:
@@ -176,7 +176,7 @@ def _detection(inside: Float[Tensor, " n"], outside: Float[Tensor, " m"]) -> lis
 
 
 def expected_classes(suspects: LabelErrors | None) -> dict[int, int]:
-    """Return which training samples are listed as suspicious, the worst first, and the class expected of each."""
+    """Return the training samples that are listed as suspicious, the worst first, with the class expected for each."""
     if suspects is None:
         return {}
     expected = dict(zip(suspects.points.tolist(), suspects.predicted.tolist(), strict=True))
@@ -225,7 +225,7 @@ def _datamodel(request: ReportRequest, model: Datamodel) -> dict[str, Any]:
 
 
 def reason_without_kernel(request: ReportRequest) -> str | None:
-    """Return why a report has no matrix of the path kernel between samples; None if it has one."""
+    """Return the reason that a report has no matrix of the path kernel between samples; None if it has one."""
     run = request.trajectory
     reasons = {
         "a function of the outputs is explained": request.function is not None,
@@ -240,15 +240,15 @@ def reason_without_kernel(request: ReportRequest) -> str | None:
 
 
 def _path_kernel(request: ReportRequest, run: Trajectory) -> tuple[PathKernel, int]:
-    """Return the path kernel of a run at the start of each step, and how it is computed: without a checkpoint."""
+    """Return the path kernel of a run at the start of each step, and the memory budget of its computation."""
     kernel = PathKernel(run, request.head, QuadratureRule.left_endpoint())
     return kernel, request.options.memory_budget
 
 
 def kernel_matrix(ax: Axes, K: Float[Tensor, "n n"], groups: Int64[Tensor, " n"] | None, names: Sequence[str]) -> None:
-    """Draw a matrix of cosines, with lines between groups that follow one another, and a colour bar.
+    """Draw a matrix of cosines, with lines between consecutive groups, and a colour bar.
 
-    Shades begin at the smallest cosine, rounded down to a tenth; where one is negative, colours go from -1 to 1.
+    Shades begin at the smallest cosine, rounded down to a tenth; if one is negative, colours go from -1 to 1.
     """
     least = float(K.min())
     low, colours = (math.floor(10 * least) / 10, style.COLORMAP) if least >= 0 else (-1.0, style.SIGNED)
@@ -270,7 +270,7 @@ def kernel_matrix(ax: Axes, K: Float[Tensor, "n n"], groups: Int64[Tensor, " n"]
 
 
 def spectrum(ax: Axes, values: Float[Tensor, " n"]) -> None:
-    """Draw descending eigenvalues as shares of their sum, on a logarithmic axis, without those of 0 by rounding."""
+    """Draw descending eigenvalues as shares of their sum, on a logarithmic axis, without those that are rounding."""
     shares = values.numpy() / float(values.clamp(min=0).sum())
     drawn = shares[shares > len(shares) * torch.finfo(values.dtype).eps]
     ax.semilogy(range(1, len(drawn) + 1), drawn, color=style.EXACT, marker=".", markersize=4, linewidth=1)
@@ -282,7 +282,7 @@ def _kernel(request: ReportRequest) -> list[dict[str, Any]]:
     run, labels, count = request.trajectory, request.training_labels, request.kernel_points
     if labels is None:
         chosen = torch.linspace(0, run.num_points - 1, min(count, run.num_points)).round().long().unique()
-    else:  # evenly over the classes, in their order
+    else:  # evenly over the classes, in order
         present = labels[(labels >= 0) & (labels < run.num_outputs)].unique()
         each = max(1, count // len(present))
         chosen = torch.cat([(labels == c).nonzero()[:each, 0] for c in present])[:count]
@@ -292,7 +292,7 @@ def _kernel(request: ReportRequest) -> list[dict[str, Any]]:
     kernel, budget = _path_kernel(request, nodes_trajectory(run, NUM_NODES) if by_nodes else run)
     K = kernel.trace_block(points, points, memory_budget=budget).cpu()  # in the run's precision: its rounding is judged
     diagonal = K.diagonal()
-    if not bool((diagonal > 0).all()):  # a sample whose gradient is 0 throughout has no direction
+    if not bool((diagonal > 0).all()):  # a sample with zero gradients has no direction
         return []
     cosines = K / (diagonal[:, None] * diagonal).sqrt()
     how = f"by the midpoint rule with {NUM_NODES} nodes along the path" if by_nodes else "at the start of each step"
@@ -342,7 +342,7 @@ def _draw_map(
     drawn, names = _drawn_samples(m), request.class_names
     labels = None if request.training_labels is None else request.training_labels[drawn]
     draw_panel(ax, m, values, m.training[drawn], title="", colorbar_label=label, labels=labels, names=names, **options)
-    shades_of(ax).set_rasterized(True)  # a picture: as outlines they are ten times as many bytes
+    shades_of(ax).set_rasterized(True)  # as a picture: outlines take ten times as many bytes
     x, y = _AXES if m.plane.columns is None else map(style.plain, m.plane.names)
     ax.set(xlabel=x, ylabel=y)
     if labels is not None:
@@ -355,7 +355,7 @@ def _drawn_samples(m: UncertaintyMap) -> Int64[Tensor, " k"]:
 
 
 def _map(request: ReportRequest, m: UncertaintyMap) -> dict[str, Any]:
-    """Return the map of uncertainty over a plane, with the training samples behind each spot."""
+    """Return the map of uncertainty over a plane, with the training samples nearest to each cell."""
     kinds, inputs = [names and [*names.values()] for names in m.plane.categories], request.trajectory.inputs.cpu()
     sides, cells = list[list[float]](), list[Tensor]()
     for nodes, names in zip((m.x, m.y), kinds, strict=True):
@@ -364,7 +364,7 @@ def _map(request: ReportRequest, m: UncertaintyMap) -> dict[str, Any]:
         cells.append(low + (torch.arange(count).double() + 0.5) / count * (high - low) if names is None else nodes)
     wrong = "probability that the network's class is wrong"
     figure, picture = _drawn(lambda ax: _draw_map(ax, request, m, m.error, wrong, regions=m.network_class), 5.2, 5.6)
-    left, bottom, width, height = figure.axes[0].get_position().bounds  # where saving it has moved its axes
+    left, bottom, width, height = figure.axes[0].get_position().bounds  # the position of the axes after saving
     whose, far = "the process", m.out_of_distribution
     if far is not None:
         whose = "network and process together (error score)"
@@ -407,29 +407,29 @@ def _behind(
     kernel, budget = _path_kernel(request, nodes_trajectory(run, NUM_NODES))
     K = kernel.trace_block(cells, samples, memory_budget=budget).cpu()
     norms = kernel.diagonal_blocks(samples, memory_budget=budget).diagonal(dim1=1, dim2=2).sum(dim=1).sqrt().cpu()
-    cosines = K / norms.clamp(min=torch.finfo(K.dtype).tiny)  # but for a factor that a cell's samples share
+    cosines = K / norms.clamp(min=torch.finfo(K.dtype).tiny)  # up to a factor that a cell's samples share
     return list(drawn[cosines.topk(min(_BEHIND, len(drawn)), dim=1).indices].tolist())
 
 
 def _figure(
     name: str, title: str, sentence: str, draw: Draw, table: Table, height: float = 3.4, width: float = 5.0
 ) -> dict[str, Any]:
-    """Return a figure as the page takes it: with its title, the sentence that it shows, and the table behind it."""
+    """Return a figure in the page's form: with its title, its sentence, and its table."""
     (_, picture), (head, rows) = _drawn(draw, height, width), table
     return {"id": name, "title": title, "sentence": sentence, "svg": picture, "table": {"head": head, "rows": rows}}
 
 
 def _drawn(draw: Draw, height: float, width: float) -> tuple[Figure, str]:
-    """Return a figure and its SVG element: text as text, no background, nothing that changes from run to run."""
+    """Return a figure and its SVG element: text as text, no background, and the same bytes in every run."""
     buffer = BytesIO()
     with _DRAWING, style.figure_style(), matplotlib.rc_context({"svg.fonttype": "none"}):
         figure = style.new_figure(height, width)
         draw(figure.subplots())
-        figure.draw_without_rendering()  # the layout of what is drawn, with which it is saved
+        figure.draw_without_rendering()  # computes the layout with which it is saved
         figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None})
     text = buffer.getvalue().decode()
     text = re.sub(r"<metadata>.*?</metadata>\s*", "", text[text.index("<svg") :], flags=re.DOTALL)
-    text = re.sub(r'<g id="[^"]*">', "<g>", text)  # equal ids in several figures; none of them is referred to
+    text = re.sub(r'<g id="[^"]*">', "<g>", text)  # ids repeat in several figures; nothing refers to them
     text = re.sub(r"\s*\n\s*", "\n", text)
     text = re.sub(r"\d+\.\d{3,}", lambda number: f"{float(number[0]):.2f}", text)  # hundredths of a point
     return figure, text.replace(style.INK, REPORT_INK).strip()

@@ -1,4 +1,4 @@
-"""What a report says of a point: what it looks like, and how sure its prediction is."""
+"""The content of a report about a point: its appearance, and the certainty of its prediction."""
 
 import base64
 from collections.abc import Callable, Mapping, Sequence
@@ -23,11 +23,11 @@ from epk_gp.report.text import Text, Tokenizer
 
 Decode = Callable[[Any], str]
 
-_MAX_SIDE = 64  # pixels of a picture; larger images are made smaller
-_GREYS, _COLOURS = 16, 64  # of a picture
-_MAX_TEXT = 400  # characters
+_MAX_SIDE = 64  # pixels of a picture; larger images are scaled down
+_GREYS, _COLOURS = 16, 64  # shades of a picture
+_MAX_TEXT = 400  # characters of a text
 _MAX_VALUES = 60  # numbers of an explained point
-_MAX_VALUES_OF_SAMPLE = 16  # numbers of a training sample, of which a report shows thousands
+_MAX_VALUES_OF_SAMPLE = 16  # numbers of a training sample; a report shows thousands of samples
 
 _BAND = (0.05, 0.95)  # quantiles of a class's probability
 _NUM_SAMPLES = 1024
@@ -44,17 +44,17 @@ _OF_CLASSIFIER = (
 
 
 class Appearance:
-    """How the points of a run are shown.
+    """The display of the points of a run.
 
     Args:
         run: The run. The smallest entry of its images is white, the largest one black.
         names: Names of the features of rows; None for x1, x2, ...
-        decode: Makes a text of one input: of a tensor, or of the tuple or dictionary that the network takes.
-        tokenizer: Makes words of token ids.
+        decode: Turns one input into a text: a tensor, or the tuple or dictionary that the network takes.
+        tokenizer: Turns token ids into words.
 
     Raises:
-        TypeError: `decode` is no function, or the tokenizer is none.
-        ValueError: There is not one name per feature, or points are no rows of features, or no token ids.
+        TypeError: `decode` is not a function, or the tokenizer is invalid.
+        ValueError: There is not one name per feature, or points are not rows of features, or not token ids.
     """
 
     def __init__(
@@ -81,11 +81,11 @@ class Appearance:
     def show(
         self, row: Shaped[Tensor, "..."], targets: Shaped[Tensor, "..."] | None = None, *, is_sample: bool = False
     ) -> dict[str, Any]:
-        """Return one packed input as a report has it; fewer numbers of a training sample than of another one.
+        """Return one packed input in the report's form; a training sample shows fewer numbers than other points.
 
         Args:
             row: The input.
-            targets: Its targets, which are words too where they are token ids.
+            targets: Its targets, which are also words if they are token ids.
             is_sample: Whether it is a training sample.
         """
         if self.text is not None:
@@ -110,7 +110,7 @@ class Appearance:
         return {"values": [[name, value] for name, value in zip(names[:most], entries[:most], strict=True)]}
 
     def describe_cut(self) -> str | None:
-        """Return which numbers of a point a report leaves out; None if it shows all."""
+        """Describe the numbers of a point that a report leaves out; None if it shows all."""
         row, most = self.run.inputs[0], _MAX_VALUES_OF_SAMPLE
         if row.numel() <= most or "values" not in self.show(row):
             return None
@@ -128,7 +128,7 @@ def _cut(text: str) -> str:
 
 
 def _picture(image: Float[Tensor, "H W *rgb"], low: float, high: float) -> str:
-    """Return an image as the address of a small PNG: grey ones dark on white, as figures show them."""
+    """Return an image as a data URL of a small PNG: grey ones dark on white, as in figures."""
     shares = ((image.double() - low) / ((high - low) or 1.0)).clamp(0, 1)
     is_grey = image.ndim == 2
     pixels = (255 * (1 - shares if is_grey else shares)).round().to(torch.uint8).numpy()
@@ -143,11 +143,11 @@ def _picture(image: Float[Tensor, "H W *rgb"], low: float, high: float) -> str:
 
 @dataclass(frozen=True, eq=False)
 class Certainty:
-    """How sure the predictions at n points are.
+    """The certainty of the predictions at n points.
 
     Attributes:
-        source: Whose probabilities they are: "network", "process" or "network and process"; empty without any.
-        probabilities: (n, C); None where outputs stand for no probabilities.
+        source: Source of the probabilities: "network", "process" or "network and process"; empty without any.
+        probabilities: (n, C); None if outputs do not represent probabilities.
         scores: Name, values and meaning of each score.
         band: Quantiles of the probabilities of the m explained points under a process; None without one.
     """
@@ -159,7 +159,7 @@ class Certainty:
 
 
 def certainty(request: ReportRequest) -> Certainty:
-    """Return how sure the predictions at all points of a report are, under a process or by the network alone."""
+    """Return the certainty of the predictions at all points of a report, by a process or by the network alone."""
     process, X, p = request.posterior, request.X, request.network.double().softmax(dim=1)
     if process is None:
         if not request.is_classifier or not isinstance(request.trajectory.loss, CrossEntropy | NegativeLogLikelihood):

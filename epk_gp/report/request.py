@@ -1,4 +1,4 @@
-"""What a report is asked to hold: the points and outputs, and results computed before; checked before anything else."""
+"""The request for a report: points, outputs and earlier results, checked before everything else."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -27,15 +27,15 @@ from epk_gp.kernel_machine.influence import Influence
 
 ExplainedOutputs = Literal["predicted", "all"] | int
 Process = UncertainClassifier | LogitGP | LogitPosterior
-OtherInputs = Shaped[Tensor, "o ..."] | Sequence[Tensor] | Mapping[str, Tensor] | Graph  # as `Inputs`, of o points
+OtherInputs = Shaped[Tensor, "o ..."] | Sequence[Tensor] | Mapping[str, Tensor] | Graph  # like `Inputs`, for o points
 
 _OUTPUT_NAMES: dict[Head, str] = {"logits": "output", "log_softmax": "log-probability"}
 
-# An influence is of the explained outputs where its outputs are theirs to so many eps of the largest one: it may have
-# been computed in other blocks of points.
+# An influence belongs to the explained outputs if its outputs equal theirs up to this many eps of the largest one: it
+# may have been computed in other blocks of points.
 _ROUNDING = 2**16
 
-# What a report takes of results computed before, and where each comes from.
+# Earlier results that a report uses, and the origin of each.
 _RESULTS: dict[str, tuple[Any, str]] = {
     "influence": (Influence, "a result of epk_gp.influence"),
     "datamodel": (Datamodel, "a result of epk_gp.datamodel"),
@@ -47,22 +47,22 @@ _RESULTS: dict[str, tuple[Any, str]] = {
 
 @dataclass(frozen=True, eq=False)
 class ReportRequest:
-    """The points of a report, which of their outputs it explains, and what it takes of results computed before.
+    """The points of a report, its explained outputs, and the earlier results that it uses.
 
     Attributes:
         trajectory: The run, with M training samples and C outputs.
         X: The n points, packed.
-        y: Their classes, or targets of a regression; None if they are not known.
+        y: Their classes, or targets of a regression; None if they are unknown.
         network: The network's outputs at the points, without the head, or the K numbers of a function.
-        head: What the explained outputs are.
+        head: The head of the explained outputs.
         is_classifier: Whether outputs stand for classes.
         class_names: Names of these outputs or numbers.
         points: Indices of the m points that are explained.
-        rows: Of each of the k explained outputs, which of these points it is an output of.
-        classes: Its index.
-        function: What is explained in the place of outputs; None for outputs.
-        influence, datamodel, posterior, outside, suspects, uncertainty_map, kernel_points: As those of `write_report`.
-        options: How everything is computed.
+        rows: For each of the k explained outputs, the index of its point among these.
+        classes: For each explained output, its index.
+        function: The function that is explained instead of outputs; None for outputs.
+        influence, datamodel, posterior, outside, suspects, uncertainty_map, kernel_points: Arguments of `write_report`.
+        options: Options of the computation.
     """
 
     trajectory: Trajectory
@@ -87,7 +87,7 @@ class ReportRequest:
 
     @property
     def name(self) -> str:
-        """What the explained numbers are."""
+        """The word for the explained numbers."""
         return _OUTPUT_NAMES[self.head] if self.function is None else name_of(self.function)
 
     def function_of(self, points: Int64[Tensor, " k"]) -> RowFunction | None:
@@ -112,12 +112,12 @@ class ReportRequest:
 
     @property
     def true_classes(self) -> Int64[Tensor, " n"] | None:
-        """The true classes, where they are known."""
+        """The true classes, if they are known."""
         return self.y if self.is_classifier else None
 
     @property
     def training_labels(self) -> Int64[Tensor, " M"] | None:
-        """The classes of the training samples, where they have one each."""
+        """The classes of the training samples, if they have one each."""
         targets = self.trajectory.targets
         is_label = targets.ndim == 1 and not targets.is_floating_point() and self.is_classifier
         return targets.cpu().long() if is_label else None
@@ -134,7 +134,7 @@ def parse_request(
     class_names: Sequence[str] | None = None,
     function: Function | None = None,
 ) -> ReportRequest:
-    """Return the points and outputs that a report is asked to explain; arguments and errors as `write_report`."""
+    """Return the points and outputs that a report explains; arguments and errors as in `write_report`."""
     validate_trajectory(trajectory)
     X = parse_inputs(trajectory, X)
     run, asked, noun = trajectory, X, "output"
@@ -160,7 +160,7 @@ def parse_request(
 
 
 def name_of(function: RowFunction) -> str:
-    """Return what a function is called."""
+    """Return the name of a function."""
     named: Any = function.function.func if isinstance(function.function, partial) else function.function
     name = str(getattr(named, "__name__", type(named).__name__)).strip("_").replace("_", " ")
     return "number" if name == "<lambda>" else name
@@ -185,7 +185,7 @@ def _parse_points(explained: object, count: int) -> Int64[Tensor, " m"]:
 
 
 def _wanted(outputs: object, network: Tensor, true: Tensor | None, is_classifier: bool) -> Bool[Tensor, "m C"]:
-    """Return which outputs of each point are explained."""
+    """Return a mask of the explained outputs of each point."""
     C = network.shape[1]
     count = None if isinstance(outputs, bool) or not isinstance(outputs, Integral) else int(outputs)
     if outputs not in ("predicted", "all") and (not is_classifier or count is None or not 1 <= count <= C):
@@ -201,11 +201,12 @@ def _wanted(outputs: object, network: Tensor, true: Tensor | None, is_classifier
 
 
 def validate_results(request: ReportRequest) -> None:
-    """Raise if results that were computed before the report are not of its run and points.
+    """Raise if earlier results do not belong to the run and the points of the report.
 
     Raises:
-        TypeError: One is of another kind.
-        ValueError: It is of another run, or of other points; a process is not fitted; or no process tells other inputs.
+        TypeError: A result has a wrong type.
+        ValueError: A result belongs to another run or to other points; a process is not fitted; or no process can judge
+            `outside`.
     """
     for name, (kind, source) in _RESULTS.items():
         given = getattr(request, name)
@@ -246,10 +247,10 @@ def _validate_datamodel(request: ReportRequest) -> None:
 
 
 def influence_on(request: ReportRequest) -> list[Float[Tensor, " M"] | None]:
-    """Return the influence on each explained output; None for one that it was not computed for.
+    """Return the influence on each explained output; None for outputs without one.
 
     Raises:
-        ValueError: It is that of other points or outputs, or not split by samples.
+        ValueError: It belongs to other points or outputs, or is not split by samples.
     """
     effect, M = request.influence, request.trajectory.num_points
     if effect is None:

@@ -1,6 +1,6 @@
-"""Text: the words of questions and training sequences, and which term of a loss each of them is.
+"""Texts: the words of questions and training sequences, and the loss term of each.
 
-A word is what one token adds to the text before it, so that the words of a text join to it.
+A word is the text that one token adds, so that the words of a text join to it.
 """
 
 import operator
@@ -25,12 +25,12 @@ from epk_gp.quadrature.rules import Rule, WeightPath
 from epk_gp.report.explanations import Explained, to_units
 from epk_gp.report.request import ReportRequest
 
-_BROKEN = "\ufffd"  # what bytes that are no whole character are decoded to
+_BROKEN = "\ufffd"  # the decoded form of incomplete characters
 
 
 @runtime_checkable
 class Decoder(Protocol):
-    """A tokenizer, as of `tokenizers`, `transformers` or `tiktoken`."""
+    """A tokenizer of `tokenizers`, `transformers` or `tiktoken`."""
 
     def decode(self, ids: list[int], /) -> str:
         """Return the text of token ids."""
@@ -45,18 +45,18 @@ class Passage:
 
     Attributes:
         words: Its words.
-        terms: The loss term of which each word is the target, by its position in the targets; -1 for none.
+        terms: The loss term whose target each word is, by its position in the targets; -1 for none.
     """
 
     words: list[str]
     terms: list[int]
 
     def part(self, shares: Sequence[int], whole: int) -> dict[str, Any]:
-        """Return the share of each word, None of one that is no target, and what they leave of the whole.
+        """Return the share of each word, None for words that are not targets, and the rest of the whole.
 
         Args:
-            shares: Of each loss term, as a multiple of the quantum.
-            whole: What they sum to, up to rounding and words that are not shown, as those of padding.
+            shares: Share of each loss term, as a multiple of the quantum.
+            whole: Their sum, up to rounding and words that are not shown, such as padding.
         """
         of_words = [None if term < 0 else shares[term] for term in self.terms]
         return {"shares": of_words, "rest": whole - sum(filter(None, of_words))}
@@ -66,17 +66,17 @@ class Text:
     """The texts of a run whose inputs are token ids.
 
     Args:
-        run: The run. The ids are the input `input_ids`, or the first one of whole numbers for each position; what
-            `attention_mask` leaves out is no word, nor is padding that has no loss.
-        tokenizer: Has `decode(ids) -> str`, or is this function; or one that returns a string for each of the ids; or
-            strings by id.
+        run: The run. The ids are the input `input_ids`, or the first input with an integer for each position; positions
+            outside `attention_mask`, and padding without loss, are not words.
+        tokenizer: An object with `decode(ids) -> str`, or this function; or a function that returns one string per id;
+            or strings by id.
 
     Raises:
-        TypeError: The tokenizer is nothing of this kind.
-        ValueError: The inputs of the run are no token ids, or the tokenizer gives another number of strings.
+        TypeError: The tokenizer has none of these forms.
+        ValueError: The inputs of the run are not token ids, or the tokenizer returns another number of strings.
 
     Attributes:
-        length: How many ids a text has, with padding.
+        length: Number of ids of a text, including padding.
     """
 
     def __init__(self, run: Trajectory, tokenizer: Tokenizer) -> None:
@@ -86,7 +86,7 @@ class Text:
                 f"ids, or hold strings by id: got {type(tokenizer).__name__}."
             )
         self.run, self.tokenizer = run, tokenizer
-        padding = getattr(tokenizer, "padding", None)  # of `tokenizers`
+        padding = getattr(tokenizer, "padding", None)  # in `tokenizers`
         self._pad = padding["pad_id"] if isinstance(padding, Mapping) else getattr(tokenizer, "pad_token_id", None)
         self._training: dict[int, Passage] = {}
         self.length = len(self._ids(run.inputs[:1])[0])
@@ -103,15 +103,15 @@ class Text:
 
         Args:
             row: The input.
-            targets: Its targets. Where there is one for each position, they are words too: that which follows the
-                position, or, in a text whose own words are not these, that in its place.
+            targets: Its targets. If there is one for each position, they are words too: the next word after the
+                position, or, in a text whose own words differ from these, the word at the position.
         """
         ids, is_text = self._ids(row[None])
         terms, is_target = torch.full_like(ids, -1), torch.zeros_like(is_text)
         if targets is not None and targets.shape == ids.shape and not targets.is_floating_point():
             y, places = targets.cpu().long(), torch.arange(len(ids))
             is_target = (y >= 0) & (y != getattr(self.run.loss, "ignore_index", None))
-            if torch.equal(y[:-1][is_target[:-1]], ids[1:][is_target[:-1]]):  # the words that follow
+            if torch.equal(y[:-1][is_target[:-1]], ids[1:][is_target[:-1]]):  # targets are the next words
                 ids, is_text = torch.cat([ids, y[-1:]]), torch.cat([is_text, is_target[-1:]])
                 y, places, is_target = (torch.cat([x[:1], x]) for x in (y, places, is_target))
                 is_target[0] = False
@@ -121,17 +121,17 @@ class Text:
         return Passage(self.words(ids[is_text].tolist()), terms[is_text].tolist())
 
     def words(self, ids: list[int]) -> list[str]:
-        """Return the word of each token of a text. The last token of a character has it; those before are empty.
+        """Return the word of each token of a text. The last token of a character has it; earlier ones are empty.
 
         Raises:
-            ValueError: The tokenizer gives another number of words.
+            ValueError: The tokenizer returns another number of words.
         """
         given: Any = self.tokenizer
         if not isinstance(given, Decoder):
             found = given(ids) if callable(given) else [given[k] for k in ids]
             if len(found) == len(ids) and not isinstance(found, str):
                 return list(map(str, found))
-            if not isinstance(found, str):  # of all ids together, as of a method `decode`
+            if not isinstance(found, str):  # one text for all ids, as from `decode`
                 raise ValueError(
                     f"tokenizer must return a string for each of the ids, or one text: got {len(found)} strings for "
                     f"{len(ids)} ids. Leave no token out, or pass the tokenizer itself."
@@ -149,12 +149,12 @@ class Text:
     def _decode(self, ids: list[int]) -> str:
         decode: Any = getattr(self.tokenizer, "decode", self.tokenizer)
         try:
-            return str(decode(ids, skip_special_tokens=False))  # they are in the text that the network read
+            return str(decode(ids, skip_special_tokens=False))  # special tokens are part of the network's text
         except TypeError:
             return str(decode(ids))
 
     def _ids(self, rows: Shaped[Tensor, "1 ..."]) -> tuple[Int64[Tensor, " T"], Bool[Tensor, " T"]]:
-        """Return the token ids of one input, and which of them are no padding."""
+        """Return the token ids of one input, and a mask of those that are not padding."""
         signature = self.run.model.signature
         args, named = ((), {}) if signature.graph is not None else signature.unpack(rows.detach().cpu())
         found = [x for x in (*args, *named.values()) if x.ndim == 2 and not x.is_floating_point()]
@@ -171,11 +171,11 @@ class Text:
 
 
 class WordsAsked(NamedTuple):
-    """The words whose log-probability is asked for, and by how much training changed it.
+    """The words whose log-probability is requested, and the change of each by training.
 
     Attributes:
-        words: For each explained text and position the word after it, or in its place; -100 where none is asked for.
-        changes: By how much training changed its log-probability, or 0.
+        words: For each explained text and position the next word, or the word at the position; -100 without a request.
+        changes: Change of its log-probability by training, or 0.
     """
 
     words: Int64[Tensor, "m T"]
@@ -183,28 +183,28 @@ class WordsAsked(NamedTuple):
 
 
 def words_asked(request: ReportRequest, text: Text) -> WordsAsked | None:
-    """Return the words whose log-probability is explained; None where something else is."""
+    """Return the words whose log-probability is explained; None if other numbers are explained."""
     run, X, asked = request.trajectory, request.explained, request.function_of(request.points)
     terms = None if asked is None else log_probabilities(run, X, asked)
     if terms is None:
         return None
     with torch.no_grad():
         z = logits_of(run.model_for(X).returned(run.model.unflatten(flat_state(run, run.num_steps, X)), X[:1]))
-    if z.ndim < 3:  # of a class
+    if z.ndim < 3:  # for a class
         return None
     answers = terms.data[0].reshape(len(X), -1).cpu()
     ends = (network_outputs(*ask(run, X, terms), state=state).cpu() for state in (-1, 0))
-    left_out = text.length - answers.shape[1]  # positions of which no word is asked; fewer than 0 are before the text
+    left_out = text.length - answers.shape[1]  # positions without a requested word; negative: before the text
     return WordsAsked(F.pad(answers, (left_out, 0), value=-100), F.pad(operator.sub(*ends), (left_out, 0)))
 
 
 def split_texts(
     request: ReportRequest, found: Explained, text: Text, rule: Rule, path: WeightPath | None
 ) -> tuple[Sequence[str], str]:
-    """Add to the content of each explained output what each word of the training texts adds that it names.
+    """Add, to the content of each explained output, the contribution of each word of the training texts that it names.
 
     Returns:
-        Why these shares are not certified, and why there are none; empty if they are, and there are.
+        Reasons that these shares are not certified, and that there are none; empty if they are, and there are.
     """
     run = request.trajectory
     contents = [found.outputs[place] for place in zip(request.rows.tolist(), request.classes.tolist(), strict=True)]
@@ -217,9 +217,9 @@ def split_texts(
     rows = request.points if request.function is not None else request.points[request.rows]
     chosen, asked = sequences.reshape(len(rows), -1, longest), request.asked("words", rows, request.classes)
     try:
-        with filter_own_warnings("ignore", CertificateWarning):  # `write_report` says it
+        with filter_own_warnings("ignore", CertificateWarning):  # `write_report` warns
             result = attribute_tokens(run, sequences=chosen, rule=rule, path=path, **asked)
-    except ValueError as error:  # its arguments were accepted before: the loss or the network has no such shares
+    except ValueError as error:  # arguments are valid: the loss or the network has no such shares
         return (), str(error)
     for content, row, tokens in zip(contents, named, result.tokens.flatten(0, 1), strict=True):
         units = [to_units(value, found.quantum).tolist() for value in tokens]
@@ -233,19 +233,19 @@ def split_texts(
 def sentences(
     asked: Attribution, trajectory: Trajectory, X: Inputs, tokenizer: Tokenizer, *, top: int = 5, width: int = 80
 ) -> str:
-    """Return the training texts that moved each text's numbers most, to be printed.
+    """Return the training texts that moved each text's numbers most, as text for printing.
 
     Args:
         asked: `epk_gp.attribute(trajectory, X, ...)`.
         trajectory: The run.
         X: The texts.
-        tokenizer: As of `epk_gp.write_report`.
-        top: How many training texts of each number, the largest contributions by absolute value first.
-        width: Most characters of a text; the middle of a longer one is left out.
+        tokenizer: The argument of `epk_gp.write_report`.
+        top: Number of training texts for each number, the largest contributions by absolute value first.
+        width: Largest number of characters of a text; the middle of a longer one is left out.
 
     Raises:
-        TypeError: The tokenizer is none.
-        ValueError: The inputs of the run are no token ids, or X is not what was asked.
+        TypeError: The tokenizer is invalid.
+        ValueError: The inputs of the run are not token ids, or X is not the explained input.
     """
     text, X = Text(trajectory, tokenizer), parse_inputs(trajectory, X)
     if len(X) != len(asked.network):

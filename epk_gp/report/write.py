@@ -37,8 +37,8 @@ from epk_gp.report.request import ExplainedOutputs, OtherInputs, Process, Report
 from epk_gp.report.text import Tokenizer, WordsAsked, split_texts, words_asked
 from epk_gp.storage.files import atomic_write
 
-MAX_BYTES = 6_000_000  # of the file
-VERSION = 1  # of the content that the page's scripts read
+MAX_BYTES = 6_000_000  # size of the file
+VERSION = 1  # version of the content that the page's scripts read
 
 # The scripts in the order in which they are joined; all are parts of one function.
 SCRIPTS = (
@@ -47,9 +47,9 @@ SCRIPTS = (
 )  # fmt: skip
 STYLES = ("theme", "layout", "tables", "pictures", "words", "print")
 
-_VIEW_BYTES = 150  # no view is shorter: the names of its entries alone take more
-_MAX_PARAMETERS = 60  # more are counted, not listed
-_UNSAID = ("params", "foreach", "capturable", "differentiable", "fused", "maximize")  # options that are no arithmetic
+_VIEW_BYTES = 150  # every view is longer: the names of its entries alone take more
+_MAX_PARAMETERS = 60  # more parameters are counted, not listed
+_UNSAID = ("params", "foreach", "capturable", "differentiable", "fused", "maximize")  # options without effect
 
 Rows = list[tuple[str, str]]
 
@@ -81,52 +81,53 @@ def write_report(
     kernel_points: int = 100,
     **options: Unpack[ComputeSettings],
 ) -> Path:
-    """Write what a trained network's predictions are made of, and how sure they are, as one HTML file.
+    """Write a trained network's predictions, their contributions and their certainty as one HTML file.
 
-    The file opens in a browser from the disk and asks for nothing else. Contributions are those of `epk_gp.attribute`,
-    split by training samples, layers and ranges of steps; a view names the samples with the largest ones and has the
-    sum of the rest, so that what is seen adds up. They are rounded to multiples of a quantum, and rounding is a term.
+    The file opens in a browser from the disk and loads nothing else. Contributions are those of `epk_gp.attribute`,
+    split by training samples, layers and ranges of steps; a view names the samples with the largest contributions and
+    has the sum of the rest, so that the visible numbers add up. They are rounded to multiples of a quantum, and
+    rounding is a term.
 
     Args:
-        file: The HTML file that is written; one that exists is replaced.
+        file: The HTML file; an existing file is replaced.
         trajectory: Training run with S steps on M samples.
-        X: n inputs, of the structure of the training inputs.
+        X: n inputs, with the structure of the training inputs.
         y: Their classes, int64 (n,); or the targets of a regression, (n,) or (n, C).
         title: Title of the page; the run's digest by default.
-        head: "logits" or "log_softmax"; None follows the loss: "log_softmax" for cross entropy, else "logits".
-        rule: How each step's integral is taken.
-        path: Along which the explained points are integrated, as of `epk_gp.attribute`; `layerwise()` is the fastest,
-            and None takes it for large networks. The matrix of the path kernel and the map are along straight steps.
-        outputs: Which classes of a point are explained: "predicted" (and the true one where it is another), "all", or
-            the number of its most probable ones. Outputs that are no classes are all explained.
-        explained: How many points are explained, the first ones, or their indices; None for 6, or all of a function.
-            Each output costs as much as one or two trainings; the overview is of all n points.
+        head: "logits" or "log_softmax"; None follows the loss: "log_softmax" for cross entropy, otherwise "logits".
+        rule: Quadrature rule for the integral of each step.
+        path: The path along which the explained points are integrated, as in `epk_gp.attribute`; `layerwise()` is the
+            fastest, and None takes it for large networks. The matrix of the path kernel and the map use straight steps.
+        outputs: The classes of a point to explain: "predicted" (and the true one if it differs), "all", or the number
+            of its most probable classes. Outputs that are not classes are all explained.
+        explained: Number of points to explain, the first ones, or their indices; None for 6, or all for a function.
+            Each output costs as much as one or two trainings; the overview covers all n points.
         class_names: Names of the C outputs.
-        names: Names of the features, where inputs are rows of numbers.
-        decode: Makes a text of one input, as of its token numbers.
-        tokenizer: Makes words of inputs that are token ids: has `decode(ids) -> str`, as those of `transformers` and
-            `tokenizers`, or is this function; or one that returns a string for each of the ids; or holds strings by id.
-        function: What is explained in the place of outputs, as of `epk_gp.attribute`; of `log_probability`, what the
-            training changed is shown word by word. It takes the place of y, head and outputs.
-        top: How many samples a view names of either sign.
-        influence: `epk_gp.influence` on the outputs of the explained points, to stand beside contributions.
+        names: Names of the features, if inputs are rows of numbers.
+        decode: Turns one input, such as its token ids, into a text.
+        tokenizer: Turns inputs that are token ids into words: an object with `decode(ids) -> str`, as in `transformers`
+            and `tokenizers`, or this function; or a function that returns one string per id; or strings by id.
+        function: The function to explain instead of the outputs, as in `epk_gp.attribute`; for `log_probability`, the
+            change by training is shown word by word. It replaces y, head and outputs.
+        top: Number of samples named in a view for each sign.
+        influence: `epk_gp.influence` on the outputs of the explained points, shown next to contributions.
         datamodel: `epk_gp.datamodel` of the explained points, for the samples whose absence would change them most.
         posterior: An `UncertainClassifier` or a `LogitGP` of the run, or the `LogitPosterior` of X: for probabilities
             with a band, and scores.
-        outside: Inputs unlike the training data, to show how well an `UncertainClassifier` tells them.
+        outside: Inputs unlike the training data, to show how well an `UncertainClassifier` detects them.
         suspects: Suspicious labels, from `epk_gp.label_errors`.
         uncertainty_map: Uncertainty over a plane, from `epk_gp.analysis.maps.uncertainty_on_plane`.
-        kernel_points: How many training samples the matrix of the path kernel shows; 0 leaves it out.
+        kernel_points: Number of training samples in the matrix of the path kernel; 0 leaves it out.
         options: `memory_budget`, `progress`, `checkpoint` and `executor`; see `ComputeOptions`. Points are explained
-            together as far as their contributions fit into the memory budget.
+            together if their contributions fit into the memory budget.
 
     Returns:
-        The file.
+        The path of the file.
 
     Raises:
-        TypeError, ValueError: The network cannot take the inputs; an argument is of the wrong kind, or a result that is
-            passed in is not one of this run and these points; or the file would be larger than 6 MB, whatever is left
-            out.
+        TypeError, ValueError: The network cannot take the inputs; an argument has a wrong type, or a result in an
+            argument does not belong to this run and these points; or the file would be larger than 6 MB with the least
+            detail.
         OSError: The file cannot be written.
     """
     parsed, place = parse_options("write_report", ("accumulate",), **options), Path(file)
@@ -184,10 +185,10 @@ def _describe_outputs(outputs: ExplainedOutputs, request: ReportRequest) -> str:
 
 
 def require_room(request: ReportRequest, axes: tuple[Axis, Axis, Axis], most: int) -> None:
-    """Raise if even the least detail, views of the shortest numbers, takes more than so many bytes.
+    """Raise if even the least detail, views of the shortest numbers, takes more than this many bytes.
 
     Raises:
-        ValueError: It does.
+        ValueError: It takes more.
     """
     classes = 0 if request.training_labels is None else request.trajectory.num_outputs
     views = 1 + len(axes[1].names) + len(axes[2].names)
@@ -202,7 +203,7 @@ def require_room(request: ReportRequest, axes: tuple[Axis, Axis, Axis], most: in
 def _content(
     request: ReportRequest, axes: tuple[Axis, Axis, Axis], found: Explained, look: Appearance, how: Rows
 ) -> dict[str, Any]:
-    """Return all that a report can hold; `how` says how it was made."""
+    """Return all content of a report; `how` describes how it was made."""
     sure, run, (_, layers, steps) = certainty(request), request.trajectory, axes
     asked = None if look.text is None else words_asked(request, look.text)
     outputs: dict[str, Any] = {"head": request.head, "name": request.name, "classes": list(request.class_names)}
@@ -226,7 +227,7 @@ def _content(
 
 
 def _describe_certificate(request: ReportRequest, found: Explained) -> dict[str, Any]:
-    """Return what a report says of the certificate of all explained outputs, and of the influence beside them."""
+    """Return the content about the certificate of all explained outputs, and about the influence next to them."""
     (outputs, quantum, certificate, findings), influence = found, request.influence
     explained = "the explained output" if len(outputs) == 1 else f"each of the {len(outputs)} explained outputs"
     if findings:
@@ -275,7 +276,7 @@ def _point(
             whole = explanation["network"] - explanation["initial"]
             explanation["words"] = look.text.passage(request.X[n], answers).part(changes, whole)
     values = None
-    if not request.is_classifier and request.function is None:  # predictions, their targets and the differences
+    if not request.is_classifier and request.function is None:  # predictions, targets and differences
         f, y = request.network[n].double(), request.y
         columns = (f,) if y is None else (f, y[n].double(), f - y[n].double())
         values = [[significant(float(value)) for value in row] for row in zip(*columns, strict=True)]
@@ -299,19 +300,19 @@ def _sample(request: ReportRequest, look: Appearance, index: int, expected: dict
     has_targets = is_output and run.targets.numel() == run.num_points * C
     suspected = expected.get(index, label)
     return look.show(run.inputs[index], run.targets[index], is_sample=True) | {
-        "label": label if label is not None and 0 <= label < C else None,  # the loss leaves others out: -100
+        "label": label if label is not None and 0 <= label < C else None,  # ignored labels such as -100 are left out
         "target": [significant(v, 4) for v in run.targets[index].double().flatten().tolist()] if has_targets else None,
         "suspected": None if suspected == label else suspected,
     }
 
 
 def lessen(content: dict[str, Any], top: int, most: int) -> dict[str, Any]:
-    """Return a content without the views of one layer and one range, which says so in its card.
+    """Return a content without the views of one layer and one range, with a note about it in its card.
 
     Args:
-        content: All that a report can hold.
-        top: Number of samples named of either sign, in all views but those of all layers and steps.
-        most: This number in the content.
+        content: All content of a report.
+        top: Number of samples named for each sign, in all views except those of all layers and steps.
+        most: The present number of named samples.
     """
     left = "the views of one layer and one range of steps are left out"
     if top < most:
@@ -343,8 +344,8 @@ def _named(content: dict[str, Any]) -> set[int]:
 
 
 def _run_card(run: Trajectory, how: Rows) -> list[dict[str, Any]]:
-    """Return the run card: what was trained, on what, and how, and how the report was made, as names with text."""
-    entries = [entry for entry in run._summary().entries if entry.name != "states"]  # which may name a folder
+    """Return the run card: network, data and training, and the making of the report, as names with text."""
+    entries = [entry for entry in run._summary().entries if entry.name != "states"]  # "states" may name a folder
     sections = {
         "Run": [(entry.name, entry.value + (f" ({entry.note})" if entry.note else "")) for entry in entries],
         "Network": _network(run),
@@ -384,20 +385,20 @@ def _training(run: Trajectory) -> Rows:
 def document(content: dict[str, Any], top: int, most: int) -> str:
     """Return the page with as much detail as fits.
 
-    Views of one layer and one range of steps are left out first; then the samples that views of one layer or one range
-    name are halved, until the file is small enough.
+    Views of one layer and one range of steps are left out first; then the number of named samples in views of one layer
+    or one range is halved, until the file is small enough.
 
     Args:
-        content: Everything that the report can hold.
-        top: Number of samples that its views name of either sign.
-        most: Bytes that the page may have.
+        content: All content of the report.
+        top: Number of samples named in its views for each sign.
+        most: Largest number of bytes of the page.
 
     Raises:
-        ValueError: Even the least detail is too much.
+        ValueError: Even the least detail is too large.
     """
     named, held = top, content
     while True:
-        text = page(held).encode(errors="replace").decode()  # a name may hold what UTF-8 does not
+        text = page(held).encode(errors="replace").decode()  # a name may contain characters that UTF-8 lacks
         if len(text.encode()) <= most:
             return text
         if named == 0:
@@ -412,24 +413,24 @@ def document(content: dict[str, Any], top: int, most: int) -> str:
 def page(content: dict[str, Any]) -> str:
     """Return the document that shows the content of a report.
 
-    The document holds its styles, one script and the content as JSON. Its content security policy allows this script by
-    its hash and images that are part of the document, and nothing else, so that a browser loads nothing from anywhere.
-    The same content gives the same bytes.
+    The document contains its styles, one script and the content as JSON. Its content security policy allows only this
+    script, by its hash, and images inside the document, so that a browser loads nothing from elsewhere. The same
+    content gives the same bytes.
 
     Raises:
-        ValueError: The content has a number that JSON does not have.
+        ValueError: The content has a number that JSON cannot represent.
     """
     try:
         text = json.dumps(content, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     except ValueError as error:
         raise ValueError("numbers of the content must be finite, as JSON has no others. Write None there.") from error
-    text = text.replace("</", "<\\/").replace("<!--", "\\u003c!--")  # no text ends the script element, or is a comment
+    text = text.replace("</", "<\\/").replace("<!--", "\\u003c!--")  # no text ends the script, or is a comment
     script = "(function () {\n'use strict';\n" + "".join(_asset(f"{name}.js") for name in SCRIPTS) + "}());\n"
     template = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     return template.from_string(_asset("report.html.jinja")).render(
         title=content["title"],
         digest=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
-        style=Markup("".join(_asset(f"{name}.css") for name in STYLES)),  # files of this package, as the script is
+        style=Markup("".join(_asset(f"{name}.css") for name in STYLES)),  # files of this package, like the script
         script=Markup(script),
         content=Markup(text),
     )

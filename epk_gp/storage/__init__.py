@@ -7,10 +7,10 @@
     Storage           how often steps are committed, and which weight states are kept
 
 The first two return a `RunWriter`, whose `append` is one commit. The format is described in docs/format.md. Nothing is
-pickled, opening a run executes nothing, and nothing that stands in a file is used before it is checked.
+pickled, opening a run executes nothing, and the content of a file is checked before it is used.
 
-The files, from the lowest: `files` (atomic writes, checksums, tensors by name), `schema` (header and data), `journal`,
-`passes` (forward passes), `chunks` (all other tensors of a chunk), `training_state` (optimizer, schedulers,
-generators), `writer` (locks and commits), `verify` (checks), `run`. `partial_sums` stores unfinished sums
-of long computations. Start reading at `run`; the package imports `core` and `optimizers`.
+The files, from the lowest level: `files` (atomic writes, checksums, tensors by name), `schema` (header and data),
+`journal`, `passes` (forward passes), `chunks` (all other tensors of a chunk), `training_state` (optimizer, schedulers,
+generators), `writer` (locks and commits), `verify` (checks), `run`. `partial_sums` stores unfinished sums of long
+computations. Start reading at `run`; the package imports `core` and `optimizers`.
 """

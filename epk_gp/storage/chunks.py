@@ -34,18 +34,18 @@ from epk_gp.storage.schema import INPUTS, TARGETS, ChunkSchema, Count, GroupReco
 from epk_gp.storage.training_state import CHECKSUM, REPLAY, decoded_state
 
 GROUPS = "groups"  # the tensor of parameter groups
-MOVES = "moves"  # that of moves without a gradient: anchor and share of the way, which is 0 where there is none
-DIGESTS = "digests"  # those of the runs up to each step
-MATRICES_NAME = "matrices"  # those of each step, packed
-_BLOCK_ELEMENTS = 1 << 22  # numbers tested at a time: 32 MiB of float64, so that a large chunk is not read as a whole
+MOVES = "moves"  # the tensor of moves without a gradient: anchor and share of the way, 0 without a move
+DIGESTS = "digests"  # digests of the run up to each step
+MATRICES_NAME = "matrices"  # the matrices of each step, packed
+_BLOCK_ELEMENTS = 1 << 22  # numbers tested at a time: 32 MiB of float64, so that a large chunk need not fit into memory
 
 
 def _read_matrices(tensors: Any, schema: ChunkSchema, row: int, where: str) -> dict[str, dict[int, Tensor]]:
     """Read the matrices of one step of an open chunk, as the arguments of `UpdateCoefficients`.
 
     Raises:
-        ValueError: They are not square matrices of finite numbers whose sides divide their parameters' sizes, or the
-            five numbers of a second buffer.
+        ValueError: They are not square matrices of finite numbers whose sides divide their parameters' sizes, or not
+            the five numbers of a second buffer.
     """
     sides: dict[str, dict[int, Tensor]] = {side: {} for side in BY_PARAMETER}
     names = {f"{side}.{k}": (side, k) for side in BY_PARAMETER for k in range(len(schema.sizes))}
@@ -63,7 +63,7 @@ def _read_matrices(tensors: Any, schema: ChunkSchema, row: int, where: str) -> d
 
 
 def step_tensors(steps: Sequence[Step]) -> dict[str, Tensor]:
-    """Return the tensors that hold learning rates and batches of consecutive steps, without passes, by name on disk."""
+    """Return the tensors with learning rates and batches of consecutive steps, without passes, by name on disk."""
     batches = [step.batch.cpu() for step in steps if step.batch is not None]
     weights = [step.sample_weights.cpu() for step in steps if step.sample_weights is not None]
     tensors = {
@@ -84,23 +84,23 @@ def step_tensors(steps: Sequence[Step]) -> dict[str, Tensor]:
 
 
 class _Change(Record):
-    """The parameter groups from a step of the chunk on."""
+    """The parameter groups from this step of the chunk on."""
 
     step: Count
     groups: list[GroupRecord]
 
 
 class _Changes(Record):
-    """The parameter groups of a chunk, where they change."""
+    """The parameter groups of a chunk, at the steps where they change."""
 
     changes: list[_Change]
 
 
 def read_groups(content: UInt8[Tensor, " bytes"], count: int, where: str) -> dict[int, tuple[OptimizerGroup, ...]]:
-    """Return the parameter groups that a chunk of so many steps holds, by the step in the chunk.
+    """Return the parameter groups in a chunk of `count` steps, by the step in the chunk.
 
     Raises:
-        ValueError: The tensor is not what `step_tensors` makes.
+        ValueError: The tensor does not have the form that `step_tensors` makes.
     """
     message = f"{where} must hold {GROUPS!r} that describe the optimizers' parameter groups"
     held = validated(_Changes, parse_json(bytes(tensor_bytes(content)), message), message)
@@ -121,16 +121,16 @@ def chunk_tensors(
     """Return the tensors of a chunk by their names on disk.
 
     Args:
-        states: Consecutive weight states; of a run that keeps every k-th state those of them, and the last.
-        steps: The steps that led to them; none leads to state 0.
-        updates: Coefficients of these steps, which a run that keeps every k-th state holds compactly.
+        states: Consecutive weight states; for a run that keeps every k-th state, these and the last one.
+        steps: The steps that led to them; no step leads to state 0.
+        updates: Coefficients of these steps, in compact form for a run that keeps every k-th state.
         schema: The schema of the run's chunks.
         statistics: The moving statistics of all consecutive states, for a network that has any.
         digests: Digest of the run up to each of the steps.
 
     Raises:
         TypeError: A tensor of a pass has a dtype that cannot be stored.
-        ValueError: Statistics or passes are not those of this run.
+        ValueError: Statistics or passes do not fit this run.
     """
     count = len(steps) or 1
     if [value.shape for value in statistics] != [(schema.num_statistics,)] * count * bool(schema.num_statistics):
@@ -165,7 +165,7 @@ def chunk_tensors(
 
 
 def read_row(tensors: Any, name: str, row: int) -> Shaped[Tensor, "..."]:
-    """Copy a row of a tensor of an open chunk: one that stays mapped would change with a file that is written again."""
+    """Copy a row of a tensor of an open chunk: a mapped row would change when the file is written again."""
     value: Tensor = tensors.get_slice(name)[row].clone()
     return value
 
@@ -173,11 +173,12 @@ def read_row(tensors: Any, name: str, row: int) -> Shaped[Tensor, "..."]:
 def read_steps(path: str | os.PathLike[str], schema: ChunkSchema, chunk: Chunk) -> list[Step]:
     """Verify a chunk as a whole, and return its steps.
 
-    Forward passes stay in the file, and are checked when they are read: they are too many to be read with every run.
+    Forward passes stay in the file and are checked when they are read: reading all of them at every opening is too
+    slow.
 
     Raises:
         FileNotFoundError: The file is missing.
-        ValueError: The file is damaged, or it does not hold the states and steps that the schema describes.
+        ValueError: The file is damaged, or does not hold the states and steps that the schema describes.
     """
     verify_chunk(path, chunk)
     file, where = chunk_file(path, chunk)
@@ -209,10 +210,10 @@ _Layout = tuple[tuple[int, ...], str]  # shape and dtype of a tensor
 
 
 def _validate_layout(actual: Mapping[str, _Layout], schema: ChunkSchema, chunk: Chunk, where: str) -> None:
-    """Raise if names, shapes and dtypes are not those of a chunk of this run."""
+    """Raise if names, shapes and dtypes do not fit a chunk of this run."""
     k, j, L, any_length = chunk.states, chunk.states - (chunk.first == 0), len(schema.sizes), -1
     P, Q, weight_dtype = schema.num_weights, schema.num_statistics, SAFETENSORS_DTYPES[schema.dtype]
-    if "sizes" not in actual or actual["sizes"][0] != (j,):  # first: the journal may claim any number of states
+    if "sizes" not in actual or actual["sizes"][0] != (j,):  # first, as the journal may claim any number
         raise ValueError(f"{where} must hold {j} steps: its 'sizes' are missing or others.")
     expected: dict[str, _Layout] = {
         "states": ((len(schema.held_between(chunk.first, chunk.last)), P), weight_dtype),
@@ -291,7 +292,7 @@ def _parse_steps(tensors: Any, schema: ChunkSchema, chunk: Chunk, where: str) ->
 
 
 def read_digests(path: str | os.PathLike[str], chunks: Sequence[Chunk]) -> tuple[str, ...]:
-    """Return the digests of the runs up to each state."""
+    """Return the digests of the run up to each state."""
     digests = [chunks[0].digest]
     for chunk in chunks[1:]:
         with opened_chunk(path, chunk) as tensors:
@@ -305,7 +306,7 @@ class _Stored:
 
     Attributes:
         path: Folder of the run.
-        schema: What its chunks hold.
+        schema: The layout of its chunks.
         chunks: The committed chunks.
     """
 
@@ -314,7 +315,7 @@ class _Stored:
     chunks: tuple[Chunk, ...]
 
     def __getstate__(self) -> dict[str, object]:
-        """Return the pickled form, which is found from any working directory."""
+        """Return the pickled form, with an absolute path that works from any working directory."""
         return {**self.__dict__, "path": self.path.absolute()}
 
     def __len__(self) -> int:
@@ -337,7 +338,7 @@ class StoredStates(_Stored):
 
     @cached_property
     def numbers(self) -> tuple[int, ...]:
-        """Which weights are kept."""
+        """Numbers of the kept states."""
         return tuple(self.schema.held_between(0, len(self) - 1))
 
     def __getitem__(self, state: int) -> Float[Tensor, " _"]:
@@ -360,11 +361,11 @@ class StoredStates(_Stored):
             return read_row(tensors, self.name, row)
 
     def replay_row(self, state: int) -> Mapping[str, Any]:
-        """Return what is stored of a state and the step before it so that steps can be made again: empty for nothing.
+        """Return the stored replay data of a state and the step before it; empty if there is none.
 
         Raises:
             FileNotFoundError: The file was removed since the run was opened.
-            ValueError: The file was damaged since the run was opened, or holds something else.
+            ValueError: The file was damaged since the run was opened, or does not hold replay data.
         """
         chunk, where = self._chunk(state), chunk_file(self.path, self._chunk(state))[1]
         with opened_chunk(self.path, chunk) as tensors:
@@ -405,7 +406,7 @@ class StoredUpdates(_Stored):
         return UpdateCoefficients(*values, **matrices)
 
     def places(self, step: int) -> Mapping[str, Int64[Tensor, " L"]]:
-        """Read which weight of each parameter the scaled coefficients of a step belong to (`compact_update`)."""
+        """Read the index, within each parameter, of the weight that a step's scaled coefficients belong to."""
         if not self.schema.thins:
             return {}
         chunk = self._chunk(step + 1)
@@ -419,7 +420,7 @@ class StoredUpdates(_Stored):
 def stream_data(
     path: str | os.PathLike[str], data: Mapping[str, Tensor], chunks: Sequence[Chunk], steps: Sequence[Step]
 ) -> tuple[Shaped[Tensor, "M ..."], Shaped[Tensor, "M ..."]]:
-    """Return inputs and targets of a stream: those of the header, and those in chunks; mapped from temporary files.
+    """Return inputs and targets of a stream, from the header and the chunks, mapped from temporary files.
 
     Raises:
         ValueError: The chunks do not hold the points of their steps.
@@ -438,7 +439,7 @@ def stream_data(
 
 
 def with_computed_states(trajectory: Trajectory) -> Trajectory:
-    """Return a run whose states and coefficients are read from disk, with those that are not held computed."""
+    """Return a run whose states and coefficients are read from disk, or computed if they are not stored."""
     kept, updates = trajectory.states, trajectory.updates
     if not isinstance(kept, StoredStates) or not isinstance(updates, StoredUpdates) or not kept.schema.thins:
         return trajectory
@@ -446,14 +447,14 @@ def with_computed_states(trajectory: Trajectory) -> Trajectory:
 
 
 def require_same_run(trajectory: Trajectory) -> None:
-    """Raise if the folder of a run on disk does not hold what it held when the trajectory was loaded.
+    """Raise if the folder of a run on disk has changed since the trajectory was loaded.
 
     Raises:
         FileNotFoundError: The folder holds no run.
         ValueError: It holds another run.
     """
     states: Any = trajectory.trained.states
-    while isinstance(states, FirstOf | Recomputation):  # of a run up to a state
+    while isinstance(states, FirstOf | Recomputation):  # for a run up to a state
         states = states.whole if isinstance(states, FirstOf) else states.kept
     if not isinstance(states, StoredStates):
         return

@@ -1,6 +1,6 @@
-"""Files, written atomically with checksums and read without trusting their content.
+"""Files that are written atomically with checksums, and read without trusting their content.
 
-JSON, and tensors by name (safetensors).
+The formats are JSON, and tensors by name (safetensors).
 """
 
 import errno
@@ -23,21 +23,21 @@ from torch import Tensor
 from epk_gp.core.graphs import DTYPES
 from epk_gp.core.step import tensor_bytes
 
-MAX_JSON_BYTES = 1 << 24  # 16 MiB; the header of a network with 100 000 parameter tensors has some 7 MiB
+MAX_JSON_BYTES = 1 << 24  # 16 MiB; the header of a network with 100 000 parameter tensors has about 7 MiB
 DAMAGED = "The file is damaged; restore it from a copy."
 
-# The name that a safetensors header gives to each dtype.
+# The names of dtypes in a safetensors header.
 _NAMES = ("F64", "F32", "F16", "BF16", "I64", "I32", "I16", "I8", "U8", "BOOL")
 SAFETENSORS_DTYPES = dict(zip(DTYPES.values(), _NAMES, strict=True))
 
 # Flags of os.open. Windows has none of the first three, and needs the last one so that line ends are not translated;
-# `open_descriptor` tests for symbolic links itself there.
+# there, `open_descriptor` tests for symbolic links itself.
 _NO_FOLLOW = getattr(os, "O_NOFOLLOW", 0)
 _SAFE_FLAGS = getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
 _CAN_SYNC_FOLDERS = os.name != "nt"
 
 
-# Those that a network's buffers may have beside.
+# Further dtypes that a network's buffers may have.
 _OTHER_DTYPES = {torch.complex64: "C64", torch.uint64: "U64", torch.uint32: "U32", torch.uint16: "U16"}
 
 
@@ -54,11 +54,11 @@ def checksum_json(value: Any) -> str:
 
 
 def verify_file(file: Path, size: int, blake2b: str, where: str, suffix: str = "") -> None:
-    """Raise if a file, followed by a text, has another checksum; the file is read block by block.
+    """Raise if a file, followed by a text, does not have the checksum; the file is read block by block.
 
     Args:
         file: A regular file.
-        size: The size that the file must have, in bytes; a file of another size is not read.
+        size: The expected size of the file in bytes; a file of another size is not read.
         blake2b: The checksum.
         where: Name of the file in an error message.
         suffix: A text that is hashed after the file.
@@ -80,14 +80,14 @@ def open_descriptor(file: Path, flags: int) -> int:
     Raises:
         OSError: The file cannot be opened; with `errno.ELOOP` if it is a symbolic link.
     """
-    if not _NO_FOLLOW and file.is_symlink():  # a link that is made between this test and the next line is followed
+    if not _NO_FOLLOW and file.is_symlink():  # a link created between this test and the next line is followed
         raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), str(file))
     return os.open(file, flags | _NO_FOLLOW | _SAFE_FLAGS, 0o644)
 
 
 @contextmanager
 def open_regular(file: Path, where: str, size: int | None = None) -> Iterator[BufferedReader]:
-    """Open a regular file for reading, of so many bytes where they are known.
+    """Open a regular file for reading, and check its size if `size` is given.
 
     Raises:
         FileNotFoundError: The file is missing.
@@ -119,7 +119,7 @@ def regular_file_size(file: Path, where: str) -> int | None:
     """
     try:
         status = file.lstat()
-    except (FileNotFoundError, NotADirectoryError):  # the latter: the folder is a file
+    except (FileNotFoundError, NotADirectoryError):  # NotADirectoryError: the folder is a file
         return None
     if not stat.S_ISREG(status.st_mode):
         raise ValueError(f"{where} must be a plain file: it is a symbolic link, a folder, a pipe or a device.")
@@ -141,7 +141,7 @@ def read_bytes(file: Path, limit: int, where: str) -> bytes:
 
 
 def read_checked(file: Path, size: int, blake2b: str, where: str, suffix: str = "") -> bytes:
-    """Read a file of so many bytes that has a checksum, followed by a text.
+    """Read a file with a known size and checksum, where the checksum includes a text after the content.
 
     Raises:
         FileNotFoundError: The file is missing.
@@ -159,14 +159,14 @@ def parse_json(content: bytes, message: str) -> Any:
 
     Args:
         content: The text.
-        message: Start of the error message, which says what the text must be.
+        message: Start of the error message, which states the required form of the text.
 
     Raises:
         ValueError: The text is not JSON, or it is nested too deeply to be parsed.
     """
     try:
         return json.loads(content)
-    except (ValueError, RecursionError) as error:  # also bytes that are no text, and numbers of thousands of digits
+    except (ValueError, RecursionError) as error:  # also bytes that are not text, and numbers of thousands of digits
         raise ValueError(f"{message}: {error}.") from error
 
 
@@ -176,10 +176,10 @@ def checksummed_json(record: dict[str, Any]) -> bytes:
 
 
 def read_checksummed_json(content: bytes, message: str) -> dict[str, Any]:
-    """Parse what `checksummed_json` returned.
+    """Parse the text of `checksummed_json`.
 
     Raises:
-        ValueError: The text is not JSON, or any byte of it was changed, a space included; `message` starts the error
+        ValueError: The text is not JSON, or any byte of it was changed, including spaces; `message` starts the error
             message.
     """
     record = parse_json(content, message)
@@ -197,7 +197,7 @@ def open_tensors(file: Path, where: str) -> Iterator[Any]:
         FileNotFoundError: The file is missing.
         ValueError: The file is not a regular file, or not a safetensors file.
     """
-    with open_regular(file, where):  # a file, and no link or pipe
+    with open_regular(file, where):  # a regular file, not a link or a pipe
         pass
     try:
         with safe_open(file, framework="pt") as tensors:
@@ -207,10 +207,10 @@ def open_tensors(file: Path, where: str) -> Iterator[Any]:
 
 
 def map_tensors(file: Path) -> dict[str, Tensor]:
-    """Map all tensors of a safetensors file that was checked.
+    """Map all tensors of a safetensors file that was already checked.
 
     Raises:
-        ValueError: It is no safetensors file.
+        ValueError: It is not a safetensors file.
     """
     with open_tensors(file, str(file)) as tensors:
         return {name: tensors.get_tensor(name) for name in tensors.keys()}  # noqa: SIM118  # not a mapping
@@ -224,15 +224,15 @@ def load_tensors(content: bytes, where: str) -> dict[str, Tensor]:
     """
     try:
         return load(content)
-    except (SafetensorError, KeyError, RuntimeError) as error:  # the latter two: a dtype that torch does not have
+    except (SafetensorError, KeyError, RuntimeError) as error:  # KeyError and RuntimeError: a dtype unknown to torch
         raise ValueError(f"{where} must be a safetensors file: {error}.") from error
 
 
 def pack(name: str, rows: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
-    """Return two tensors that hold tensors by name for each row: small ones of any shapes, read row by row.
+    """Return two tensors that hold tensors by name for each row: small tensors of any shapes, read row by row.
 
-    `name` holds the rows as safetensors files, one after another, equal ones once; `name.at` (n, 2) says where the file
-    of each row starts, and how many bytes it has.
+    `name` holds the rows as consecutive safetensors files, equal rows only once; `name.at` (n, 2) holds the start and
+    the number of bytes of each row.
     """
     starts, end, at = dict[bytes, int](), 0, []
     for row in rows:
@@ -245,17 +245,17 @@ def pack(name: str, rows: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
 
 
 def validate_places(at: Tensor, size: int, name: str, where: str) -> None:
-    """Raise if the rows of packed tensors lie outside of the `size` bytes that hold them."""
+    """Raise if rows of packed tensors lie outside the `size` bytes that hold them."""
     start, length = at.unbind(1)
     if (start < 0).any() or (length < 0).any() or (start > size).any() or (length > size - start).any():
         raise ValueError(f"{where} must hold {name!r} where `{name}.at` says: a row lies outside.")
 
 
 def unpack(tensors: Any, name: str, row: int, where: str) -> dict[str, Tensor]:
-    """Read the tensors of one row that `pack` put into an open safetensors file.
+    """Read the tensors of one row that `pack` stored in an open safetensors file.
 
     Raises:
-        ValueError: They are not in the form that `pack` gives them.
+        ValueError: They do not have the form that `pack` creates.
     """
     start, length = tensors.get_slice(f"{name}.at")[row].tolist()
     content = tensors.get_slice(name)[start : start + length]
@@ -271,17 +271,17 @@ def atomic_write(
     is_durable: bool = True,
     is_private: bool = False,
 ) -> None:
-    """Write a file such that it exists with its full content or not at all, whatever interrupts the write.
+    """Write a file so that it exists either with its full content or not at all, even if the write is interrupted.
 
     The content is written under another name (`.part`), synchronised, and renamed.
 
     Args:
         file: The file.
         content: Its bytes, or several parts of them.
-        sync: Also synchronise the folder, which makes the new name durable; False if the caller does so later.
-        is_durable: Whether the file survives a power failure. One that need not is not synchronised at all.
-        writer: Who writes, where several may write the same file at once: it becomes part of the other name.
-        is_private: Nobody but the user may read the file, from its creation on.
+        sync: Also synchronise the folder, which makes the new name durable; False if the caller does this later.
+        is_durable: Whether the file must survive a power failure; otherwise it is not synchronised.
+        writer: Name of the writer, if several may write the same file at once: it becomes part of the temporary name.
+        is_private: Whether only the user may read the file, from its creation on.
     """
     partial = file.with_name(f"{file.name}{writer and '.'}{writer}.part")
 
@@ -289,7 +289,7 @@ def atomic_write(
         return os.open(name, flags | os.O_EXCL, 0o600) if is_private else os.open(name, flags, 0o666)
 
     try:
-        if is_private:  # one that is there already would keep its rights
+        if is_private:  # an existing file would keep its rights
             partial.unlink(missing_ok=True)
         with open(partial, "wb", opener=opener) as stream:
             stream.writelines([content] if isinstance(content, bytes) else content)
@@ -299,7 +299,7 @@ def atomic_write(
         partial.replace(file)
     except BaseException:
         with suppress(OSError):
-            partial.unlink()  # frees the space on a full disk
+            partial.unlink()  # this frees the space on a full disk
         raise
     if sync and is_durable:
         sync_folder(file.parent)
@@ -308,7 +308,7 @@ def atomic_write(
 def sync_folder(folder: Path) -> None:
     """Make names that were added, renamed or removed in a folder durable.
 
-    Windows cannot open a folder, so there this does nothing: NTFS keeps a journal of names itself, and after a power
+    Windows cannot open a folder, so this does nothing there: NTFS has its own journal of names, and after a power
     failure the last names may be missing, as after a crash just before the commit.
     """
     if not _CAN_SYNC_FOLDERS:
@@ -321,9 +321,9 @@ def sync_folder(folder: Path) -> None:
 
 
 def tensor_file(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> Iterator[bytes | memoryview]:
-    """Give the content of a safetensors file, part by part: the same bytes whenever tensors and metadata are the same.
+    """Yield the content of a safetensors file in pieces; equal tensors and metadata give equal bytes.
 
-    A large tensor needs its own memory only once, and metadata are not in a random order, as safetensors writes them.
+    A large tensor is not copied, and the order of the metadata is fixed, unlike in safetensors' own writer.
 
     Args:
         tensors: The tensors by their names.

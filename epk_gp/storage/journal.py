@@ -1,7 +1,7 @@
 """The journal of a run: a log with one line per committed chunk, and the closing record of a finished run.
 
-A chunk counts as committed once its line is in the journal. Each line holds a checksum of itself and, through the
-checksum of the line before it, of all earlier lines.
+A chunk is committed once its line is in the journal. Each line holds a checksum of itself and, through the checksum of
+the line before it, of all earlier lines.
 """
 
 import fnmatch
@@ -20,11 +20,11 @@ from epk_gp.storage.files import DAMAGED
 from epk_gp.storage.schema import Count, Record, read_record, validated
 
 JOURNAL, FINISHED = "journal.jsonl", "finished.json"
-MAX_CHUNKS = 100_000  # a journal of at most 51 MB, which can be read at once
+MAX_CHUNKS = 100_000  # a journal of at most 51 MB can be read at once
 MAX_LINE_BYTES = 512  # a line with 19-digit numbers has 356 bytes
-_FINISHED_BYTES = 1024  # the closing record has some 150 bytes
+_FINISHED_BYTES = 1024  # the closing record has about 150 bytes
 
-# How the file of each chunk was (`_stamp`) when this process last compared its content with its checksum.
+# The state of each chunk's file (`_stamp`) when this process last compared its content with its checksum.
 _COMPARED: dict[tuple[str, str], tuple[int, ...]] = {}
 
 
@@ -85,8 +85,8 @@ class Journal:
 
     Attributes:
         chunks: The committed chunks.
-        bytes: Length of the journal up to the end of their lines; a crash may have left part of a line after it.
-        finished: Whether the recording came to its end.
+        bytes: Length of the journal up to the end of their lines; a crash may have left part of another line.
+        finished: Whether the recording was finished.
     """
 
     chunks: tuple[Chunk, ...]
@@ -98,7 +98,7 @@ def chunk_name(number: int) -> str:
     """Return the name of a chunk's file.
 
     Raises:
-        ValueError: The run has as many chunks as a run can have.
+        ValueError: The run already has the largest number of chunks.
     """
     if number >= MAX_CHUNKS:
         raise ValueError(f"a run must have at most {MAX_CHUNKS} chunks: let more steps come together in each.")
@@ -118,15 +118,15 @@ def to_json_line(chunk: Chunk) -> bytes:
 def read_journal(path: str | os.PathLike[str]) -> Journal:
     """Read the committed chunks of a run. A last line without its newline is not committed.
 
-    A run may be read while it is written: the result is what was committed at one moment.
+    A run may be read while it is written: the result is the committed part at one moment.
 
     Raises:
         FileNotFoundError: The journal is missing.
         ValueError: The journal is damaged or lost lines, or a chunk is missing or has another size.
     """
     folder = Path(path)
-    # Listed before the journal is read, so that each file listed belongs to a line that is read.
-    # os.listdir, as Path.glob takes a folder that may not be listed for an empty one
+    # Listed before the journal is read, so that each listed file belongs to a line that is read. os.listdir, because
+    # Path.glob treats an unreadable folder as empty.
     names = fnmatch.filter(os.listdir(folder), f"resume-{'[0-9]' * 6}.safetensors")
     numbers = [int(name[7:13]) for name in names]
     file = folder / FINISHED
@@ -136,7 +136,7 @@ def read_journal(path: str | os.PathLike[str]) -> Journal:
     chunks, used = _parse_lines(content, where)
     if not chunks:
         raise ValueError(f"a run must hold at least its initial weights: {folder / JOURNAL} has no committed chunk.")
-    if finished is not None and finished.chunks > len(chunks):  # fewer: a writer has resumed the run a moment ago
+    if finished is not None and finished.chunks > len(chunks):  # fewer chunks: a writer has just resumed the run
         raise ValueError(f"{where} must be as when the run was finished, with {finished.chunks} chunks. {DAMAGED}")
     if numbers and len(chunks) <= max(numbers) and max(numbers) - 1 not in numbers:
         # A writer removes resume file N - 1 only after it committed line N.
@@ -156,23 +156,23 @@ def chunk_file(path: str | os.PathLike[str], chunk: Chunk) -> tuple[Path, str]:
 
 
 def verify_chunk(path: str | os.PathLike[str], chunk: Chunk) -> None:
-    """Compare the file of a chunk as a whole with the checksum that it was committed with.
+    """Compare the file of a chunk with its committed checksum.
 
     Raises:
         FileNotFoundError: The file is missing.
         ValueError: It is not a regular file, or has another size or checksum.
     """
     file, where = chunk_file(path, chunk)
-    stamp = _stamp(file)  # before it is read
+    stamp = _stamp(file)  # taken before reading
     files.verify_file(file, chunk.bytes, chunk.blake2b, where, chunk.digest)
     _COMPARED[str(file), chunk.blake2b] = stamp
 
 
 @contextmanager
 def opened_chunk(path: str | os.PathLike[str], chunk: Chunk) -> Iterator[Any]:
-    """Map the file of a chunk that was verified when the run was opened, and is still the same.
+    """Map the file of a chunk that was verified when the run was opened, and has not changed since.
 
-    A file that this process has not compared with its checksum, or that was changed since, is compared once.
+    A file that this process has not compared with its checksum, or that changed since, is compared once.
 
     Raises:
         FileNotFoundError: The file was removed since the run was opened.
@@ -180,7 +180,7 @@ def opened_chunk(path: str | os.PathLike[str], chunk: Chunk) -> Iterator[Any]:
     """
     _require_unchanged(path, chunk)
     with files.open_tensors(*chunk_file(path, chunk)) as tensors:
-        _require_unchanged(path, chunk)  # again: it may have been replaced before it was mapped
+        _require_unchanged(path, chunk)  # again, because it may have been replaced before it was mapped
         yield tensors
 
 
@@ -195,7 +195,7 @@ def _require_unchanged(path: str | os.PathLike[str], chunk: Chunk) -> None:
 
 
 def _stamp(file: Path) -> tuple[int, ...]:
-    """Return numbers of which one changes when a file is replaced, or written again."""
+    """Return numbers of which at least one changes when a file is replaced or written again."""
     with suppress(OSError):
         status = file.lstat()
         return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns

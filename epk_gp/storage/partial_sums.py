@@ -1,4 +1,4 @@
-"""Partial sums on disk: a computation that was killed resumes from its last save, to the same bytes."""
+"""Partial sums on disk: a killed computation resumes from its last save and gives the same bytes."""
 
 import json
 import os
@@ -17,20 +17,20 @@ import epk_gp
 from epk_gp.core.step import tensor_bytes
 from epk_gp.storage.files import atomic_write, checksum, open_tensors, tensor_file
 
-SECONDS = 30.0  # between saves of an unfinished sum: a kill costs at most this, and a save takes far less
+SECONDS = 30.0  # between saves of an unfinished sum: a kill loses at most this, and a save takes far less
 _MANIFEST = "checkpoint.json"
 
 
 class PartialSums:
-    """A folder with the partial sums of one computation, each with the number of terms it holds."""
+    """A folder with the partial sums of one computation, each with its number of terms."""
 
     def __init__(self, folder: str | os.PathLike[str], fingerprint: str, *, is_durable: bool = True) -> None:
         """Open a new folder, or one with partial sums of the same computation.
 
         Args:
-            folder: The folder; it is made if it does not exist.
+            folder: The folder; it is created if it does not exist.
             fingerprint: Fingerprint of everything that the result depends on.
-            is_durable: Whether sums survive a power failure: not where the folder is removed in any case.
+            is_durable: Whether sums must survive a power failure; not needed if the folder is always removed.
 
         Raises:
             ValueError: The folder holds partial sums of another computation, or other files.
@@ -49,7 +49,7 @@ class PartialSums:
 
     @property
     def should_save(self) -> bool:
-        """Whether `SECONDS` have passed since the last save, so that an unfinished sum should be saved again."""
+        """Whether `SECONDS` have passed since the last save, so that an unfinished sum should be saved."""
         return time.monotonic() - self._last_save >= SECONDS
 
     def has(self, name: str) -> bool:
@@ -57,12 +57,12 @@ class PartialSums:
         return self._file(name).is_file()
 
     def remove(self, names: Iterable[str]) -> None:
-        """Delete partial sums, where they are."""
+        """Delete partial sums if they exist."""
         for name in names:
             self._file(name).unlink(missing_ok=True)
 
     def remove_torn(self) -> None:
-        """Delete what writers that were killed left of their last sums."""
+        """Delete incomplete files of killed writers."""
         for file in self.folder.glob("*.part"):
             file.unlink(missing_ok=True)
 
@@ -97,7 +97,7 @@ class PartialSums:
         """Replace a partial sum and its number of terms, atomically."""
         values = {key: value.detach().cpu().contiguous() for key, value in tensors.items()}
         metadata = {"count": str(count), "checksum": _checksum(values, str(count)), "of": self._owner(name)}
-        # a worker that was taken for dead may still write the same sum
+        # a worker that was believed dead may still write the same sum
         writer = uuid4().hex[:8]
         atomic_write(self._file(name), tensor_file(values, metadata), writer=writer, is_durable=self.is_durable)
         self._last_save = time.monotonic()
@@ -114,7 +114,7 @@ class PartialSums:
             raise ValueError(f"{file} must be a partial sum of this version: delete it ({error}).") from error
 
     def _owner(self, name: str) -> str:
-        """Return what ties a file to the computation, the piece and the version of the package that it is of."""
+        """Return the key that ties a file to its computation, its piece and the version of the package."""
         return checksum(self.identity.encode(), f" {name} {epk_gp.__version__}")
 
     def _file(self, name: str) -> Path:
@@ -122,7 +122,7 @@ class PartialSums:
 
 
 def _checksum(tensors: dict[str, Tensor], count: str) -> str:
-    """Return a checksum against damage: of 32 bits, in a fifth of the time of one that tells different sums apart."""
+    """Return a 32-bit checksum against damage; it takes a fifth of the time of a checksum that identifies sums."""
     value = zlib.crc32(count.encode())
     for name in sorted(tensors):
         tensor = tensors[name]

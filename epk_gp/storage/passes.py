@@ -1,7 +1,7 @@
 """The forward passes of steps in a chunk: the tensors of each pass packed together, and read when it is indexed.
 
-`passes` and `passes.at` are the packed tensors (`files.pack`) of all passes of the chunk; `passes.counts` says how many
-passes each step has, and `passes.rows` how many rows each pass.
+`passes` and `passes.at` are the packed tensors (`files.pack`) of all passes of the chunk; `passes.counts` holds the
+number of passes of each step, and `passes.rows` the number of rows of each pass.
 """
 
 from collections.abc import Mapping, Sequence
@@ -17,7 +17,7 @@ from epk_gp.storage.files import SAFETENSORS_DTYPES, pack, unpack, validate_plac
 from epk_gp.storage.journal import Chunk, chunk_file, opened_chunk
 from epk_gp.storage.schema import ChunkSchema
 
-# The parts of a pass that are tensors.
+# The fields of a pass that are tensors.
 _VECTORS = {
     "modes": (torch.bool,),
     "random_state": (torch.uint8,),
@@ -30,7 +30,7 @@ _VECTORS = {
 }
 _SEEN = ("inputs", "targets", "cotangents")
 PARTS = (*_VECTORS, *(f"{name}.{kind}" for name in _SEEN for kind in ("index", "values")))
-_DTYPES = tuple(SAFETENSORS_DTYPES)  # a dtype is stored as its place in this list
+_DTYPES = tuple(SAFETENSORS_DTYPES)  # a dtype is stored as its index in this list
 _MAX_RANDOM_BYTES = 1 << 16  # torch's state has 16 bytes on CUDA
 _MAX_DIMENSIONS = 16
 PASSES, COUNTS, _ROWS = "passes", "passes.counts", "passes.rows"
@@ -47,11 +47,11 @@ def _tensors_of(forward: ForwardPass) -> dict[str, Tensor]:
 
 
 def pass_tensors(steps: Sequence[Step], schema: ChunkSchema) -> dict[str, Tensor]:
-    """Return the tensors that hold the passes of consecutive steps, by name; none if there is no pass.
+    """Return the tensors with the passes of consecutive steps, by name; empty if there is no pass.
 
     Raises:
         TypeError: A tensor has a dtype that cannot be stored.
-        ValueError: A pass is not one of this run.
+        ValueError: A pass does not fit this run.
     """
     passes = [forward for step in steps for forward in step.passes]
     if not passes:
@@ -71,17 +71,17 @@ def pass_tensors(steps: Sequence[Step], schema: ChunkSchema) -> dict[str, Tensor
 
 
 class StoredPasses(Sequence[ForwardPass]):
-    """The forward passes of one step on disk; each is read, and checked, when it is indexed.
+    """The forward passes of one step on disk; each is read and checked when it is indexed.
 
-    Any number of threads may read at once. Nothing is kept: who needs a pass twice keeps it.
+    Any number of threads may read at once. Nothing is cached: keep a pass that is needed twice.
     """
 
     def __init__(self, path: Path, chunk: Chunk, schema: ChunkSchema, first: int, rows: Sequence[int]) -> None:
-        """Describe the passes of a step: the number of its first pass in the chunk, and the rows of each."""
+        """Store the number of the step's first pass in the chunk, and the number of rows of each pass."""
         self._path, self._chunk, self._schema, self._first, self._rows = path, chunk, schema, first, rows
 
     def __getstate__(self) -> dict[str, object]:
-        """Return the pickled form, which is found from any working directory."""
+        """Return the pickled form, with an absolute path that works from any working directory."""
         return {**self.__dict__, "_path": self._path.absolute()}
 
     def __len__(self) -> int:
@@ -114,7 +114,7 @@ class StoredPasses(Sequence[ForwardPass]):
                 parts["autocast"] = dict(enumerate(_DTYPES))[int(values["autocast"])]
             forward = ForwardPass(self._rows[number], **parts)
             validate_pass(forward, self._schema)
-        except (ValueError, KeyError, RuntimeError) as error:  # the latter: not one number
+        except (ValueError, KeyError, RuntimeError) as error:  # RuntimeError: not a single number
             raise ValueError(f"{where}: {error}") from error
         return forward
 
@@ -124,7 +124,7 @@ class StoredPasses(Sequence[ForwardPass]):
 
 
 def with_stored_passes(path: Path, chunk: Chunk, schema: ChunkSchema, steps: Sequence[Step]) -> list[Step]:
-    """Return the steps of a chunk with the passes that it holds; a step without any has an empty tuple."""
+    """Return the steps of a chunk with its passes; a step without passes has an empty tuple."""
     with opened_chunk(path, chunk) as tensors:
         counts, rows = (tensors.get_tensor(name).tolist() for name in (COUNTS, _ROWS))
     stored, first = [], 0
@@ -136,12 +136,12 @@ def with_stored_passes(path: Path, chunk: Chunk, schema: ChunkSchema, steps: Seq
 
 
 def validate_passes(tensors: Any, steps: Sequence[Step], schema: ChunkSchema, where: str) -> None:
-    """Raise if an open chunk does not hold passes of its steps, as far as it can be said before they are read.
+    """Raise if an open chunk does not hold passes of its steps, as far as this shows without reading them.
 
-    What a pass holds is checked when it is indexed: passes are too many to be read with every run.
+    The content of a pass is checked when it is indexed: reading all passes at every opening is too slow.
 
     Raises:
-        ValueError: Numbers of passes or rows are not those of the steps, or places lie outside of the file's tensor.
+        ValueError: Numbers of passes or rows do not fit the steps, or offsets lie outside the file's tensor.
     """
     tables = {name: tensors.get_tensor(name) for name in PASS_LAYOUT if name != PASSES}
     _validate_counts(tables, steps, schema, where)
@@ -166,7 +166,7 @@ def _validate_counts(tensors: Mapping[str, Tensor], steps: Sequence[Step], schem
 
 
 def validate_pass(forward: ForwardPass, schema: ChunkSchema | None = None) -> None:
-    """Raise if a pass is not as `ForwardPass` says, or cannot be stored, or is not one of a run with this schema.
+    """Raise if a pass does not follow `ForwardPass`, cannot be stored, or does not fit a run with this schema.
 
     Raises:
         TypeError: A tensor has a dtype that cannot be stored.

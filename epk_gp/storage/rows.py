@@ -1,7 +1,7 @@
 """Training data that need not fit into memory: rows are read once, block by block, written to a file, and mapped.
 
-What follows sees tensors whose pages are those of the file: they take no memory of the process, and the system drops
-them where memory is short. Datasets are read in their own order, by the workers of a `DataLoader` if one was given.
+Later computations see tensors whose pages belong to the file: they take no memory of the process, and the system drops
+them when memory is short. Datasets are read in their own order, by the workers of a `DataLoader` if one was given.
 """
 
 import os
@@ -26,29 +26,29 @@ from epk_gp.core.model import random_state_kept
 from epk_gp.core.step import Step, fingerprint_data, tensor_bytes
 
 TrainingInputs = Any  # `Inputs`, arrays, a map-style dataset (also of `datasets`), a `DataLoader` or a `Stream`
-Targets = Shaped[Tensor, "M ..."] | np.ndarray[Any, np.dtype[Any]] | str | None  # a text: the key of items' targets
+Targets = Shaped[Tensor, "M ..."] | np.ndarray[Any, np.dtype[Any]] | str | None  # a text: the key of targets
 
-_ITEMS = 64  # of a dataset that are read at a time
-_READ_TWICE = 16  # items that are read twice, to see whether they are the same each time
-_TARGETS = ("labels", "label", "targets", "target", "y")  # where items that are dictionaries hold their target
+_ITEMS = 64  # items of a dataset that are read at a time
+_READ_TWICE = 16  # items that are read twice, to test whether they stay the same
+_TARGETS = ("labels", "label", "targets", "target", "y")  # keys of the target in items that are dictionaries
 _OF_LOADER = ("num_workers", "collate_fn", "worker_init_fn", "multiprocessing_context", "timeout")
 
 
 @dataclass(frozen=True, eq=False)
 class Stream:
-    """Training data that nobody knows before the training: rows are recorded as the network sees them.
+    """Training data that are unknown before the training: rows are recorded as the network sees them.
 
         with epk.Recorder(net, optimizer, epk.Stream(inputs, labels)) as recorder:
             for inputs, labels in loader:
                 ...
                 recorder.batch(targets=labels)
 
-    A row that was seen with one target is one training point, however often it comes, numbered in the order of the
-    first time. The rows are kept in the run, each once.
+    Each distinct row with its target is one training point, however often it occurs, numbered in the order of first
+    occurrence. The run keeps each row once.
 
     Attributes:
-        X: A few inputs, as the network takes them, such as a first batch. They are the first points.
-        y: Their targets; None where no loss is stated.
+        X: A few inputs, in the form of the network's input, such as a first batch. They are the first points.
+        y: Their targets; None if no loss is stated.
     """
 
     X: Inputs
@@ -56,13 +56,13 @@ class Stream:
 
 
 class Rows:
-    """Training points in temporary files, which go with the object; points can be added, those of a stream by content.
+    """Training points in temporary files, deleted with the object; points can be added, points of a stream by content.
 
     Args:
-        folder: Where the files are; None for the system's temporary folder (TMPDIR).
+        folder: Folder of the files; None for the system's temporary folder (TMPDIR).
 
     Attributes:
-        layout: Where the tensors of several inputs lie in X; None for one.
+        layout: Layout of several input tensors in X; None for one.
     """
 
     def __init__(self, folder: str | os.PathLike[str] | None = None) -> None:
@@ -76,10 +76,10 @@ class Rows:
         return self._count
 
     def append(self, X: Shaped[Tensor, "n ..."], y: Shaped[Tensor, "m ..."]) -> None:
-        """Add points, inputs and targets.
+        """Add points: inputs and targets.
 
         Raises:
-            ValueError: They have another shape or dtype than those before, or there is not one target a row.
+            ValueError: Their shape or dtype differs from earlier points, or there is not one target per row.
         """
         kinds = [(tuple(column.shape[1:]), column.dtype) for column in (X, y)]
         if len(X) != len(y) or (self._count and kinds != self._kinds):
@@ -93,7 +93,7 @@ class Rows:
         self._kinds, self._count = kinds, self._count + len(X)
 
     def number(self, X: Shaped[Tensor, "n ..."], y: Shaped[Tensor, "m ..."]) -> Int64[Tensor, " n"]:
-        """Return the numbers of points by their content, and add those that are new; errors as of `append`."""
+        """Return the numbers of points by their content, and add new points; errors as in `append`."""
         X, y = X.detach().cpu(), y.detach().cpu()
         keys = [fingerprint_data(*row) for row in zip(X, y, strict=True)]
         new = {key: row for row, key in reversed([*enumerate(keys)]) if key not in self._number_of}
@@ -115,42 +115,43 @@ class Rows:
 
 
 def as_bytes(X: Shaped[Tensor, "n ..."]) -> Shaped[Tensor, "n ..."]:
-    """Return inputs k / 255, which 8-bit images become, as k; others as they are."""
+    """Return inputs of the form k / 255, as 8-bit images give, as the integers k; others unchanged."""
     if not X.is_floating_point() or not bool(((X >= 0) & (X <= 1)).all()):
         return X
     k = (255 * X).round().to(torch.uint8)
-    return k if bytes(tensor_bytes(from_bytes(k, X.dtype))) == bytes(tensor_bytes(X)) else X  # -0.0 is none
+    return k if bytes(tensor_bytes(from_bytes(k, X.dtype))) == bytes(tensor_bytes(X)) else X  # -0.0 has no such form
 
 
 def from_bytes(X: Shaped[Tensor, "n ..."], dtype: torch.dtype) -> Shaped[Tensor, "n ..."]:
-    """Return the inputs, of a dtype, of which `as_bytes` made others."""
+    """Return the original inputs, of the given dtype, from the result of `as_bytes`."""
     return X if X.dtype == dtype else X.to(dtype) / 255
 
 
 def num_seen(steps: Iterable[Step], least: int = 0) -> int:
-    """Return how many points of a stream some steps and those before have seen; `least` where they have no batch."""
+    """Return the number of points of a stream that steps up to the last of these have seen; `least` without a batch."""
     return max([least, *(int(step.batch.max()) + 1 for step in steps if step.batch is not None)])
 
 
 def num_rows(X: Any, y: Any) -> int:
-    """Return the number of points of data that a recorder takes; 0 if they are something else."""
+    """Return the number of points of a recorder's data; 0 if their form is unknown."""
     sized = y if isinstance(y, Tensor | np.ndarray) and y.ndim else _dataset_of(X)
     return 0 if sized is None else len(sized)
 
 
 def map_data(X: TrainingInputs, y: Targets, folder: str | os.PathLike[str] | None) -> Rows | None:
-    """Write training data to temporary files; None where they are tensors in memory.
+    """Write training data to temporary files; None if they are tensors in memory.
 
     Args:
         X: A NumPy array or memory map, or a tuple or dict of them; a map-style dataset, whose items are inputs, pairs
             (inputs, target), or dictionaries; or a `DataLoader`, whose dataset is read by its workers and `collate_fn`.
-        y: The targets, a tensor or an array; None where the dataset's items hold them, or the key of an item that does.
+        y: The targets, a tensor or an array; None if the dataset's items contain them, or the key of the items'
+            targets.
         folder: The folder of the run, beside which the files are written; None for the system's temporary folder.
 
     Raises:
-        TypeError: A dataset is an iterable one, or its items hold something else than numbers.
-        ValueError: Rows differ in shape or dtype; there are none, or as many targets as rows are not given; an item is
-            another one when it is read again.
+        TypeError: A dataset is iterable only, or its items contain other objects than numbers.
+        ValueError: Rows differ in shape or dtype; there are no rows, or not one target per row; or an item differs
+            when it is read again.
     """
     is_stream = isinstance(X, Stream)
     X, y = (X.X, X.y if y is None else y) if isinstance(X, Stream) else (X, y)
@@ -182,7 +183,7 @@ def map_data(X: TrainingInputs, y: Targets, folder: str | os.PathLike[str] | Non
 
 
 def _slices(X: Any, parts: list[Any]) -> Iterator[tuple[Any, None]]:
-    """Yield rows of arrays and tensors, some at a time."""
+    """Yield blocks of rows of arrays and tensors."""
     size = max(1, BLOCK_BYTES * len(parts[0]) // max(1, sum(part.nbytes for part in parts)))
     for start in range(0, len(parts[0]), size):
         values = [as_tensor(part[start : start + size]) for part in parts]
@@ -191,7 +192,7 @@ def _slices(X: Any, parts: list[Any]) -> Iterator[tuple[Any, None]]:
 
 
 def _dataset_of(X: Any) -> Any:
-    """Return a map-style dataset, or that of a `DataLoader`, without the indices of `IndexedDataset`; else None."""
+    """Return a map-style dataset, or a `DataLoader`'s, without the indices of `IndexedDataset`; otherwise None."""
     if isinstance(getattr(X, "dataset", X), IterableDataset):
         raise TypeError(
             "X must be a map-style dataset, with a length and items by index: got an iterable one. Pass "
@@ -206,7 +207,7 @@ def _dataset_of(X: Any) -> Any:
 
 
 def _items(X: Any, dataset: Any, y: Any) -> Iterator[tuple[Any, Any]]:
-    """Yield items of a dataset, some at a time, as inputs and targets."""
+    """Yield blocks of items of a dataset, as inputs and targets."""
     options = {name: getattr(X, name) for name in _OF_LOADER} if isinstance(X, DataLoader) else {}
     collate = options.get("collate_fn", default_collate)
     try:
@@ -219,7 +220,7 @@ def _items(X: Any, dataset: Any, y: Any) -> Iterator[tuple[Any, Any]]:
                     "again (augmentation in __getitem__, noise). Pass the data set without augmentation as X, and "
                     "train on the augmented one: what the network sees is recorded."
                 )
-        # a generator of its own: a loader draws a seed
+        # a separate generator, because a loader draws a seed
         for items in DataLoader(dataset, _ITEMS, generator=torch.Generator(), **options):
             yield _inputs_and_targets(items, y)
     except (RuntimeError, TypeError, LookupError) as error:
@@ -227,7 +228,7 @@ def _items(X: Any, dataset: Any, y: Any) -> Iterator[tuple[Any, Any]]:
 
 
 def _inputs_and_targets(items: Any, y: Any) -> tuple[Any, Any]:
-    """Return inputs and targets of some items that were put together."""
+    """Return inputs and targets of several collated items."""
     if isinstance(items, Mapping):
         key = y if isinstance(y, str) else next((key for key in _TARGETS if key in items and y is None), None)
         if key is not None and key not in items:

@@ -1,4 +1,4 @@
-"""Create, resume and open a run on disk, with the network, loss, data and optimizer that are the recorded ones."""
+"""Create, resume and open a run on disk, and check that network, loss, data and optimizer are the recorded ones."""
 
 import os
 from collections.abc import Callable, Mapping
@@ -32,17 +32,17 @@ from epk_gp.storage.writer import RunWriter, create_run_dir, open_for_writing, w
 _KNOWN_LOSSES: dict[str, Any] = {
     kind.__name__: kind for kind in (CrossEntropy, NegativeLogLikelihood, MeanSquaredError, UnstatedLoss)
 }
-# What a run that is resumed may have otherwise: what its files hold of themselves.
+# Header entries that may differ when a run is resumed: they describe the files themselves.
 _OF_FILES = ("format", "version", "data_blake2b", "data_bytes")
 
 
 def validate_same_header(recorded: Mapping[str, Any], header: Mapping[str, Any], path: str | os.PathLike[str]) -> None:
-    """Raise if the header that a run would get now is not the one it was recorded with.
+    """Raise if the header that a run would get now differs from the recorded one.
 
     Raises:
         ValueError: An entry differs; the message names it.
     """
-    for name, entry in RunHeader.model_fields.items():  # the loss before the data: another one needs other targets
+    for name, entry in RunHeader.model_fields.items():  # the loss first: another one needs other targets
         before, now = (side.get(name, entry.default) for side in (recorded, header))
         if name not in _OF_FILES and before != now:
             raise ValueError(f"{name} must be the recorded one to resume {path}: {_difference(before, now)}.")
@@ -55,13 +55,13 @@ def recorded_model(
 
     Args:
         header: The run's header.
-        data: Its tensors, which hold the frozen state.
-        net: The network; its weights do not matter and are not changed.
-        output: Takes the outputs from what the network returns, as at recording.
+        data: Its tensors, including the frozen state.
+        net: The network; its weights are ignored and not changed.
+        output: Maps the network's result to the outputs, as at recording.
 
     Raises:
         ValueError: The network has other parameters or buffers, by name or by shape; or the data do not have the
-            recorded structure, or `output` must be given and is not.
+            recorded structure, or `output` is missing.
     """
     signature = signature_from_json(header["signature"], output, data)
     if signature.layout is not None and data["inputs"].shape[1:] != (signature.layout.width,):
@@ -95,10 +95,10 @@ def _require_recorded(name: str, recorded: list[int] | None, own: list[int] | No
 
 
 def recorded_loss(header: Mapping[str, Any], given: Loss | nn.Module | None) -> Loss:
-    """Return the loss that a header describes; a `PerSampleLoss` must be given, for a function is not stored.
+    """Return the loss that a header describes; a `PerSampleLoss` must be given, because a function is not stored.
 
     Raises:
-        ValueError: The loss must be given and is not, or the given loss is another one, or the header describes none.
+        ValueError: The loss is missing, differs from the given one, or the header describes none.
     """
     recorded = header["loss"]
     if given is None and recorded["kind"] not in _KNOWN_LOSSES:
@@ -116,7 +116,7 @@ def recorded_loss(header: Mapping[str, Any], given: Loss | nn.Module | None) -> 
 
 
 def _difference(recorded: Any, given: Any) -> str:
-    """Return in words where two entries of a header differ: only what does, with both values."""
+    """Describe the difference between two entries of a header, with both values."""
     if isinstance(recorded, list) and isinstance(given, list):
         if len(recorded) != len(given):
             return f"it has {len(recorded)}, got {len(given)}"
@@ -137,10 +137,10 @@ def validate_loss_function(trajectory: Trajectory) -> None:
     if not isinstance(trajectory.loss, losses.PerSampleLoss) or not trajectory.steps:
         return
     first = trajectory.steps[0]
-    if first.passes or first.move or trajectory.statistics is not None:  # the replay of such steps compares them all
+    if first.passes or first.move or trajectory.statistics is not None:  # the replay of such steps compares all of them
         return
     recomputation = recomputation_of(trajectory)
-    if recomputation is not None:  # computed states are those of the given loss: a kept one says whether it is recorded
+    if recomputation is not None:  # computed states follow the given loss, a kept one the recorded loss
         state = recomputation.kept.numbers[1]
         allowed = recomputation.allowed_jump(state - 1, trajectory.dtype, trajectory.states[0])
         if not recomputation.jump(state, trajectory.model.spec) <= allowed:
@@ -155,7 +155,7 @@ def validate_loss_function(trajectory: Trajectory) -> None:
 def validate_forward_function(trajectory: Trajectory, recorded: Tensor) -> None:
     """Raise if the network's outputs near the initial weights are not the recorded ones.
 
-    Outputs of another machine differ by rounding: up to eps^(3/4), relative to the largest, is accepted.
+    Outputs on another machine differ by rounding: up to eps^(3/4), relative to the largest, is accepted.
 
     Raises:
         ValueError: The outputs differ, or the network fails on the recorded inputs.
@@ -189,7 +189,7 @@ def create_run(
     *,
     statistics: Float[Tensor, " Q"] | None,
 ) -> RunWriter:
-    """Create a run of no steps in a new or empty folder.
+    """Create a run without steps in a new or empty folder.
 
     Args:
         folder: The folder.
@@ -205,7 +205,7 @@ def create_run(
         FileExistsError: The folder already holds something.
         BlockingIOError: Another process creates a run there.
         OSError: The folder cannot be written.
-        TypeError: The training state holds something that only a pickle could store.
+        TypeError: The training state contains an object that only pickle could store.
     """
     tensors = training.state_dict()
     writer, full_header = create_run_dir(folder, {**header, **training.header()}, data)
@@ -226,15 +226,15 @@ def resume_run(
     *,
     output: Callable[[Any], Tensor] | None = None,
 ) -> tuple[Trajectory, RunWriter]:
-    """Open a run to continue it: check that it is the same, and restore the state of its last commit.
+    """Open a run to continue it: check that it is the same run, and restore the state of its last commit.
 
     Args:
         folder: The run's folder.
         header: The header that the run would get if it were created now.
         net: The network; its weights, frozen parameters and buffers are overwritten.
         loss: The loss.
-        training: The optimizer and other objects, made as the recorded ones were; their state is overwritten.
-        output: Takes the outputs from what the network returns, as at recording.
+        training: The optimizer and other objects, created as the recorded ones were; their state is overwritten.
+        output: Maps the network's result to the outputs, as at recording.
 
     Returns:
         The run up to its last commit, and a writer that continues it.
@@ -242,7 +242,7 @@ def resume_run(
     Raises:
         BlockingIOError: Another process records there.
         OSError: The folder cannot be written.
-        ValueError: The run is damaged, or it is one of another network, data set, loss or optimizer.
+        ValueError: The run is damaged, or belongs to another network, data set, loss or optimizer.
     """
     recorded = read_header(folder)
     validate_same_header(recorded, {**header, **training.header()}, folder)
@@ -255,9 +255,9 @@ def resume_run(
         writer.remove_uncommitted()
     own = {**dict(net.named_parameters()), **dict(net.named_buffers())}
     frozen, weights = trajectory.model.frozen_state(), trajectory.weights(chunk.last)
-    moved = weights if chunk.last - 1 in trajectory.moves else {}  # after the buffers were kept
+    moved = weights if chunk.last - 1 in trajectory.moves else {}  # moved after the buffers were kept
     with torch.no_grad():
-        for name, value in {**frozen, **weights, **buffers, **moved}.items():  # buffers last: they moved
+        for name, value in {**frozen, **weights, **buffers, **moved}.items():  # buffers last, because they changed
             own[name].copy_(value)
     return trajectory, writer
 
@@ -272,22 +272,22 @@ def load_trajectory(
 ) -> Trajectory:
     """Open a recorded run for reading.
 
-    Every file is checked against the checksum it was committed with; the weights are then mapped, not loaded.
+    Every file is checked against its committed checksum; the weights are then mapped, not loaded.
 
     Args:
         folder: The run's folder.
-        net: A network of the recorded architecture; its weights do not matter and are not changed.
-        loss: The loss, needed only if it was a `PerSampleLoss`, whose function is not stored.
-        output: The function from what the network returns to its outputs, needed if the run was recorded with one.
+        net: A network of the recorded architecture; its weights are ignored and not changed.
+        loss: The loss, needed only for a `PerSampleLoss`, whose function is not stored.
+        output: The function from the network's result to its outputs, needed if the run was recorded with one.
 
     Returns:
         The run, with its data on the CPU.
 
     Raises:
         FileNotFoundError: The folder holds no run, or a file is missing.
-        TypeError: `output` is no function.
-        ValueError: A file is damaged; or the network has other names, shapes or another forward function than the
-            recorded one, or checkpoints re-entrantly; or the loss or `output` is missing or another one.
+        TypeError: `output` is not a function.
+        ValueError: A file is damaged; or the network's names, shapes or forward function differ from the recorded
+            ones, or it checkpoints re-entrantly; or the loss or `output` is missing or differs.
     """
     header = read_header(folder)
     schema = chunk_schema(header)
@@ -296,7 +296,7 @@ def load_trajectory(
     model = recorded_model(header, data, net, output)
     steps = tuple(step for chunk in committed for step in chunks.read_steps(folder, schema, chunk))
     modules = [name for name, _ in net.named_modules()]
-    if header["modules"] != modules and any(step.passes for step in steps):  # recorded modes would say nothing of them
+    if header["modules"] != modules and any(step.passes for step in steps):  # the recorded modes would not fit them
         raise ValueError(f"the network must have the recorded modules: {_difference(header['modules'], modules)}.")
     graph = model.signature.stored_tensors().values()
     if fingerprint_data(data["inputs"], data["targets"], *graph) != header["data_digest"]:

@@ -1,4 +1,4 @@
-"""What the files of a run hold: its header, its training data, and the dtypes and shapes of its chunks."""
+"""The content of a run's files: its header, its training data, and the dtypes and shapes of its chunks."""
 
 import math
 import os
@@ -22,9 +22,9 @@ from epk_gp.storage.files import MAX_JSON_BYTES, load_tensors, read_bytes, read_
 
 FORMAT = {"format": "epk_gp run", "version": 1}
 HEADER, DATA = "run.json", "data.safetensors"
-INPUTS, TARGETS = "rows.inputs", "rows.targets"  # the points of a stream that the steps of a chunk saw first
-_IN_MEMORY = 1 << 26  # bytes of data up to which they are read into memory, where no change of the file can reach them
-# The dtypes that weights can have, by their name in the run's header.
+INPUTS, TARGETS = "rows.inputs", "rows.targets"  # new points of a stream in the steps of a chunk
+_IN_MEMORY = 1 << 26  # smaller data are read into memory, where changes of the file cannot reach them
+# The dtypes of weights, by their name in the run's header.
 WEIGHT_DTYPES = {str(dtype): dtype for dtype in (torch.float32, torch.float64)}
 
 Count = Annotated[int, Field(ge=0, lt=1 << 62)]  # 62 bits: sums of two counts still fit into int64
@@ -32,7 +32,7 @@ Positive = Annotated[int, Field(ge=1, lt=1 << 62)]
 
 
 class Record(BaseModel):
-    """An object of a JSON file: its entries and their types; others are refused."""
+    """An object of a JSON file with typed entries; unknown entries are refused."""
 
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
 
@@ -52,7 +52,7 @@ class GroupRecord(Record):
 
 
 class RunDescription(Record):
-    """What `run_header` says of a run: `loss` has a `kind` and its options, `law` is the update rule."""
+    """The result of `run_header`: `loss` has a `kind` and its options, `law` is the update rule."""
 
     names: list[str]
     shapes: list[list[Count]]
@@ -101,15 +101,15 @@ RecordType = TypeVar("RecordType", bound=Record)
 
 
 def validated(model: type[RecordType], entries: object, message: str) -> RecordType:
-    """Return the record with entries from an untrusted file.
+    """Return the record built from entries of an untrusted file.
 
     Args:
-        model: What the record must be.
-        entries: What the file holds.
-        message: Start of the error message, which says what the file must hold.
+        model: The class of the record.
+        entries: The content of the file.
+        message: Start of the error message, which states the required content of the file.
 
     Raises:
-        ValueError: An entry is missing, too many, or of another type; the message names it.
+        ValueError: An entry is missing, superfluous, or has a wrong type; the message names it.
     """
     try:
         return model.model_validate(entries)
@@ -120,10 +120,10 @@ def validated(model: type[RecordType], entries: object, message: str) -> RecordT
 
 
 def read_record(model: type[RecordType], file: Path, message: str, limit: int = MAX_JSON_BYTES) -> RecordType | None:
-    """Return the record in a JSON file with a checksum; None if there is no such file.
+    """Return the record in a JSON file with a checksum; None if the file does not exist.
 
     Raises:
-        ValueError: The file is damaged, too large or no plain file, or holds something else.
+        ValueError: The file is damaged, too large or not a regular file, or has other content.
     """
     try:
         content = read_bytes(file, limit, str(file))
@@ -141,12 +141,12 @@ class ChunkSchema:
         dtype: Dtype of the weights.
         num_points: Number M of training points.
         num_statistics: Number Q of moving statistics.
-        num_modules: Number of modules of the network whose modes a forward pass holds.
-        keep_every: Every so many-th state is held.
-        scaled: Which coefficients of each parameter a preconditioner scales: where not every state is held, they are
-            held for one weight.
-        least_index: The smallest index of a batch: -1 where rows may be no training points.
-        is_stream: Whether chunks hold further training points.
+        num_modules: Number of modules of the network, one mode each in a forward pass.
+        keep_every: Spacing k of the stored states: every k-th is stored.
+        scaled: The coefficients of each parameter that a preconditioner scales: if not every state is stored, they are
+            stored for one weight.
+        least_index: The smallest index of a batch: -1 if rows may be outside the training data.
+        is_stream: Whether chunks hold additional training points.
     """
 
     sizes: tuple[int, ...]
@@ -161,11 +161,11 @@ class ChunkSchema:
 
     @property
     def thins(self) -> bool:
-        """Whether chunks do not hold every state."""
+        """Whether chunks hold only some of the states."""
         return self.keep_every > 1
 
     def held_between(self, first: int, last: int) -> list[int]:
-        """Return which of its consecutive states a chunk holds: every k-th, and the last, for resuming."""
+        """Return the consecutive states that a chunk holds: every k-th, and the last one for resuming."""
         k = self.keep_every
         return sorted({*range(math.ceil(first / k) * k, last + 1, k), last})
 
@@ -203,10 +203,10 @@ def run_header(
     clip: Clip | None = None,
     is_stream: bool = False,
 ) -> dict[str, Any]:
-    """Describe a run for its header: everything but the weights.
+    """Describe a run for its header: everything except the weights.
 
     The digest of a run covers the text of this dictionary, so its keys and their order are part of the format. Entries
-    for which the run has nothing are left out.
+    without content are left out.
 
     Args:
         model: The network.
@@ -215,9 +215,9 @@ def run_header(
         num_points: M.
         num_outputs: C.
         data_digest: Digest of the training data.
-        unexplained: Share of a step that update rule and loss need not explain; None for rounding only.
+        unexplained: Share of a step that update rule and loss need not explain; None allows rounding only.
         clip: The stated gradient clipping.
-        is_stream: Whether steps add training points to those of the header.
+        is_stream: Whether steps add training points to those in the header.
     """
     optional = {
         "statistics": list(model.statistics),
@@ -242,19 +242,19 @@ def run_header(
 
 def describe_loss(loss: Loss) -> dict[str, Any]:
     """Describe a loss for a run's header; the name of a `PerSampleLoss` stands for its functions."""
-    left_out = ("function", "counts", "dim" if getattr(loss, "dim", None) is None else "")  # None as before `dim`
+    left_out = ("function", "counts", "dim" if getattr(loss, "dim", None) is None else "")  # as before `dim` existed
     options = {name: value for name, value in vars(loss).items() if name not in left_out}
     plain = {name: list(value) if isinstance(value, tuple) else value for name, value in options.items()}
     return {"kind": type(loss).__name__, **plain}
 
 
 def read_header(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """Read the header of a run (`RunHeader`) as a dictionary of all its entries, also of those that the file lacks.
+    """Read the header of a run (`RunHeader`) as a dictionary of all its entries, including defaults.
 
     Raises:
         TypeError: The path is not a path.
         FileNotFoundError: The folder holds no run.
-        ValueError: The header is not that of a run of this format and version, or it is damaged.
+        ValueError: The header does not belong to a run of this format and version, or it is damaged.
     """
     file = Path(path) / HEADER
     header = read_record(RunHeader, file, f"{file} must be the header of an epk_gp run of version 1")
@@ -266,7 +266,7 @@ def read_header(path: str | os.PathLike[str]) -> dict[str, Any]:
 def read_data(path: str | os.PathLike[str], header: Mapping[str, Any]) -> dict[str, Tensor]:
     """Read inputs, targets, frozen state and fingerprint outputs of a run, checked against the header's checksum.
 
-    A file of more than 64 MiB is mapped, after its checksum was taken block by block.
+    A file of more than 64 MiB is mapped after its checksum was computed block by block.
 
     Raises:
         FileNotFoundError: The file is missing.

@@ -1,8 +1,8 @@
-"""The training state of a run: what the next step depends on beside the weights, stored without pickle.
+"""The training state of a run: everything that the next step depends on except the weights, stored without pickle.
 
 It consists of the optimizers' state, the state of the objects that the user names (schedulers, samplers, generators),
-the momentum buffer that the recorder follows, the network's buffers that changed since the recording began, and torch's
-random numbers on the CPU and on the network's accelerator.
+the recorder's momentum buffer, the network's buffers that changed since the recording began, and the states of torch's
+generators on the CPU and on the network's accelerator.
 """
 
 import json
@@ -28,10 +28,10 @@ from epk_gp.storage.files import load_tensors, parse_json, read_checked
 from epk_gp.storage.journal import Chunk, resume_name
 from epk_gp.storage.schema import Record, validated
 
-# Names of the tensors in a resume file, beside `tensor.N` for the tensors of the JSON text.
-REPLAY, CHECKSUM = "replay", "checksum"  # in a chunk: what steps need to be made again, with the weights' checksum
+# Names of the tensors in a resume file, in addition to `tensor.N` for the tensors of the JSON text.
+REPLAY, CHECKSUM = "replay", "checksum"  # in a chunk: the replay data of steps, and the weights' checksum
 _STATE, _RANDOM, _DEVICE_RANDOM, _MOMENTUM = "state", "random", "random.device", "momentum"
-# Entries of an optimizer's state that have their parameter's shape; torch would accept any other shape too.
+# Entries of an optimizer's state with their parameter's shape; torch would accept any other shape too.
 _BUFFERS = {
     *("momentum_buffer", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "square_avg", "grad_avg", "sum"),
     *("acc_delta", "exp_inf", "ax", "prev", "step_size"),
@@ -60,7 +60,7 @@ class _OptimizerState(Record):
 
 
 class _State(Record):
-    """What a resume file says: state of the optimizers, of the objects in `stateful`, and buffers that changed."""
+    """The content of a resume file: state of the optimizers, of the objects in `stateful`, and changed buffers."""
 
     model_config = ConfigDict(arbitrary_types_allowed=True)
 
@@ -100,13 +100,13 @@ def validate_resumable(
 
 @dataclass(eq=False)
 class TrainingState:
-    """The objects whose state the next step depends on, beside the weights.
+    """The objects, other than the weights, whose state the next step depends on.
 
     Attributes:
         optimizers: The optimizers, in the order in which the header counts them.
         stateful: Other objects, by name.
-        momentum: The momentum buffer that the recorder follows, (P,).
-        net: The network; its buffers that changed, and the random numbers of its device, belong to the state.
+        momentum: The recorder's momentum buffer, (P,).
+        net: The network; its changed buffers, and the generator of its device, belong to the state.
         groups: The optimizers' parameter groups, with the names of their parameters and rules.
     """
 
@@ -118,11 +118,11 @@ class TrainingState:
     _versions: dict[str, tuple[Tensor, int]] = field(default_factory=dict, init=False, repr=False)
 
     def __post_init__(self) -> None:
-        """Remember the buffers as they are, so that those that change are known."""
+        """Store the present buffers, so that changed ones are known later."""
         self._versions = {name: (value, _version(value)) for name, value in self._buffers().items()}
 
     def header(self) -> dict[str, Any]:
-        """Return what a run's header holds of the optimizers.
+        """Return the header's entries about the optimizers.
 
         Raises:
             TypeError: An option is neither a number nor a text nor a list of them.
@@ -132,7 +132,7 @@ class TrainingState:
             for optimizer in self.optimizers
             for group in optimizer.param_groups
         ]
-        try:  # numbers of numpy and tensors of one number have `item`
+        try:  # NumPy's numbers and tensors with one number have `item`
             options = json.loads(json.dumps(options, default=lambda value: value.item()))
         except (AttributeError, RuntimeError, ValueError) as error:
             raise TypeError("the optimizer's options must be numbers or texts: one is neither.") from error
@@ -140,10 +140,10 @@ class TrainingState:
         return {"optimizer": options, "num_optimizers": len(self.optimizers), "groups": groups}
 
     def snapshot(self) -> dict[str, Any]:
-        """Return a copy of the state of all objects, and of torch's random numbers, but not of the momentum.
+        """Return a copy of the state of all objects and of torch's generators, without the momentum.
 
         Raises:
-            ValueError: A parameter group was removed whose state is still there.
+            ValueError: A parameter group was removed, but its state is still there.
         """
         random = {_RANDOM: torch.random.get_rng_state()}
         if (device := self._accelerator()) is not None:
@@ -165,11 +165,11 @@ class TrainingState:
     def state_dict(
         self, snapshot: Mapping[str, Any] | None = None, momentum: Tensor | None = None
     ) -> dict[str, Tensor]:
-        """Return a snapshot, by default of now, and the momentum with it, as tensors that can be stored.
+        """Return a snapshot (by default of the present state) and the momentum, as tensors that can be stored.
 
         Raises:
-            TypeError: A state holds something that only a pickle could store.
-            ValueError: As of `snapshot`.
+            TypeError: A state contains an object that only pickle could store.
+            ValueError: As in `snapshot`.
         """
         snapshot = self.snapshot() if snapshot is None else snapshot
         momentum = self.momentum if momentum is None else momentum
@@ -177,11 +177,11 @@ class TrainingState:
         return {**snapshot["random"], **held, **_encoded(snapshot["state"])}
 
     def replay_row(self, options: Sequence[Mapping[str, Any]], *, is_kept: bool) -> dict[str, Tensor]:
-        """Return what a step needs to be made again: options of the groups, and the number of threads.
+        """Return the replay data of a step: options of the groups, and the number of threads.
 
         Args:
-            options: All options of each group in the step; none of the initial state.
-            is_kept: Whether the state after the step is kept: the optimizers' state after it is then stored too.
+            options: All options of each group in the step; empty for the initial state.
+            is_kept: Whether the state after the step is kept: the optimizers' state after it is then also stored.
         """
         row: dict[str, Any] = {"options": [dict(own) for own in options], "threads": torch.get_num_threads()}
         if is_kept:
@@ -189,26 +189,26 @@ class TrainingState:
         return _encoded(row)
 
     def load_state_dict(self, tensors: Mapping[str, Tensor], where: str) -> dict[str, Tensor]:
-        """Restore the state of all objects, and torch's random numbers, in place.
+        """Restore the state of all objects and torch's generators, in place.
 
-        The optimizer and the other objects must be made as those of the recorded run were.
+        The optimizer and the other objects must be created as in the recorded run.
 
         Args:
-            tensors: What `state_dict` returned.
-            where: Name of the file in an error message.
+            tensors: The result of `state_dict`.
+            where: Name of the file in error messages.
 
         Returns:
-            The buffers of the network that had changed, which are not restored.
+            The network's buffers that had changed; they are not restored here.
 
         Raises:
-            ValueError: The tensors are not a training state, one of another shape, or one of other names in
-                `stateful`; or an object does not take its state; or the network has other buffers.
+            ValueError: The tensors are not a training state, have other shapes, or other names in `stateful`; or an
+                object does not accept its state; or the network has other buffers.
         """
         message = f"{where} must hold the state to resume from"
         entries = decoded_state(tensors, message)
         state, momentum = validated(_State, entries, message), tensors.get(_MOMENTUM, torch.zeros_like(self.momentum))
         recorded = [own.model_dump() for own in state.optimizers]
-        sizes = len(self.momentum), 2 * len(self.momentum)  # of a second buffer too
+        sizes = len(self.momentum), 2 * len(self.momentum)  # with a second buffer
         if len(recorded) != len(self.optimizers) or momentum.ndim != 1 or len(momentum) not in sizes:
             raise ValueError(f"{message}: it has that of {len(recorded)} optimizers.")
         if state.keep.keys() != self.stateful.keys():
@@ -225,7 +225,7 @@ class TrainingState:
                 load_optimizer(optimizer, own_state)
             for name, kept in self.stateful.items():
                 (kept.set_state if isinstance(kept, torch.Generator) else kept.load_state_dict)(state.keep[name])
-            torch.random.set_rng_state(tensors[_RANDOM])  # last: a sampler may draw numbers while it is restored
+            torch.random.set_rng_state(tensors[_RANDOM])  # last, as a sampler may draw numbers while it is restored
             if (device := self._accelerator()) is not None and _DEVICE_RANDOM in tensors:
                 torch.get_device_module(device).set_rng_state(tensors[_DEVICE_RANDOM], device)
         except (KeyError, IndexError, TypeError, RuntimeError, AttributeError) as error:
@@ -259,7 +259,7 @@ def read_training_state(path: str | os.PathLike[str], number: int, chunk: Chunk)
 
 
 def _version(value: Tensor) -> int:
-    """Return how often a tensor was changed in place; -1 where torch does not count."""
+    """Return the number of in-place changes of a tensor; -1 if torch does not count them."""
     return -1 if value.is_inference() else value._version
 
 
@@ -275,7 +275,7 @@ def _validate_optimizer_state(optimizer: Optimizer, recorded: dict[str, Any]) ->
 
 
 def _encoded(state: Any) -> dict[str, Tensor]:
-    """Return a state as tensors: its JSON, and its own tensors under their numbers."""
+    """Return a state as tensors: its JSON text, and its own tensors by number."""
     tensors = dict[str, Tensor]()
     text = json.dumps(_encode(state, tensors, "state"))
     return tensors | {_STATE: torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)}
@@ -291,11 +291,11 @@ def _copied(value: Any) -> Any:
 
 
 def decoded_state(tensors: Mapping[str, Tensor], message: str) -> Any:
-    """Return a state that was stored as tensors.
+    """Return a state from the tensors in which it was stored.
 
     Args:
-        tensors: What was stored.
-        message: Start of the error message, which says what the file must hold.
+        tensors: The stored tensors.
+        message: Start of the error message, which states the required content of the file.
 
     Raises:
         ValueError: The tensors hold no state.
@@ -307,7 +307,7 @@ def decoded_state(tensors: Mapping[str, Tensor], message: str) -> Any:
 
 
 def _encode(value: Any, tensors: dict[str, Tensor], where: str) -> Any:
-    """Return a state as JSON; its tensors are put beside it, under a number."""
+    """Return a state as JSON; its tensors are stored separately, by number."""
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, np.generic):
@@ -326,7 +326,7 @@ def _encode(value: Any, tensors: dict[str, Tensor], where: str) -> Any:
 
 
 def _decode(value: Any, tensors: Mapping[str, Tensor]) -> Any:
-    """Return the state that `_encode` made JSON of."""
+    """Return the state from the JSON of `_encode`."""
     if isinstance(value, dict):
         ((kind, content),) = value.items()
         if kind == "tensor":

@@ -1,10 +1,8 @@
-"""A whole run: every file checked against what was committed."""
+"""A check of a whole run: every file is compared with its committed form."""
 
 import os
 from dataclasses import dataclass
 from typing import Any
-
-from torch import Tensor
 
 from epk_gp.core.show import tracked
 from epk_gp.core.step import Step
@@ -16,19 +14,17 @@ from epk_gp.storage.training_state import read_training_state
 
 @dataclass(frozen=True)
 class RunSummary:
-    """Summary of a run whose files were all checked.
+    """Summary of a run after all its files were checked.
 
     Attributes:
         header: The run's header.
-        data: Inputs, targets, frozen state and fingerprint outputs.
         chunks: Its committed chunks.
         steps: Its steps.
-        finished: Whether the recording came to its end.
+        finished: Whether the recording was finished.
         files: Number of files that were checked.
     """
 
     header: dict[str, Any]
-    data: dict[str, Tensor]
     chunks: tuple[Chunk, ...]
     steps: tuple[Step, ...]
     finished: bool
@@ -39,21 +35,17 @@ class RunSummary:
         """Number S of steps."""
         return len(self.steps)
 
-    @property
-    def num_passes(self) -> int:
-        """Number of recorded forward passes of all steps."""
-        return sum(len(step.passes) for step in self.steps)
-
 
 def check_run(folder: str | os.PathLike[str], *, progress: bool = False) -> RunSummary:
-    """Read every file of a run and check it against what was committed.
+    """Read every file of a run and compare it with its committed form.
 
     Raises:
         FileNotFoundError: The folder holds no run, or a file is missing.
-        ValueError: A file is damaged; the message names it and the states it held.
+        ValueError: A file is damaged; the message names it and its states.
     """
     header = read_header(folder)
-    schema, data, journal = chunk_schema(header), read_data(folder, header), read_journal(folder)
+    read_data(folder, header)
+    schema, journal = chunk_schema(header), read_journal(folder)
     steps = list[Step]()
     for chunk in tracked(journal.chunks, "checking", unit="chunk", shown=progress):
         own = read_steps(folder, schema, chunk)
@@ -64,7 +56,7 @@ def check_run(folder: str | os.PathLike[str], *, progress: bool = False) -> RunS
     try:
         read_training_state(folder, number, chunk)
     except FileNotFoundError:
-        if read_journal(folder).bytes == journal.bytes:  # a writer that committed another chunk would have removed it
+        if read_journal(folder).bytes == journal.bytes:  # a writer that commits another chunk removes it
             raise
     files = len((HEADER, DATA, JOURNAL, resume_name(number), *journal.chunks)) + journal.finished
-    return RunSummary(header, data, journal.chunks, tuple(steps), journal.finished, files)
+    return RunSummary(header, journal.chunks, tuple(steps), journal.finished, files)

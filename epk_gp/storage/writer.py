@@ -1,7 +1,7 @@
-"""Writing a run to disk, such that whatever stops the writer, what was committed stays.
+"""Writing a run to disk so that committed steps survive any interruption of the writer.
 
-The lock is the operating system's, on the file `writer.lock` (`filelock`), so it is released when the process ends,
-however it ends. Readers need no lock.
+The lock is the operating system's, on the file `writer.lock` (`filelock`), so it is released when the process ends in
+any way. Readers need no lock.
 """
 
 import errno
@@ -27,7 +27,7 @@ from epk_gp.storage.files import atomic_write, checksum, checksummed_json, open_
 from epk_gp.storage.journal import FINISHED, JOURNAL, Chunk, chunk_name, read_journal, resume_name, to_json_line
 from epk_gp.storage.schema import DATA, FORMAT, HEADER, ChunkSchema, RunHeader, chunk_schema, read_header, validated
 
-MANIFEST_FILES = ("network.json", "held_out.safetensors")  # files of the command line, which may precede a run
+MANIFEST_FILES = ("network.json", "held_out.safetensors")  # files of the command line that may precede a run
 _RESUME = "Free space or give the right to write, then go on with resume=True."
 LOCK = "writer.lock"
 _TIMEOUT = 0.5  # seconds: a virus scanner may hold a lock file open for a moment on Windows
@@ -35,7 +35,7 @@ _TIMEOUT = 0.5  # seconds: a virus scanner may hold a lock file open for a momen
 
 @contextmanager
 def explain_os_errors(path: Path, advice: str) -> Iterator[None]:
-    """Turn an error of the system into our own: why a run cannot be written, what of it is kept, and what to do."""
+    """Turn a system error into our own: the reason that a run cannot be written, the committed part, and advice."""
     try:
         yield
     except OSError as error:
@@ -48,19 +48,18 @@ def explain_os_errors(path: Path, advice: str) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Storage:
-    """Options of a run on disk: which weight states it keeps and how, and how often steps are committed.
+    """Options of a run on disk: the weight states that it keeps, and when steps are committed.
 
     A chunk is committed as soon as one of the three limits is reached; a crash loses at most the steps since then.
 
     Attributes:
-        chunk_bytes: Bytes of weights, moving statistics and forward passes that are collected before they are
-            committed.
-        seconds: Time since the last commit after which the next step commits, by a clock that is never set back.
+        chunk_bytes: Bytes of weights, moving statistics and forward passes that are collected before a commit.
+        seconds: Time since the last commit after which the next step commits, by a monotonic clock.
         steps: Number of steps after which they are committed; no limit by default.
-        keep_every: Keep every so many-th weight state, the first and the last, with the optimizers' state. The states
-            between are computed again when they are read: by the loop's own steps, bit by bit; and where that fails,
-            by the update rule on exact gradients, so that the kept state misses the computed one by a jump, which is a
-            part of what results say is unexplained.
+        keep_every: Keep every k-th weight state, the first and the last, with the optimizers' state. The states between
+            them are computed again when they are read: by the loop's own steps, bit by bit; if that fails, by the
+            update rule on exact gradients. The kept state then differs from the computed one by a jump, which results
+            report as unexplained.
     """
 
     chunk_bytes: int = 16 << 20
@@ -77,11 +76,11 @@ class Storage:
 
 
 def thinning_header(storage: object, folder: str | os.PathLike[str] | None, momentum: Tensor | None) -> dict[str, Any]:
-    """Return what header and digest of a run hold of its options on disk; nothing where every state is kept.
+    """Return the entries of a run's header and digest about its options on disk; empty if every state is kept.
 
     Raises:
-        TypeError: These are no `Storage`.
-        ValueError: States are left out of a run that is kept in memory, or whose optimizer held `momentum` before it.
+        TypeError: `storage` is not a `Storage`.
+        ValueError: States are left out of a run in memory, or of one whose optimizer had momentum before it.
     """
     if not isinstance(storage, Storage):
         raise TypeError(f"storage must be an epk_gp.Storage, such as Storage(keep_every=20): got {storage!r}.")
@@ -104,11 +103,11 @@ class RunWriter:
         path: The folder.
         schema: The schema of its chunks.
         chunks: The committed chunks.
-        failed: Whether the last commit failed, so that another one most likely would fail too.
+        failed: Whether the last commit failed, so that another one would probably fail too.
     """
 
     def __init__(self, path: Path, schema: ChunkSchema, flags: int = 0) -> None:
-        """Open and lock the journal of a folder; `flags` may hold `os.O_CREAT`.
+        """Open and lock the journal of a folder; `flags` may contain `os.O_CREAT`.
 
         Raises:
             BlockingIOError: Another writer holds the lock.
@@ -116,7 +115,7 @@ class RunWriter:
         """
         self.path, self.schema, self.chunks, self.failed = path, schema, list[Chunk](), False
         self._journal, self._lock = -1, FileLock(path / LOCK, thread_local=False)
-        self._journal_bytes = 0  # up to the end of the committed lines
+        self._journal_bytes = 0  # length up to the end of the committed lines
         self._journal = open_descriptor(path / JOURNAL, os.O_RDWR | flags)
         try:
             self._lock.acquire(timeout=_TIMEOUT)
@@ -147,19 +146,18 @@ class RunWriter:
         """Commit consecutive states, the steps that led to them, and the training state after the last of them.
 
         Args:
-            states: The states that follow the committed ones, as far as the run keeps them, and the last.
+            states: The states after the committed ones, if the run keeps them, and the last one.
             steps: The steps that led to them, with their forward passes.
             updates: Coefficients of these steps.
-            digests: Digests of the run up to each of the steps, or of a run of no steps.
+            digests: Digests of the run up to each of the steps, or of a run without steps.
             training_state: Tensors from which the run can be resumed (`TrainingState.state_dict`).
             statistics: The moving statistics of the states, for a network that has any.
-            rows: Inputs and targets of a stream that the steps saw first, and what steps need to be made again, by
-                their names on disk.
+            rows: New inputs and targets of a stream, and the replay data of steps, by their names on disk.
 
         Raises:
-            OSError: The folder could not be written, and nothing is added; or it was deleted or replaced.
+            OSError: The folder could not be written, and nothing was added; or it was deleted or replaced.
             TypeError: A tensor of a pass has a dtype that cannot be stored.
-            ValueError: The run has as many chunks as a run can have; or passes or statistics are not those of this run.
+            ValueError: The run has the largest number of chunks; or passes or statistics do not fit this run.
         """
         number, start, digest = len(self.chunks), self._journal_bytes, digests[-1]
         content = save(chunk_tensors(states, steps, updates, self.schema, statistics, digests=digests) | dict(rows))
@@ -182,17 +180,17 @@ class RunWriter:
                 self._require_same_journal()
                 (self.path / FINISHED).unlink(missing_ok=True)
                 atomic_write(self.path / chunk.file, content, sync=False)
-                atomic_write(self.path / resume_name(number), resume)  # synchronises all three names
+                atomic_write(self.path / resume_name(number), resume)  # this synchronises all three names
                 os.lseek(self._journal, self._journal_bytes, os.SEEK_SET)
                 _write_all(self._journal, line)
                 os.fsync(self._journal)
                 self.chunks.append(chunk)
                 self._journal_bytes += len(line)
-            except BaseException as error:  # also Ctrl-C between two bytes
+            except BaseException as error:  # including Ctrl-C between two bytes
                 self.failed = isinstance(error, OSError)
                 del self.chunks[number:]
                 self._journal_bytes = start
-                with suppress(OSError):  # what else is left of the commit is overwritten by the next one
+                with suppress(OSError):  # the next commit overwrites the remaining files
                     os.ftruncate(self._journal, start)
                     os.fsync(self._journal)
                 raise
@@ -201,10 +199,10 @@ class RunWriter:
                 (self.path / resume_name(number - 1)).unlink()
 
     def mark_complete(self) -> None:
-        """Write the closing record of the run: from now on a journal that lost its end is an error.
+        """Write the closing record of the run: from now on a shortened journal is an error.
 
         Raises:
-            OSError: The record could not be written; or a file of the run was deleted or changed while it was recorded.
+            OSError: The record could not be written; or a file of the run was deleted or changed during the recording.
         """
         try:
             self._require_same_journal()
@@ -232,7 +230,7 @@ class RunWriter:
         self.close()
 
     def remove_uncommitted(self) -> None:
-        """Remove what a crash left of a commit that was not completed.
+        """Remove the files of a commit that a crash left incomplete.
 
         Raises:
             OSError: A file cannot be removed.
@@ -250,10 +248,10 @@ class RunWriter:
     @property
     def _advice(self) -> str:
         count = self.chunks[-1].last if self.chunks else 0
-        return f"check with epk-gp info that its {count} committed steps are there. {_RESUME}"
+        return f"check with epk-gp verify that its {count} committed steps are there. {_RESUME}"
 
     def _require_same_journal(self) -> None:
-        """Raise if the journal in the folder is not the one that is open: whatever is written there would be lost.
+        """Raise if the journal in the folder is not the open one: anything written there would be lost.
 
         Raises:
             OSError: The folder or the journal was deleted, renamed or replaced.
@@ -265,10 +263,10 @@ class RunWriter:
 def create_run_dir(
     path: str | os.PathLike[str], header: Mapping[str, Any], data: Mapping[str, Tensor]
 ) -> tuple[RunWriter, dict[str, Any]]:
-    """Start a run in a new or empty folder; the folder holds a run once `write_header` was called.
+    """Start a run in a new or empty folder; after `write_header` the folder holds a run.
 
     Returns:
-        The writer, and the header with what the format adds to it.
+        The writer, and the header with the entries of the format.
 
     Raises:
         FileExistsError: The folder already holds a run or anything else.
@@ -278,7 +276,7 @@ def create_run_dir(
     folder = Path(path)
     require_empty_dir(folder)
     hasher, size = hashlib.blake2b(digest_size=16), 0
-    for part in files.tensor_file(data, {}):  # block by block: the inputs may be more than fits into memory
+    for part in files.tensor_file(data, {}):  # block by block, because the inputs may not fit into memory
         hasher.update(part)
         size += len(part)
     of_data = {"data_blake2b": hasher.hexdigest(), "data_bytes": size}
@@ -288,14 +286,14 @@ def create_run_dir(
         folder.mkdir(parents=True, exist_ok=True)
         writer = RunWriter(folder, chunk_schema(full), os.O_CREAT)
         with writer.closed_on_error():
-            require_empty_dir(folder)  # again: a writer that held the lock until now may have made a run of it
+            require_empty_dir(folder)  # again, because a writer that held the lock until now may have created a run
             os.ftruncate(writer._journal, 0)
             atomic_write(folder / DATA, files.tensor_file(data, {}))
     return writer, full
 
 
 def write_header(writer: RunWriter, header: Mapping[str, Any]) -> None:
-    """Write the header, the last file of a new run: the folder with its first chunk becomes a run by it.
+    """Write the header, the last file of a new run: with it the folder becomes a run.
 
     Raises:
         OSError: The header could not be written.
@@ -305,7 +303,7 @@ def write_header(writer: RunWriter, header: Mapping[str, Any]) -> None:
 
 
 def open_for_writing(path: str | os.PathLike[str], header: Mapping[str, Any]) -> RunWriter:
-    """Open a run to continue it after its last commit. No file is changed.
+    """Open a run to continue it after its last commit. No file is changed yet.
 
     Raises:
         BlockingIOError: Another process writes to the run.
@@ -332,7 +330,7 @@ def require_empty_dir(folder: Path) -> None:
 
 
 def _precedes_header(file: Path) -> bool:
-    """Return whether a crash before the header was written can have left this file."""
+    """Return whether this file may remain from a crash before the header was written."""
     names = {JOURNAL, LOCK, DATA, HEADER, chunk_name(0), resume_name(0), *MANIFEST_FILES}
     return file.name in MANIFEST_FILES or (file.name.removesuffix(".part") in names and not file.is_symlink())
 

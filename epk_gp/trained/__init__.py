@@ -1,1 +1,1 @@
-"""Networks that are simply there: not recorded, but trained, or seen at a few checkpoints."""
+"""Trained networks without a recording, given directly or as a few checkpoints."""

@@ -1,10 +1,10 @@
-"""What happened between checkpoints: the change of a network's outputs, exactly, by its parameters and by stretch.
+"""Changes between checkpoints: the change of a network's outputs, split exactly by parameters and by stretch.
 
     f(w_K) - f(w_0) = sum_k <Phi_k, w_{k+1} - w_k>,   Phi_k the gradient averaged between the checkpoints k and k + 1
 
-It needs no training data, and two evaluations of a stretch where operations are averaged (docs/theory.md, section 11).
-With data, a sample's share of a stretch is of first order, -lr_k c_i <Phi_k, grad loss_i(w_k)>: the loss's gradient
-at the beginning of the stretch stands for all of its steps, and what that leaves of the change is unexplained.
+It needs no training data, and two evaluations per stretch if operations are averaged (docs/theory.md, section 11). With
+data, a sample's share of a stretch is of first order, -lr_k c_i <Phi_k, grad loss_i(w_k)>: the loss's gradient at the
+start of the stretch represents all of its steps, and the remaining part of the change is unexplained.
 """
 
 import hashlib
@@ -61,8 +61,8 @@ from epk_gp.trained.network import as_trajectory
 from epk_gp.work.run import Sums, run
 
 SplitBy = Literal["stretch", "module", "parameter", "head"]
-CHECKPOINTS = "checkpoints"  # in the place of an update rule
-_BLOCK = 256  # training samples whose gradients are taken together, at most
+CHECKPOINTS = "checkpoints"  # name that replaces an update rule
+_BLOCK = 256  # largest number of training samples whose gradients are computed together
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -71,7 +71,7 @@ class Shares(Tabular):
 
     Attributes:
         values: (n, C, G_1, G_2, ...) over the groups of the axes.
-        axes: What they are split by, with the names of the groups.
+        axes: The axes along which they are split, with the names of the groups.
     """
 
     values: Float[Tensor, "n C *groups"]
@@ -94,12 +94,12 @@ class CheckpointSplit(Tabular, Certificate):
     Attributes:
         initial: Outputs of the network at the first checkpoint, (n, C).
         network: Outputs at the last one, (n, C).
-        pieces: What each piece of the network added in each stretch, (n, C, K, G); the last one is that of the moving
-            statistics, where the network has some.
-        names: Of each piece the parameter, its module, and its head or "".
+        pieces: Contribution of each piece of the network in each stretch, (n, C, K, G); the last piece is the moving
+            statistics, if the network has any.
+        names: For each piece, its parameter, its module, and its head or "".
         checkpoints: Names of the K + 1 checkpoints.
-        samples: With data, first-order shares of the M training samples, (n, C, M); else None.
-        explained: With data, their sums in each stretch, (n, C, K); else None.
+        samples: With data, first-order shares of the M training samples, (n, C, M); otherwise None.
+        explained: With data, their sums in each stretch, (n, C, K); otherwise None.
     """
 
     initial: Float[Tensor, "n C"]
@@ -117,12 +117,12 @@ class CheckpointSplit(Tabular, Certificate):
 
     @property
     def unexplained(self) -> Float[Tensor, "n C K"] | None:
-        """What shares of samples leave of the change in each stretch, moving statistics included; None without data."""
+        """The change in each stretch minus the shares of samples, including moving statistics; None without data."""
         return None if self.explained is None else self.pieces.sum(dim=3) - self.explained
 
     @property
     def findings(self) -> list[str]:
-        """Why the result is not certified; shares of samples never are."""
+        """Reasons that the result is not certified; shares of samples never are."""
         if (left := self.unexplained) is None:
             return super().findings
         change, size = (float(value.abs().sum()) for value in (self.pieces.sum(dim=3), left))
@@ -137,8 +137,9 @@ class CheckpointSplit(Tabular, Certificate):
         """Split the change along one axis or several.
 
         Args:
-            axes: Of "stretch", "module", "parameter" and "head", that is modules, but heads where there are some.
-            depth: Join modules that agree in so many parts of their names, as 2 for "blocks.0"; None joins none.
+            axes: Names of the axes: "stretch", "module", "parameter" or "head" (modules, divided into heads if there
+                are any).
+            depth: Join modules whose names agree in this many parts, such as 2 for "blocks.0"; None joins none.
 
         Raises:
             ValueError: An axis is unknown, or no heads are known.
@@ -177,7 +178,7 @@ class CheckpointSplit(Tabular, Certificate):
         return self.by("stretch")
 
     def by_head(self) -> Shares:
-        """Split the change by attention head: queries, keys, values and the part of the output; modules elsewhere."""
+        """Split the change by attention head: queries, keys, values and the part of the output; else by module."""
         return self.by("head")
 
     def _frame(self) -> tuple[Any, ...]:
@@ -214,16 +215,16 @@ class _StretchSums(TermSums):
 
     @property
     def named(self) -> dict[str, Tensor]:
-        """What terms are added to."""
+        """Return the tensors to which terms are added."""
         return super().named | {"pieces": self.pieces, "samples": self.samples, "explained": self.explained}
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class _StretchTerms(AttributionWork):
-    """A pass over the stretches that adds up what every piece of the network adds.
+    """A pass over the stretches that adds up the contribution of every piece of the network.
 
     Attributes:
-        cuts: Of the parameters, in their order: (before, heads), (1, 1) of one that is not divided.
+        cuts: Division of the parameters, in order: (before, heads), (1, 1) for an undivided one.
         c: With data, the weights of the M samples in the loss.
         rates: With data, the sum of the learning rates of each stretch.
     """
@@ -235,7 +236,7 @@ class _StretchTerms(AttributionWork):
 
     @property
     def rows_at_once(self) -> int:
-        """Number of averaged gradients in the largest parameter that a quarter of the budget holds."""
+        """Number of averaged gradients in the largest parameter that fit into a quarter of the budget."""
         return self.memory_budget // (4 * self.net.itemsize * max(self.net.model.sizes))
 
     def totals(self, reference: Float[Tensor, "R K"], rows: Int64[Tensor, " R"]) -> _StretchSums:
@@ -262,7 +263,7 @@ class _StretchTerms(AttributionWork):
             directions = d[:P].split(list(shape))
 
             def take(points: slice, place: int, values: Tensor) -> None:
-                """Add what the averaged gradients of some points in a parameter make of its change, head by head."""
+                """Add a parameter's contribution at some points, head by head, given the averaged gradients."""
                 before, heads = self.cuts[place]
                 direction = directions[place]  # noqa: B023  of this very stretch
                 if heads == 1:
@@ -314,33 +315,33 @@ def between(
     """Split the change of a network's predictions between checkpoints, exactly, without training data or a recording.
 
     Weights go from each checkpoint to the next, and every operation's derivative is averaged between both: two
-    evaluations of a stretch, however far it goes. Networks whose weights are used by functions that are not linear in
-    them are integrated along straight lines instead, as exactly, with more evaluations.
+    evaluations per stretch of any length. Networks that use weights in functions that are not linear in them are
+    integrated along straight lines instead, just as exactly, with more evaluations.
 
     Args:
-        model: The network, of the checkpoints' dtype; what is split are the weights that require gradients. It is
-            copied, and evaluated in evaluation mode. Its own weights do not matter.
+        model: The network, in the checkpoints' dtype; the change is split by the weights that require gradients. The
+            network is copied, and evaluated in evaluation mode. Its own weights are ignored.
         checkpoints: K + 1 checkpoints in the order of training: state dicts, files of safetensors or torch, folders of
-            transformers; or one folder that holds them, as the Trainer and Lightning write it.
-        X: n inputs, of the network's dtype.
-        data: Training inputs and targets, for shares of samples to first order, as TracInCP has them (Pruthi et al.
-            2020): a sample's gradient at the beginning of a stretch stands for all of its steps.
+            transformers; or one folder that contains them, as the Trainer and Lightning write it.
+        X: n inputs, in the network's dtype.
+        data: Training inputs and targets, for first-order shares of samples as in TracInCP (Pruthi et al. 2020): a
+            sample's gradient at the start of a stretch represents all of its steps.
         loss: With data, the loss; cross entropy by default.
-        lr: With data, the sum of the learning rates of each stretch's steps, (K,), or one number for all.
-        head: "logits" or "log_softmax"; None follows the loss of the data, as of `attribute`; without data, "logits".
+        lr: With data, the sum of the learning rates of each stretch's steps, (K,), or one number for all stretches.
+        head: "logits" or "log_softmax"; None follows the loss of the data, as in `attribute`; without data, "logits".
         classes: One output per input; C is then 1.
-        function: What is explained in place of the outputs, as of `attribute`.
-        output: Takes outputs (n, C) from what the network returns, where that is something else; not needed with a
-            function and without data.
-        heads: By attention module, and in it by parameter, (before, heads): its entries lie as (before, heads, rest).
-            None looks for them by usual names, and tries what it finds.
+        function: The function to explain instead of the outputs, as in `attribute`.
+        output: Maps the network's result to outputs (n, C), if it has another form; not needed with a function and
+            without data.
+        heads: By attention module, and in it by parameter, (before, heads): its entries are arranged as (before, heads,
+            rest). None looks for them by usual names, and tests the result.
         options: `memory_budget` and `progress`; see `ComputeOptions`.
 
     Raises:
-        FileNotFoundError: There is no such checkpoint.
-        TypeError, ValueError: The names in a folder do not tell an order; checkpoints share memory, or are not of this
-            network: a tensor is missing or left over, or has another shape or dtype; or arguments do not fit, as of
-            `attribute`.
+        FileNotFoundError: A checkpoint does not exist.
+        TypeError, ValueError: The names in a folder do not give an order; checkpoints share memory, or do not belong to
+            this network: a tensor is missing or superfluous, or has another shape or dtype; or arguments do not fit,
+            as in `attribute`.
     """
     parsed = parse_options("between", ("accumulate", "checkpoint", "executor"), **options)
     if not isinstance(model, nn.Module):
@@ -365,13 +366,13 @@ def between(
 
 
 def _any_number(returned: Any) -> Float[Tensor, "n 1"]:
-    """Return one number of all that a network returns for each row, where others are explained."""
+    """Return one number made from all numbers that a network returns for each row, if other numbers are explained."""
     z = next(value for value in tensors_of(returned) if value.is_floating_point()).flatten(1)
     return (z * torch.arange(1, z.shape[1] + 1, dtype=z.dtype, device=z.device).sin()).sum(dim=1, keepdim=True)
 
 
 def _rates(data: object, loss: object, lr: Any, count: int) -> tuple[float, ...]:
-    """Return the learning rate of each stretch; none without data."""
+    """Return the learning rate of each stretch; empty without data."""
     if data is None:
         if loss is not None or lr is not None:
             raise ValueError("loss and lr must come with the training samples: pass data=(X_train, y_train) as well.")
@@ -396,7 +397,7 @@ def path_of_checkpoints(
     loss: Loss | nn.Module | None,
     output: Callable[[Any], Tensor] | None,
 ) -> tuple[Trajectory, tuple[str, ...]]:
-    """Return the run whose steps go from checkpoint to checkpoint, and their names; arguments as of `between`."""
+    """Return the run whose steps go from checkpoint to checkpoint, and their names; arguments as in `between`."""
     network = uncompiled(network)
     named = Named(network, checkpoints)
     net, moving = named.at_first(network)
@@ -424,7 +425,7 @@ def path_of_checkpoints(
 def _split(
     sums: Callable[..., CheckpointSplit], kernel: PathKernel, X: Shaped[Tensor, "n ..."], *, has_data: bool
 ) -> CheckpointSplit:
-    """Sum the shares: by averages that their own sums try, or where these do not hold, by ways that were tried."""
+    """Sum the shares: by averages, tested by their own sums, or if these do not hold, by ways that were tested."""
     asked, misses = kernel.trajectory, False
     if not has_data:
         with without_errors_of_a_trial(), outside_autocast():
@@ -454,10 +455,10 @@ def _sums(
     recorded_net: PlannedModel,
     **named: Any,
 ) -> CheckpointSplit:
-    """Go through the stretches; pieces and checkpoints are named in the result."""
+    """Go through the stretches; the result names pieces and checkpoints."""
     made = attribution_work(net, kernel, X, (), classes, options, recorded_net=recorded_net, kind=kind)
     work = cast(_StretchTerms, made)
-    if work.whole.is_layerwise and not work.rates:  # no row of weights is kept: each checkpoint is read once
+    if work.whole.is_layerwise and not work.rates:  # no row of weights is kept, and each checkpoint is read once
         K = 1 if classes is not None or work.rows_at_once < work.whole.num_outputs else work.whole.num_outputs
         work = replace(work, outputs_per_row=K, rows_per_block=len(X) * work.whole.num_outputs // K)
     whole = work.whole

@@ -17,16 +17,16 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-# A state dict, a file of one, or a folder that transformers or Lightning wrote.
+# A state dict, a file of one, or a folder written by transformers or Lightning.
 Checkpoint = Mapping[str, Tensor] | str | os.PathLike[str]
 
-_KEYS = ("state_dict", "model_state_dict", "model")  # under which others keep the weights beside their own things
-_SUFFIXES = (".safetensors", ".ckpt", ".pth.tar", ".pt", ".pth", ".bin")  # of files that hold one checkpoint
+_KEYS = ("state_dict", "model_state_dict", "model")  # keys of the weights in files with other content
+_SUFFIXES = (".safetensors", ".ckpt", ".pth.tar", ".pt", ".pth", ".bin")  # suffixes of files with one checkpoint
 _NO_WEIGHTS = ("training_args", "optimizer", "scheduler", "scaler", "rng_state")
-_COUNT = "num_batches_tracked"  # which evaluation does not read
-_OF_FOLDER = ("model.safetensors", "adapter_model.safetensors", "pytorch_model.bin")  # as transformers and PEFT write
+_COUNT = "num_batches_tracked"  # a counter that evaluation does not use
+_OF_FOLDER = ("model.safetensors", "adapter_model.safetensors", "pytorch_model.bin")  # by transformers and PEFT
 
-_WORDS = (  # before a number of epochs, of steps, of what a name without these counts, or of another training
+_WORDS = (  # words before a number of epochs, of steps, of a name's own count, or of another training
     "epoch epochs ep",
     "step steps iter iters iteration iterations update updates",
     "checkpoint ckpt model net network weights state snapshot ema",
@@ -38,11 +38,11 @@ _DATES = (lambda date: (date[4:], date[:4]), lambda date: (date[4:], date[2:4], 
 
 
 def listed(checkpoints: Any) -> list[Checkpoint]:
-    """Return the checkpoints one by one, those of a folder in the order that their names tell.
+    """Return the checkpoints one by one; those of a folder in the order of their names.
 
     Raises:
-        TypeError: They are no sequence of state dicts and paths.
-        ValueError: There are fewer than two, or the names in a folder do not tell their order.
+        TypeError: They are not a sequence of state dicts and paths.
+        ValueError: There are fewer than two, or the names in a folder do not give their order.
     """
     if isinstance(checkpoints, str | os.PathLike):
         folder = Path(checkpoints)
@@ -59,13 +59,13 @@ def listed(checkpoints: Any) -> list[Checkpoint]:
 
 
 def _files(folder: Path) -> list[Path]:
-    """Return the files of weights in a folder, without those of optimizers and the like."""
+    """Return the files of weights in a folder, without those of optimizers and similar ones."""
     found = [file for suffix in _SUFFIXES for file in folder.glob(f"*{suffix}")]
     return [file for file in found if not file.name.startswith(_NO_WEIGHTS)]
 
 
 def _stem(path: Path) -> str:
-    """Return the name of a checkpoint without the suffix of its kind of file."""
+    """Return the name of a checkpoint without the suffix of its file type."""
     return path.name.removesuffix(next((suffix for suffix in _SUFFIXES if path.name.endswith(suffix)), ""))
 
 
@@ -73,7 +73,7 @@ def _in_order(paths: list[Path]) -> list[Path]:
     """Return checkpoints in the order of their epochs and steps.
 
     Raises:
-        ValueError: Their names differ in other words, in other numbers, or in nothing that counts.
+        ValueError: Their names differ in other words, in other numbers, or in nothing that can be ordered.
     """
     if len(paths) < 2:
         return paths
@@ -98,10 +98,10 @@ def _in_order(paths: list[Path]) -> list[Path]:
 
 
 def _rank(numbers: list[str], before: str, after: str, *, is_first: bool, is_last: bool) -> int | None:
-    """Return what numbers count: epochs (0), steps (1), what the name says (2), something else (3).
+    """Return the kind of a number in names: epochs (0), steps (1), the name's own count (2), something else (3).
 
-    Numbers with a point that have a name, such as a loss, are None: they count nothing. Words after a number are its
-    own, as in 90_acc, unless they stand before another number that is not the same in all names.
+    Decimal numbers with a name, such as a loss, are None: they count nothing. Words after a number belong to it, as in
+    90_acc, unless they precede another number that is not the same in all names.
     """
     words = re.findall(r"[^\W\d_]+(?=[\W_]*$)", before.lower())
     if not all(map(str.isdigit, numbers)):
@@ -114,7 +114,7 @@ def _rank(numbers: list[str], before: str, after: str, *, is_first: bool, is_las
 
 
 def titles_of(checkpoints: Sequence[Checkpoint]) -> tuple[str, ...]:
-    """Return what the checkpoints are called: each by another name."""
+    """Return a distinct name for each checkpoint."""
     titles = list[str]()
     for k, each in enumerate(checkpoints):
         path = None if isinstance(each, Mapping) else Path(each)
@@ -126,11 +126,11 @@ def titles_of(checkpoints: Sequence[Checkpoint]) -> tuple[str, ...]:
 
 
 def read(checkpoint: Any) -> dict[str, Tensor]:
-    """Read the tensors of a checkpoint; those of a file stay on disk until they are used.
+    """Read the tensors of a checkpoint; tensors of a file stay on disk until they are used.
 
     Raises:
-        FileNotFoundError: There is none.
-        ValueError: The file is damaged, or holds something else than tensors.
+        FileNotFoundError: The checkpoint does not exist.
+        ValueError: The file is damaged, or contains other objects than tensors.
     """
     if isinstance(checkpoint, str | os.PathLike):
         return _read_path(Path(checkpoint))
@@ -141,7 +141,7 @@ def read(checkpoint: Any) -> dict[str, Tensor]:
 def _read_path(path: Path) -> dict[str, Tensor]:
     if path.is_dir():
         index = next(iter(sorted(path.glob("*.index.json"))), None)
-        if index is not None:  # of several files
+        if index is not None:  # split into several files
             files = sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
             return {name: value for file in files for name, value in _read_path(path / file).items()}
         named = [path / name for name in _OF_FOLDER if (path / name).is_file()]
@@ -158,7 +158,7 @@ def _read_path(path: Path) -> dict[str, Tensor]:
         return read(torch.load(path, map_location="cpu", weights_only=True, mmap=is_mapped))
     except (SafetensorError, RuntimeError, EOFError, OSError) as error:
         raise ValueError(f"{path} must hold weights that torch or safetensors wrote: {error}") from error
-    except Exception as error:  # pickle's: it holds other objects than tensors
+    except Exception as error:  # from pickle: the file contains other objects than tensors
         raise ValueError(
             f"{path} must hold nothing but tensors and numbers: it holds other objects. If you trust it, pass what "
             'torch.load(path, weights_only=False)["state_dict"] returns, or .state_dict() of a whole network.'
@@ -166,15 +166,15 @@ def _read_path(path: Path) -> dict[str, Tensor]:
 
 
 def _of_adapter(name: str) -> str:
-    """Return the name that PEFT's own files have for a parameter: without the adapter's name."""
+    """Return the name of a parameter in PEFT's own files: without the adapter's name."""
     return name.replace(".modules_to_save.default.", ".").replace(".default.", ".")
 
 
 class Named:
-    """The tensors of checkpoints by the names that a network has for them.
+    """The tensors of checkpoints by the network's names.
 
-    Names may have a common beginning in the checkpoint, as "module." of DistributedDataParallel or "net." of a
-    LightningModule; a parameter that the network has twice may be stored under either name.
+    Names in the checkpoint may have a common prefix, such as "module." of DistributedDataParallel or "net." of a
+    LightningModule; a parameter that occurs twice in the network may be stored under either name.
 
     Args:
         net: The network.
@@ -194,7 +194,7 @@ class Named:
         self._places = {name: value.data_ptr() for name, value in every if name in self.needed | moved}
         self._stored = net.state_dict().keys()
         self._known = self._stored | {alias for name in self._own for alias in (name, _of_adapter(name))}
-        surplus = getattr(net, "_keys_to_ignore_on_load_unexpected", None) or ()  # of transformers' older versions
+        surplus = getattr(net, "_keys_to_ignore_on_load_unexpected", None) or ()  # from transformers' older versions
         self._surplus = re.compile("|".join([f"{_COUNT}$", *surplus]))
         self._reader: Callable[[int], dict[str, Tensor]] = self._read
 
@@ -202,14 +202,14 @@ class Named:
         """Read the k-th checkpoint, by the network's names.
 
         Raises:
-            ValueError: A tensor is missing or left over, as for `load_state_dict`, or has another shape or dtype than
-                the network's. Of a file that PEFT wrote the base may be missing.
+            ValueError: A tensor is missing or superfluous, as for `load_state_dict`, or has another shape or dtype than
+                the network's. In a file of PEFT the base may be missing.
         """
         return self._reader(k)
 
     def _read(self, k: int) -> dict[str, Tensor]:
         stored, where = read(self.checkpoints[k]), f"checkpoint {self.titles[k]!r}"
-        stored = {name.replace("_orig_mod.", ""): value for name, value in stored.items()}  # of torch.compile
+        stored = {name.replace("_orig_mod.", ""): value for name, value in stored.items()}  # from torch.compile
         some, matches = min(self.needed, default=""), list[tuple[str, dict[str, Tensor]]]()
         ends = (f".{some}", f".{_of_adapter(some)}")
         begins = {name[: 1 + len(name) - len(end)] for end in ends for name in stored if f".{name}".endswith(end)}
@@ -264,13 +264,13 @@ class Named:
         return found
 
     def at_first(self, net: nn.Module) -> tuple[nn.Module, tuple[str, ...]]:
-        """Return a copy of a network at the first checkpoint, and the names of the buffers that move after it.
+        """Return a copy of a network at the first checkpoint, and the names of the buffers that change after it.
 
-        The frozen base of adapters, which files of PEFT do not hold, is the network's own.
+        The frozen base of adapters, which PEFT's files do not contain, is the network's own.
 
         Raises:
-            ValueError: A frozen parameter, or a buffer of whole numbers, is another one in a later checkpoint; or
-                checkpoints share the memory of what is trained.
+            ValueError: A frozen parameter, or an integer buffer, differs in a later checkpoint; or checkpoints share
+                the memory of trained tensors.
         """
         copied = deepcopy(net)
         own, buffers, first = dict(copied.named_parameters()), dict(copied.named_buffers()), self[0]
@@ -291,14 +291,14 @@ class Named:
                     "were trained."
                 )
             moving |= changed
-        if moving:  # weights and statistics of a state are read one after the other
+        if moving:  # weights and statistics of a state are read in turn
             self._reader = lru_cache(maxsize=1)(self._read)
         return copied, tuple(name for name in buffers if name in moving)
 
     def _require_copies(self, net: nn.Module, k: int, here: Mapping[str, Tensor], places: dict[int, int]) -> None:
-        """Raise if what is trained lies in the memory of another state, or of a network that was trained since.
+        """Raise if trained tensors share the memory of another state, or of a network that was trained since.
 
-        Statistics are trained beside a parameter of their own module. A state that is passed twice is no other one.
+        Statistics are trained if a parameter of their own module is. A state that is passed twice is not another state.
         """
         if not isinstance(self.checkpoints[k], Mapping):
             return
@@ -324,7 +324,7 @@ class CheckpointStates:
 
     Attributes:
         named: The checkpoints.
-        flatten: Makes one vector of named tensors.
+        flatten: Joins named tensors to one vector.
     """
 
     named: Named
@@ -335,5 +335,5 @@ class CheckpointStates:
         return len(self.named.checkpoints)
 
     def __getitem__(self, state: int) -> Float[Tensor, " n"]:
-        """Read one."""
+        """Read one checkpoint."""
         return self.flatten(self.named[state % len(self)])

@@ -1,4 +1,4 @@
-"""A network that was not recorded, as a run of no steps: what all functions on runs take."""
+"""A network that was not recorded, as a run without steps, the form that all functions on runs take."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -22,16 +22,16 @@ def as_trajectory(
     loss: Loss | nn.Module | None = None,
     output: Callable[[Any], Tensor] | None = None,
 ) -> Trajectory:
-    """Return the run of no steps of a network in evaluation mode, at its present weights: those that require gradients.
+    """Return the run without steps of a network in evaluation mode, at its present weights that require gradients.
 
-    The network is copied; its modes are left as they are. Its moving statistics are constants, as all of its buffers.
+    The network is copied, and its modes do not change. Its moving statistics are constants, like all of its buffers.
 
     Args:
         net: The network.
-        X: n inputs, as `Recorder` takes them, which stand in the place of the training inputs.
-        y: Their targets, where a loss is stated.
+        X: n inputs, as `Recorder` takes them; they replace the training inputs.
+        y: Their targets, if a loss is stated.
         loss: The loss of the targets; None states none.
-        output: Takes outputs (n, C) from what the network returns, where that is something else.
+        output: Maps the network's result to outputs (n, C), if it has another form.
 
     Raises:
         TypeError, ValueError: Network, inputs, targets and loss do not fit, or no weight requires a gradient.
@@ -41,16 +41,16 @@ def as_trajectory(
     if not any(p.requires_grad for p in net.parameters()):
         raise ValueError(
             "the network must have weights that require gradients, with respect to which it is differentiated: it has "
-            "none. Call net.requires_grad_(True), or of those parameters that are meant."
+            "none. Call net.requires_grad_(True), or requires_grad_(True) of the parameters to differentiate in."
         )
     modes = [(module, module.training) for module in net.modules()]
     net.eval()
     try:
-        if isinstance(X, Graph) and y is None:  # a row for each node
+        if isinstance(X, Graph) and y is None:  # one row per node
             z = next(tensors_of(net(*X.args, **X.kwargs)))
             y = z.new_zeros(len(z))
         run = Recorder(net, None, X, y, loss=loss, output=output).trajectory
-        dim_of_loss(run)  # which no step will check
+        dim_of_loss(run)  # no step will check it
     finally:
         for module, mode in modes:
             module.training = mode

@@ -1,4 +1,4 @@
-"""The empirical tangent kernel of a network as it is (Jacot et al. 2018): its blocks, and the kernel in GPyTorch."""
+"""The empirical tangent kernel of a network (Jacot et al. 2018): its blocks, and the kernel in GPyTorch."""
 
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -25,18 +25,18 @@ from epk_gp.quadrature.rules import QuadratureRule
 from epk_gp.recording.setup import validate_row_independence
 from epk_gp.trained.network import as_trajectory
 
-OtherInputs = Shaped[Tensor, "m ..."] | Sequence[Tensor] | Mapping[str, Tensor] | Ragged  # m of them
-_NUM_EXAMPLES = 8  # rows on which the network is tried: more than those on which its derivatives are compared
+OtherInputs = Shaped[Tensor, "m ..."] | Sequence[Tensor] | Mapping[str, Tensor] | Ragged  # m inputs
+_NUM_EXAMPLES = 8  # rows on which the network is tested: more than those on which its derivatives are compared
 
 
 @dataclass(frozen=True)
 class _OneOutput:
-    """Takes one output from what a network returns: its gradients cost a C-th of those of all.
+    """Takes one output from a network's result: its gradients cost 1 / C of those of all outputs.
 
     Attributes:
         output: Takes all outputs.
-        head: What is made of them.
-        index: Which one is taken.
+        head: The head of the outputs.
+        index: Index of the output.
     """
 
     output: Callable[[Any], Tensor] | None
@@ -63,19 +63,19 @@ def ntk(
         K(x, x') = J(x) J(x')^T    (C x C),    J(x) = df(x) / dw
 
     w are the weights that require gradients. The kernel has the dtype and the device of the inputs, and the network is
-    left as it is. The first block of a network is preceded by trials of its fast derivatives against autograd, 0.2 s
-    for a small one; `NTKKernel` keeps what they found.
+    not changed. Before the first block of a network, its fast derivatives are tested against autograd, which takes 0.2
+    s for a small one; `NTKKernel` keeps the result.
 
     Args:
         model: The network, with C outputs.
-        X: n inputs: a tensor; a tuple or dict of tensors, as the network takes them, net(*X) or net(**X); rows of
-            unequal lengths (`Ragged`); or a `Graph`, whose n nodes are the points.
-        X2: m inputs of the same kind, of a graph node numbers; None for X itself, at half the products.
-        outputs: "full" - all of the C x C blocks; "trace" - their trace; "independent" - their diagonal, a matrix for
+        X: n inputs: a tensor; a tuple or dict of tensors, called as net(*X) or net(**X); rows of unequal lengths
+            (`Ragged`); or a `Graph`, whose n nodes are the points.
+        X2: m inputs of the same kind, node numbers for a graph; None for X itself, with half of the products.
+        outputs: "full" - the whole C x C blocks; "trace" - their trace; "independent" - their diagonal, a matrix for
             each output; an integer c - K(x, x')[c, c], at the cost of a network with one output.
-        diagonal: Only the kernel of each point with itself, at a cost linear in n.
+        diagonal: Whether to compute only the kernel of each point with itself, at a cost linear in n.
         head: "logits" for f as the network returns it, "log_softmax" for its log-softmax.
-        output: Takes outputs (n, C) from what the network returns, where that is something else.
+        output: Maps the network's result to outputs (n, C), if it has another form.
         options: `memory_budget`, `progress`, `checkpoint` and `executor`; see `ComputeOptions`.
 
     Returns:
@@ -83,8 +83,8 @@ def ntk(
         (n, C, C), (n,) and (C, n). The first may be a view: `reshape` flattens it.
 
     Raises:
-        TypeError, ValueError: Network and inputs do not fit, an output depends on other rows (which one row alone,
-            without X2, cannot show), no weight requires a gradient, there is no such output, or an option is unknown.
+        TypeError, ValueError: Network and inputs do not fit, an output depends on other rows (a single row without X2
+            cannot show this), no weight requires a gradient, the output does not exist, or an option is unknown.
     """
     parsed = parse_options("ntk", ("accumulate",), **options)
     if diagonal and X2 is not None:
@@ -98,7 +98,7 @@ def ntk(
     a = Points(parse_inputs(run, X), is_train=True)
     if not diagonal:
         b = a if X2 is None else Points(parse_inputs(run, X2, "X2"), is_train=True)
-        if b is not a and run.model.signature.graph is None:  # X alone may be one row
+        if b is not a and run.model.signature.graph is None:  # X alone may have one row
             both = torch.cat([side.X[: _NUM_EXAMPLES // 2].to(run.inputs) for side in (a, b)])
             validate_row_independence(run.model, run.model.unflatten(perturbed_initial(run.states[0])), both)
         blocks = {"full": kernel.block, "independent": kernel.block_per_class, "trace": kernel.trace_block}
@@ -110,7 +110,7 @@ def ntk(
 def _run_of(
     model: nn.Module, X: Inputs, head: Head, outputs: Outputs, output: Callable[[Any], Tensor] | None
 ) -> tuple[Trajectory, Head, Literal["full", "independent", "trace"]]:
-    """Return a run whose path kernel is the tangent kernel, with head and outputs: one class is a network of one."""
+    """Return a run whose path kernel is the tangent kernel, with head and outputs; a class gives one output."""
     weight = next(model.parameters(), None) if isinstance(model, nn.Module) else None
     X = X if weight is None else _examples(X, weight)
     run = as_trajectory(model, X, output=output)
@@ -122,7 +122,7 @@ def _run_of(
 
 
 def _examples(X: Inputs, weight: Tensor) -> Inputs:
-    """Return a few rows of the inputs, as the network takes them: in the dtype and on the device of its weights."""
+    """Return a few rows of the inputs for the network, in the dtype and on the device of its weights."""
 
     def few(x: Tensor) -> Tensor:
         rows = torch.linspace(0, len(x) - 1, min(len(x), _NUM_EXAMPLES), device=x.device).long()
@@ -138,28 +138,28 @@ def _examples(X: Inputs, weight: Tensor) -> Inputs:
 
 
 class NTKKernel(EPKKernel):
-    """The empirical tangent kernel of a network in GPyTorch: K(x, x') = J(x) J(x')^T at the weights that it has now.
+    """The empirical tangent kernel of a network in GPyTorch: K(x, x') = J(x) J(x')^T at its present weights.
 
-    Points are rows of flattened inputs. The kernel keeps a copy of the network in evaluation mode, whose weights are no
-    parameters of the kernel; it warns if the network has other weights later. Everything else is as in `EPKKernel`:
+    Points are rows of flattened inputs. The kernel keeps a copy of the network in evaluation mode, whose weights are
+    not parameters of the kernel; it warns if the network's weights change later. Everything else is as in `EPKKernel`:
     sums, products, batches, derivatives in the points, the cache. A state dict loads only into a kernel of a network
     with the same weights.
 
     Args:
         model: The network, with C outputs.
-        X: Inputs as the network takes them, some rows: only their shapes and kinds count. None for rows of numbers.
-        input_shape: Shape of one input, such as (1, 28, 28), in place of X. Of a network that begins with `nn.Linear`
-            it is known.
+        X: Some inputs in the form that the network takes: only their shapes and kinds count. None for rows of numbers.
+        input_shape: Shape of one input, such as (1, 28, 28), instead of X. It is known for a network that begins with
+            `nn.Linear`.
         outputs: "full", "independent", "trace" or an integer; see `EPKKernel`.
         head: "logits", or "log_softmax".
         normalize: None, a positive number to divide by, or "cosine".
-        output: Takes outputs (n, C) from what the network returns, where that is something else.
-        cache_bytes: Limit for the blocks that are kept; 0 keeps none.
+        output: Maps the network's result to outputs (n, C), if it has another form.
+        cache_bytes: Limit for the kept blocks; 0 keeps none.
         active_dims: Columns of wider inputs to use.
         options: `memory_budget` and `executor`; see `ComputeOptions`.
 
     Raises:
-        TypeError, ValueError: As `ntk`; or the shape of an input must be stated.
+        TypeError, ValueError: As in `ntk`; or the shape of an input must be stated.
     """
 
     _source = "network"
@@ -182,7 +182,7 @@ class NTKKernel(EPKKernel):
             raise ValueError("normalize must be None, a positive number or 'cosine': there are no training points.")
         X = _random_inputs(model, input_shape) if X is None else X
         run, head_of_run, kind = _run_of(model, X, head, outputs, output)
-        identity = fingerprint_data(run.states[0], *run.model.frozen_state().values())  # whatever the examples
+        identity = fingerprint_data(run.states[0], *run.model.frozen_state().values())  # independent of the examples
         super().__init__(
             replace(run, digest=identity), kind, head_of_run, QuadratureRule.left_endpoint(), normalize,
             cache_bytes=cache_bytes, active_dims=active_dims, **options,
@@ -190,7 +190,7 @@ class NTKKernel(EPKKernel):
         self.outputs, self.head, self._network = outputs, head, weakref.ref(uncompiled(model))
 
     def rows(self, X: Inputs) -> Shaped[Tensor, "n D"]:
-        """Return inputs as the rows that the kernel takes: images flattened, several tensors side by side."""
+        """Return inputs as the kernel's rows: images flattened, several tensors side by side."""
         return self.trajectory.model.signature.pack(X).flatten(1)
 
     def __call__(self, x1: Shaped[Tensor, "*b n columns"], x2: Any = None, *args: Any, **kwargs: Any) -> Any:
@@ -205,7 +205,7 @@ class NTKKernel(EPKKernel):
         return super().__call__(x1, x2, *args, **kwargs)
 
     def _warn_unless_equal(self) -> None:
-        """Warn if the network's weights, frozen parameters or buffers are not those that the kernel keeps."""
+        """Warn if the network's weights, frozen parameters or buffers differ from those that the kernel keeps."""
         run, net = self.trajectory, self._network()
         kept = {**run.model.unflatten(run.states[0]), **run.model.frozen_state()}
         present = {} if net is None else {**dict(net.named_parameters()), **dict(net.named_buffers())}
@@ -229,7 +229,7 @@ class NTKKernel(EPKKernel):
 
 
 def _random_inputs(model: nn.Module, input_shape: Sequence[int] | None) -> Float[Tensor, "n ..."]:
-    """Return inputs of a shape, which a network that begins with a linear layer tells."""
+    """Return inputs of a shape, by default the one that the first linear layer of the network takes."""
     layer = next((m for m in model.modules() if next(m.parameters(recurse=False), None) is not None), None)
     if input_shape is None and not isinstance(layer, nn.Linear):
         raise ValueError(

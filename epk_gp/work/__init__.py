@@ -1,5 +1,5 @@
-"""How a long computation is carried out: pieces, partial sums on disk, executors and progress; whatever is computed.
+"""Execution of long computations: pieces, partial sums on disk, executors and progress, for any computation.
 
-A pass states what its pieces are and how one is computed (`run.Work`); `run.run` does the rest. It imports nothing of
+A pass defines its pieces and the computation of one piece (`run.Work`); `run.run` does the rest. It imports nothing of
 the passes. Start reading at `run`.
 """

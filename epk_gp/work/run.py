@@ -1,7 +1,7 @@
-"""Carry out a computation: pieces here or on workers, partial sums in a folder, progress, for every pass.
+"""Execution of a computation for every pass: pieces here or on workers, partial sums in a folder, progress.
 
 With an executor, the owner writes the computation into the folder once; each worker reads it, computes pieces and
-writes them there; the owner reads them in their order.
+writes them there; the owner reads them in order.
 """
 
 import json
@@ -9,7 +9,6 @@ import os
 import pickle
 import platform
 import shutil
-import sys
 import time
 import zlib
 from abc import ABC, abstractmethod
@@ -25,14 +24,13 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
-from tqdm.auto import tqdm
 from tqdm.std import tqdm as std_tqdm
 
 import epk_gp
 from epk_gp.autodiff.dense import PlannedModel
 from epk_gp.core.checks import ComputeOptions, SupportsSubmit
 from epk_gp.core.plans import DifferentiationPlan
-from epk_gp.core.show import SlowCallWarning, warn_caller
+from epk_gp.core.show import SlowCallWarning, new_bar, warn_caller
 from epk_gp.core.torch_overrides import disable_fused_attention
 from epk_gp.core.trajectory import Trajectory
 from epk_gp.storage.chunks import require_same_run
@@ -40,24 +38,24 @@ from epk_gp.storage.files import atomic_write, checksum
 from epk_gp.storage.partial_sums import PartialSums
 from epk_gp.work.workers import only_owner, pickled, scratch_folder, submit, threads_of_workers, wait
 
-_MEASURED, _LONG, _REST = 3.0, 30.0, 10.0  # seconds: measured at least, of a long call, and still to come if it says so
-_TRAININGS = 2.0  # for each output: a long call that takes more says so however little is still to come
+_MEASURED, _LONG, _REST = 3.0, 30.0, 10.0  # seconds: least measured, length of a long call, least remaining
+_TRAININGS = 2.0  # trainings per output above which a long call gives its message for any remaining time
 
 
 @dataclass(frozen=True)
 class Advice:
-    """What a call says that will be long.
+    """The message of a call that will take long.
 
     Attributes:
-        ways: How it is made faster.
-        trainings: Maps its seconds to how many replays of the training it takes for each output.
+        ways: Ways to make it faster.
+        trainings: Maps its seconds to the equivalent number of replays of the training per output.
     """
 
     ways: str
     trainings: Callable[[float], float] | None = None
 
     def sentence(self, words: str, seconds: float, rest: float) -> str:
-        """Return what a call says of its length; "" if it is not long, or nearly done."""
+        """Return the message about the length of a call; "" if it is not long, or nearly done."""
         if not rest or seconds <= _LONG:
             return ""
         trainings = 0.0 if self.trainings is None else self.trainings(seconds)
@@ -71,20 +69,20 @@ class SlowCallNotice(std_tqdm):  # type: ignore[type-arg]
     """No bar, but one `SlowCallWarning` if the first items show that a call will take more than half a minute.
 
     Args:
-        total: Number of items that are to be done.
-        desc: What is counted.
-        advice: What it says.
-        clock: Gives the time in seconds.
+        total: Total number of items.
+        desc: Name of the counted work.
+        advice: The message of the warning.
+        clock: Returns the time in seconds.
     """
 
     def __init__(self, total: int, desc: str, advice: Advice, *, clock: Callable[[], float] = time.monotonic) -> None:
         super().__init__(disable=True)
         self._size, self._words, self._advice, self._clock, self._begun = total, desc, advice, clock, clock()
         self._has_spoken = False
-        self._first: tuple[float, float] = (0, 0.0)  # items, and seconds that they took: the first ones may be slower
+        self._first: tuple[float, float] = (0, 0.0)  # first items and their seconds: the first ones may be slower
 
     def update(self, n: int | float | None = 1) -> bool | None:
-        """Count n more items, and warn once if all will take long."""
+        """Count n more items, and warn once if all of them will take long."""
         self.n += n or 0
         seconds, (items, begun) = self._clock() - self._begun, self._first
         if not items:
@@ -100,37 +98,36 @@ class SlowCallNotice(std_tqdm):  # type: ignore[type-arg]
 def progress_bar(
     total: int, desc: str, *, unit: str = "it", initial: int = 0, shown: bool = True, advice: Advice | None = None
 ) -> std_tqdm:  # type: ignore[type-arg]
-    """Return tqdm's bar, to be used in a `with` statement and advanced by `update(n)`.
+    """Return a bar (`new_bar`), to be used in a `with` statement and advanced by `update(n)`.
 
     Args:
         total: Number of items of the whole call.
-        desc: What is counted, such as "training".
+        desc: Name of the counted work, such as "training".
         unit: Name of an item.
         initial: Number of items that were done before.
-        shown: Whether there is any output.
-        advice: What a call without output says if it will be long.
+        shown: Whether a bar is wanted.
+        advice: What a call that shows no bar says if it will be long.
     """
     if not shown and advice is not None:
         return SlowCallNotice(total - initial, desc, advice)
-    hidden = not shown or sys.stderr is None
-    return tqdm(total=total, desc=desc, unit=unit, initial=initial, disable=hidden, dynamic_ncols=True)
+    return new_bar(None, desc, shown=shown, total=total, unit=unit, initial=initial)
 
 
 Place = tuple[int, ...]
 
-BEGUN = "-begun"  # ends the name of a piece's sums that are not whole yet
-_LARGEST, _CARRIED = "max.", "carried."  # begin names of tensors in a file
+BEGUN = "-begun"  # suffix of the names of incomplete sums of a piece
+_LARGEST, _CARRIED = "max.", "carried."  # prefixes of names of tensors in a file
 
 
 @dataclass(frozen=True)
 class Piece:
-    """What is computed by itself.
+    """A part of a computation that is computed separately.
 
     Attributes:
-        name: Of its file.
-        place: What is computed.
-        steps: Steps that it goes through, which a progress bar counts.
-        total: Name of the sum that it is a part of, with its neighbours of the same total; "" of a piece that is whole.
+        name: Name of its file.
+        place: Identifier of the part.
+        steps: Number of its steps, for a progress bar.
+        total: Name of the sum to which it belongs, with its neighbours of the same total; "" for a complete piece.
     """
 
     name: str
@@ -148,13 +145,13 @@ def pieces_of_ranges(name: str, place: Place, ranges: Sequence[slice], num_steps
 
 @dataclass(eq=False)
 class Sums:
-    """Named tensors, by how those of two pieces join.
+    """Named tensors, grouped by the way in which those of two pieces are joined.
 
     Attributes:
-        added: By addition, in the memory of the first.
-        largest: By the maximum; NaN stays.
-        carried: What the rest of a piece needs of what is done, such as an adjoint; it is no part of the result.
-        steps: Steps that are summed.
+        added: Tensors that are added, in the memory of the first.
+        largest: Tensors that are joined by the maximum; NaN stays.
+        carried: State for the rest of a piece, such as an adjoint; it is not part of the result.
+        steps: Number of summed steps.
     """
 
     added: dict[str, Tensor] = field(default_factory=dict)
@@ -171,14 +168,14 @@ class Sums:
         self.steps += other.steps
 
     def save(self, stored: PartialSums, name: str, *, is_whole: bool = True) -> None:
-        """Write the tensors into a folder; with what is carried if the piece is not whole."""
+        """Write the tensors into a folder, including the carried ones if the piece is not complete."""
         tensors = dict(self.added) | {_LARGEST + key: value for key, value in self.largest.items()}
         carried = {} if is_whole else {_CARRIED + key: value for key, value in self.carried.items()}
         stored.save(name, tensors | carried, self.steps)
 
     @classmethod
     def load(cls, stored: PartialSums | None, name: str, device: torch.device) -> "Sums":
-        """Read what a folder has under a name: nothing if it was never saved."""
+        """Read the sums stored under a name; empty if they were never saved."""
         state, steps = ({}, 0) if stored is None else stored.load(name)
         sums = cls(steps=steps)
         for prefix, named in ((_LARGEST, sums.largest), (_CARRIED, sums.carried), ("", sums.added)):
@@ -189,11 +186,11 @@ class Sums:
 
 @runtime_checkable
 class Work(Protocol):
-    """A computation in pieces. It is pickled once, and kept by each worker from one piece to the next."""
+    """A computation in pieces. It is pickled once, and each worker keeps it from piece to piece."""
 
     @property
     def pieces(self) -> Iterable[Piece]:
-        """The pieces in their order, those of one total beside each other; they follow from the problem alone."""
+        """The pieces in order, with pieces of the same total next to each other; they follow from the problem alone."""
 
     @property
     def piece_bytes(self) -> int:
@@ -201,51 +198,51 @@ class Work(Protocol):
 
     @property
     def device(self) -> torch.device:
-        """Where sums are joined."""
+        """The device on which sums are joined."""
 
     def identity(self) -> str:
-        """Return the fingerprint of all that the sums depend on but the names of the pieces, which tell plans apart."""
+        """Return the fingerprint of everything the sums depend on except the names of pieces, which identify plans."""
 
     def compute(self, place: Place, saved: Sums) -> Iterator[Sums]:
-        """Compute a piece, and yield its sums whenever they could be saved; the last ones are those of the piece.
+        """Compute a piece, and yield its sums whenever they could be saved; the last ones are the piece's result.
 
         Args:
-            place: The piece; the result depends on nothing else.
-            saved: Sums of an earlier call, which were not whole; empty ones to begin with.
+            place: Identifier of the piece; the result depends on nothing else.
+            saved: Incomplete sums of an earlier call; empty ones at the start.
         """
 
     def check(self) -> None:
-        """Raise if a worker sees something else than the owner did: another copy of the run."""
+        """Raise if a worker sees other data than the owner did, such as another copy of the run."""
 
 
 def _save_begun(stored: PartialSums | None, name: str, sums: Sums) -> None:
-    """Save the sums of a piece that is not whole yet, now and then.
+    """Save the sums of an incomplete piece from time to time.
 
-    They may be all of it: a call that was killed before it said so finds them, and has nothing left to compute.
+    They may be complete: a call that was killed before it marked them finds them, and has nothing left to compute.
     """
     if stored is not None and sums.added and stored.should_save:
-        with suppress(OSError):  # a full disk ends the computation when the piece is whole, not here
+        with suppress(OSError):  # a full disk ends the computation when the piece is complete, not here
             sums.save(stored, name + BEGUN, is_whole=False)
 
 
 def run(
     work: Work, options: ComputeOptions, what: str, *, advice: Advice | None = None
 ) -> Generator[tuple[Piece, Sums], None, None]:
-    """Compute all pieces, here or by workers, and give every total with its last piece, in their order.
+    """Compute all pieces, here or on workers, and yield every total with its last piece, in order.
 
-    With a checkpoint, pieces and totals are saved, and those that an earlier call saved are not computed again, whether
-    it had workers or not. Without a checkpoint and an executor no file is written. The bytes are the same in any case
-    with the same number of threads; workers have one.
+    With a checkpoint, pieces and totals are saved, and those of an earlier call are not computed again, with or without
+    workers. Without a checkpoint and an executor no file is written. The bytes are the same in all cases for the same
+    number of threads; workers have one thread.
 
     Args:
-        work: What is computed.
-        options: Whose workers compute, where sums are kept, and whether progress is shown.
-        what: What a progress bar says.
-        advice: What it says if it finds out that it will be long.
+        work: The computation.
+        options: The executor, the folder for sums, and whether progress is shown.
+        what: Text of the progress bar.
+        advice: The message if the call turns out to be long.
 
     Raises:
         BlockingIOError: Another job computes into the checkpoint.
-        RuntimeError: Workers died again and again, or the executor is of no more use.
+        RuntimeError: Workers died repeatedly, or the executor is unusable.
         ValueError: The checkpoint belongs to another computation, or a file in it is damaged.
     """
     executor = options.executor
@@ -267,8 +264,8 @@ def run(
                         sums = Sums.load(stored, piece.name + BEGUN, work.device)
                         if counted := sums.steps:
                             bar.update(counted)
-                        with disable_fused_attention():  # sums of float32 numbers too are no TF32 products
-                            for sums in work.compute(piece.place, sums):  # noqa: B020  the last ones are whole
+                        with disable_fused_attention():  # sums of float32 numbers must not use TF32 either
+                            for sums in work.compute(piece.place, sums):  # noqa: B020  the last sums are complete
                                 bar.update(sums.steps - counted)
                                 if sums.steps > counted:
                                     _save_begun(stored, piece.name, sums)
@@ -291,7 +288,7 @@ def run(
 
 @contextmanager
 def _folder(work: Work, options: ComputeOptions) -> Iterator[PartialSums | None]:
-    """Give the folder of the sums, of which this is the only owner; None where nothing is written."""
+    """Yield the folder of the sums, of which this process is the only owner; None if nothing is written."""
     if options.executor is None and options.checkpoint is None:
         yield None
         return
@@ -303,12 +300,12 @@ def _folder(work: Work, options: ComputeOptions) -> Iterator[PartialSums | None]
 
 
 def _totals(work: Work) -> Iterator[list[Piece]]:
-    """List the pieces of one total after another."""
+    """Yield the lists of pieces that share a total."""
     return (list(pieces) for _, pieces in groupby(work.pieces, key=lambda piece: piece.total or piece.name))
 
 
 def _num_joined(stored: PartialSums | None, pieces: list[Piece]) -> int:
-    """Count the pieces whose joined sums a folder has."""
+    """Count the pieces whose joined sums are in a folder."""
     return 0 if stored is None or not pieces[0].total else stored.count(pieces[0].total)
 
 
@@ -324,12 +321,12 @@ def _bar(work: Work, stored: PartialSums | None, options: ComputeOptions, what: 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class RunWork(ABC):
-    """A computation on a run (`Work`): what all of them have, whatever they compute.
+    """A computation on a run (`Work`): the common part of all computations.
 
     Attributes:
-        plan: How to differentiate the network: made once, by the owner of the job.
-        recorded_plan: Likewise of the network that was trained, where the run is asked by another one
-            (`autodiff.scalars`); None where it is the same.
+        plan: The plan for differentiating the network: made once, by the owner of the job.
+        recorded_plan: The plan of the trained network, if a question uses another network (`autodiff.scalars`); None if
+            it is the same.
     """
 
     plan: DifferentiationPlan
@@ -338,14 +335,14 @@ class RunWork(ABC):
     @property
     @abstractmethod
     def run_and_inputs(self) -> tuple[Trajectory, Tensor]:
-        """The run, and inputs that go through its network."""
+        """The run, and inputs for its network."""
 
     def check(self) -> None:
         """Raise if the run on disk is not the one that the owner of the job opened."""
         require_same_run(self.run_and_inputs[0])
 
     def __getstate__(self) -> dict[str, object]:
-        """Return the pickled form, without what is found out again."""
+        """Return the pickled form, without values that are computed again."""
         return {entry.name: getattr(self, entry.name) for entry in fields(self)}
 
     @cached_property
@@ -356,7 +353,7 @@ class RunWork(ABC):
 
     @cached_property
     def recorded_net(self) -> PlannedModel:
-        """The network that was trained, with its plan."""
+        """The trained network, with its plan."""
         if self.recorded_plan is None:
             return self.net
         trajectory, X = self.run_and_inputs
@@ -364,31 +361,31 @@ class RunWork(ABC):
 
     @property
     def device(self) -> torch.device:
-        """Where sums are joined."""
+        """The device on which sums are joined."""
         return self.run_and_inputs[1].device
 
     def named(self, name: str) -> str:
-        """Return the beginning of the names of pieces: those of another plan have other bytes.
+        """Return the prefix of the names of pieces, because pieces of another plan have other bytes.
 
-        A call that needs a second plan half-way goes on in the same folder.
+        A call that needs a second plan half-way continues in the same folder.
         """
         return f"{name}-{zlib.crc32(repr(self.plan).encode()):08x}"
 
 
-# Pieces that are submitted before the first of them is read, at most, and bytes that their files may take: so many, or
-# the share of what is free in the folder if that is more. A piece takes none before a worker has computed it, so that
-# few workers hold few. 1,000 workers need some 2,000 pieces, or they wait for each straggler.
+# Largest number of pieces that are submitted before the first of them is read, and largest size of their files: this
+# number, or this share of the free space in the folder if that is larger. A piece takes no space before a worker has
+# computed it, so few workers need little. 1,000 workers need about 2,000 pieces, to avoid waiting for each straggler.
 AHEAD, AHEAD_BYTES, AHEAD_SHARE = 4096, 8 << 30, 0.25
 
 JOB = "job.pickle"
 
 # Computations by process and key, with their folder and the number of threads of their owner: threads of a pool find
-# theirs here. A forked worker finds a copy of what its parent had, which is not its own.
+# theirs here. A forked worker finds a copy of its parent's, which is not its own.
 _OWN: dict[tuple[int, str], tuple[Work, PartialSums, int]] = {}
 
 
 def write_job(work: Work, stored: PartialSums) -> str:
-    """Write what workers need into the folder of the pieces, and return the key by which they ask for it.
+    """Write the data for workers into the folder of the pieces, and return the key by which they request it.
 
     Raises:
         TypeError: The computation cannot be sent to another process.
@@ -400,15 +397,15 @@ def write_job(work: Work, stored: PartialSums) -> str:
 
 
 def compute_piece(folder: str, key: str, name: str, place: Place) -> None:
-    """Compute a piece of a job and write its file: what a worker does.
+    """Compute a piece of a job and write its file, in a worker.
 
-    A piece whose file is there already, because a worker died after it wrote it, is not computed again.
+    A piece whose file already exists, because a worker died after writing it, is not computed again.
 
     Args:
         folder: Folder of the job.
-        key: Which job the folder must hold (`write_job`).
+        key: Key of the job in the folder (`write_job`).
         name: Name of the piece.
-        place: What is computed.
+        place: Identifier of the piece.
 
     Raises:
         FileNotFoundError: The worker does not see the folder.
@@ -416,13 +413,13 @@ def compute_piece(folder: str, key: str, name: str, place: Place) -> None:
         ValueError: The folder holds another job, or one of another version of a package.
     """
     work, stored, num_threads = _OWN.get((os.getpid(), key)) or _opened(folder, key)
-    if torch.get_num_threads() != num_threads:  # a thread keeps what torch had when it first computed something
+    if torch.get_num_threads() != num_threads:  # a thread keeps torch's number at its first computation
         torch.set_num_threads(num_threads)
     if stored.has(name):
         return
     sums = Sums.load(stored, name + BEGUN, work.device)
-    with disable_fused_attention():  # as where no worker computes
-        for sums in work.compute(place, sums):  # noqa: B020  the last ones are those of the piece
+    with disable_fused_attention():  # as without workers
+        for sums in work.compute(place, sums):  # noqa: B020  the last sums are the piece's
             _save_begun(stored, name, sums)
     try:
         sums.save(stored, name)
@@ -461,7 +458,7 @@ def _opened(folder: str, key: str) -> tuple[Work, PartialSums, int]:
 
 
 def _versions() -> dict[str, str]:
-    """Return the versions on which bytes, and the pickled form, depend."""
+    """Return the versions that determine the bytes and the pickled form."""
     python = ".".join(platform.python_version_tuple()[:2])
     return {"epk_gp": epk_gp.__version__, "torch": torch.__version__, "python": python}
 
@@ -469,22 +466,22 @@ def _versions() -> dict[str, str]:
 def _by_workers(
     work: Work, pieces: Iterable[Piece], executor: SupportsSubmit, stored: PartialSums
 ) -> Generator[Sums, None, None]:
-    """Have workers compute pieces, and give their sums in the order of the pieces.
+    """Have workers compute pieces, and yield their sums in the order of the pieces.
 
-    Pieces whose files are in the folder are not computed again. The caller removes files that it needs no more.
+    Pieces whose files are in the folder are not computed again. The caller removes files that it no longer needs.
 
     Args:
-        work: What is computed.
-        pieces: Its pieces, or those that are missing.
-        executor: Who computes them.
+        work: The computation.
+        pieces: Its pieces, or the missing ones.
+        executor: Executor of the workers.
         stored: Folder of the pieces, of which this process is the only owner (`only_owner`).
 
     Raises:
-        RuntimeError: Workers died again and again over one piece, or the executor is of no more use.
+        RuntimeError: Workers died repeatedly over one piece, or the executor is unusable.
     """
     key, folder, rest = write_job(work, stored), str(stored.folder.absolute()), iter(pieces)
     _OWN[os.getpid(), key] = work, stored, torch.get_num_threads()
-    waiting: deque[tuple[Piece, Any]] = deque()  # what submit returned; None for a piece that is there
+    waiting: deque[tuple[Piece, Any]] = deque()  # results of submit; None for an existing piece
     try:
         ahead = num_ahead(work.piece_bytes, shutil.disk_usage(folder).free)
         while True:
@@ -496,7 +493,7 @@ def _by_workers(
             piece, pending = waiting.popleft()
             if pending is not None:
                 wait(executor, pending, piece.name, compute_piece, folder, key, piece.name, piece.place)
-            pending = None  # let go of it: a scheduler computes results that are wanted, and lost, once more
+            pending = None  # release it: a scheduler would compute wanted but lost results again
             sums = Sums.load(stored, piece.name, work.device)
             if not sums.added:
                 raise RuntimeError(
@@ -507,17 +504,17 @@ def _by_workers(
             yield sums
     except RuntimeError as error:
         if isinstance(error.__cause__, BrokenExecutor):
-            waiting.clear()  # a pool that died ends its calls itself, in a thread that fails at one that was cancelled
+            waiting.clear()  # a dead pool ends its calls itself, in a thread that fails at a cancelled one
         raise
     finally:
         for _, pending in waiting:
             if pending is not None:
-                with suppress(Exception):  # a client that was closed cannot cancel: the error that ends the job counts
+                with suppress(Exception):  # a closed client cannot cancel; the error that ended the job counts
                     pending.cancel()
         _OWN.pop((os.getpid(), key), None)
-        (stored.folder / JOB).unlink(missing_ok=True)  # who goes on writes it anew
+        (stored.folder / JOB).unlink(missing_ok=True)  # a resumed call writes it again
 
 
 def num_ahead(num_bytes: int, free: int) -> int:
-    """Count the pieces of so many bytes that are submitted before the first is read, by what is free in the folder."""
+    """Count the pieces of a given size that are submitted before the first is read, given the folder's free space."""
     return max(2, min(AHEAD, max(AHEAD_BYTES, int(AHEAD_SHARE * free)) // max(1, num_bytes)))

@@ -1,4 +1,4 @@
-"""The executor of a computation, and its folder: who has it, and how calls are submitted and waited for."""
+"""The executor of a computation, and its folder: ownership, and submitting and waiting for calls."""
 
 import os
 import pickle
@@ -18,13 +18,13 @@ from epk_gp.autodiff.interception import UnsupportedParameterUseError
 from epk_gp.core.checks import SupportsSubmit
 from epk_gp.core.show import write_line
 
-# How often a piece is submitted again whose workers died. A scheduler tries it several times itself.
+# Number of times that a piece is submitted again after its workers died. A scheduler retries several times itself.
 _ATTEMPTS = 5
 
-# Seconds after which a piece that is waited for is looked after: whether there are workers at all.
+# Seconds between checks of a piece that is waited for: whether there are workers at all.
 _PATIENCE = 10.0
 
-# Held by the owner of a job, and seconds until another gives up: a virus scanner may hold it for a moment on Windows.
+# Lock of the owner of a job, and seconds until another gives up: a virus scanner may hold it for a moment on Windows.
 _LOCK, _LOCK_SECONDS = "job.lock", 0.5
 
 _DEAD_POOL = (
@@ -35,14 +35,14 @@ _DEAD_POOL = (
 
 @contextmanager
 def scratch_folder(checkpoint: str | os.PathLike[str] | None) -> Iterator[Path]:
-    """Give the folder of the pieces: the checkpoint, or one of its own, which is removed when all is done.
+    """Yield the folder of the pieces: the checkpoint, or a new one that is removed at the end.
 
-    After an error the folder is kept, and the error says where it is.
+    After an error the folder is kept, and the error names it.
     """
     folder, is_kept = Path(tempfile.mkdtemp(prefix="epk_gp-")) if checkpoint is None else Path(checkpoint), False
     try:
         yield folder
-    except (UnsupportedParameterUseError, GeneratorExit):  # all begins anew with another plan; nobody wants the rest
+    except (UnsupportedParameterUseError, GeneratorExit):  # starts again with another plan; or nobody needs the rest
         raise
     except BaseException as error:
         is_kept = True
@@ -58,7 +58,7 @@ def scratch_folder(checkpoint: str | os.PathLike[str] | None) -> Iterator[Path]:
 
 @contextmanager
 def only_owner(folder: Path) -> Iterator[None]:
-    """Keep other jobs out of a folder, where its file system has locks.
+    """Keep other jobs out of a folder, if its file system has locks.
 
     Raises:
         BlockingIOError: Another job computes into the folder.
@@ -77,7 +77,7 @@ def only_owner(folder: Path) -> Iterator[None]:
 
 @contextmanager
 def threads_of_workers(executor: SupportsSubmit) -> Iterator[None]:
-    """Compute here as workers do, with one thread; threads of this process compute as it does itself."""
+    """Compute here like workers, with one thread; threads of this process compute as it does itself."""
     before = torch.get_num_threads()
     if not isinstance(executor, ThreadPoolExecutor):
         torch.set_num_threads(1)
@@ -88,14 +88,14 @@ def threads_of_workers(executor: SupportsSubmit) -> Iterator[None]:
 
 
 def pickled(value: object) -> bytes:
-    """Return the pickled form of what workers compute, which cloudpickle makes where it is installed.
+    """Return the pickled form of a value for workers, by cloudpickle if it is installed.
 
     Raises:
-        TypeError: It cannot be sent to another process.
+        TypeError: The value cannot be sent to another process.
     """
     dumps: Callable[[Any], bytes] = pickle.dumps
     if find_spec("cloudpickle") is not None:
-        import cloudpickle  # noqa: PLC0415  comes with the extra 'distributed'
+        import cloudpickle  # noqa: PLC0415  part of the extra 'distributed'
 
         dumps = cloudpickle.dumps
     try:
@@ -112,12 +112,12 @@ def _is_dask(executor: SupportsSubmit) -> bool:
 
 
 def submit(executor: Any, function: Callable[..., None], *args: object) -> Any:
-    """Submit a call, and return what is waited for.
+    """Submit a call, and return an object to wait for.
 
     Raises:
-        RuntimeError: The executor does not take it.
+        RuntimeError: The executor does not accept it.
     """
-    options = {"pure": False} if _is_dask(executor) else {}  # the call has an effect
+    options = {"pure": False} if _is_dask(executor) else {}  # the call has side effects
     try:
         return executor.submit(function, *args, **options)
     except BrokenExecutor as error:
@@ -130,10 +130,10 @@ def submit(executor: Any, function: Callable[..., None], *args: object) -> Any:
 
 
 def wait(executor: Any, pending: Any, name: str, function: Callable[..., None], *args: object) -> None:
-    """Wait for a call that computes the piece of a name; submit it again if the workers that had it died.
+    """Wait for the call that computes a named piece; submit it again if its workers died.
 
     Raises:
-        RuntimeError: Workers died again and again, or the executor gave the call up.
+        RuntimeError: Workers died repeatedly, or the executor gave up the call.
     """
     for attempt in range(1, _ATTEMPTS + 1):
         try:
@@ -145,7 +145,7 @@ def wait(executor: Any, pending: Any, name: str, function: Callable[..., None], 
         except BrokenExecutor as error:
             raise RuntimeError(_DEAD_POOL) from error
         except (Exception, CancelledError) as error:
-            kind = type(error).__name__  # Dask's errors, whose classes are not imported
+            kind = type(error).__name__  # for Dask's errors, whose classes are not imported
             if isinstance(error, CancelledError) or kind in ("CommClosedError", "ClosedClientError"):
                 raise RuntimeError(
                     f"executor must finish the pieces that it took: it gave up piece {name}. It was shut down, or its "
@@ -164,7 +164,7 @@ def wait(executor: Any, pending: Any, name: str, function: Callable[..., None], 
 
 
 def _wait_for_dask(client: Any, future: Any) -> None:
-    """Wait for a call to end; say so once if a scheduler has no workers, for which it would wait without a word."""
+    """Wait for a call to end; report once if a scheduler has no workers, because it would wait silently."""
     is_silent, is_over = True, False
     while not is_over:
         try:
@@ -173,6 +173,6 @@ def _wait_for_dask(client: Any, future: Any) -> None:
             if is_silent and not client.nthreads():
                 write_line("the scheduler has no workers: the job waits until it has some. Start workers, or stop it.")
                 is_silent = False
-    # The piece lies in its folder: what the call returned is not fetched, from a worker that may have died since.
+    # The piece is in its folder: the call's result is not fetched, from a worker that may have died since.
     if error is not None or future.cancelled():
         future.result()

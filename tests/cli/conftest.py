@@ -20,7 +20,7 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def no_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
     """They take seconds."""
     drawn = {
-        "attribute": ("attribution_figure", "datamodel_figure", "influence_figure"),
+        "attribute": ("attribution_figure",),
         "uncertainty": ("map_figure", "scores_figure"),
     }
     for command, names in drawn.items():

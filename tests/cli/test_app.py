@@ -1,33 +1,26 @@
-"""The application: its commands, their shared options, and how errors end it."""
+"""The application: its commands, their progress, and how errors end it."""
 
-import json
+import os
 import subprocess
 import sys
 import warnings
 from textwrap import dedent
 
 import pytest
-import torch
-from safetensors.torch import load_file
 
 import epk_gp as epk
 from commands import run
 from epk_gp.cli import COMMANDS, _warnings_in_one_line
 from epk_gp.cli.options import parse_path, parse_rule
 
-# They compute nothing and draw nothing
-NOT_MEANT = {(command, option) for command in ("info",) for option in ("--seed", "--dtype")}
-NOT_MEANT |= {("audit", "--dtype")}  # its table is text
 
-
-def test_every_command_explains_itself_and_has_the_options_they_share(capsys, monkeypatch):
+def test_every_command_explains_itself(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "200")
     for command in COMMANDS:
         assert run(command, "--help") == 0
         out = capsys.readouterr().out
-        assert "Usage: epk-gp" in out
-        for option in ("--help", "--out", "--seed", "--dtype", "--quiet"):
-            assert (f" {option}" in out) == ((command, option) not in NOT_MEANT), (command, option)
+        assert f"Usage: epk-gp {command}" in out
+        assert all(f" {option}" in out for option in ("--help", "--out"))
 
 
 def test_the_application_answers_for_itself(capsys):
@@ -54,47 +47,31 @@ def test_help_does_not_wait_for_pytorch():
     assert ended.stdout.count("Usage: ") == 2
 
 
-@pytest.mark.parametrize(
-    ("words", "counted"),
-    [
-        (("verify", "--num-points", 2), "reconstruction"),
-        (("info",), "checking"),
-        (("gram", "--num-rows", 2, "--num-columns", 2), "kernel"),
-    ],
-)
-def test_progress_goes_to_stderr_and_not_where_it_is_to_be_quiet(recorded, capsys, tmp_path, words, counted):
-    command, *options = words
-    for quiet in ([], ["--quiet"]):
-        out = [] if command in ("verify", "info") else ["--out", tmp_path / f"{command}{len(quiet)}.safetensors"]
-        assert run(command, recorded, *options, *out, *quiet) == 0
-        captured = capsys.readouterr()
-        assert "100%" not in captured.out
-        assert command != "verify" or "4 steps" in captured.out
-        lines = [line for line in captured.err.splitlines() if line]  # tqdm's bar goes back to the start of its line
-        assert all(line.startswith(f"{counted}: ") for line in lines)
-        assert any(line.startswith(f"{counted}: 100%|") for line in lines) != bool(quiet)
-        assert not (quiet and lines)
+def test_the_package_is_run_as_the_command_under_its_name(capsys):
+    words = [sys.executable, "-m", "epk_gp"]
+    helped, wrong = (subprocess.run([*words, word], capture_output=True, text=True) for word in ("--help", "teach"))
+    assert run("--help") == helped.returncode == 0
+    assert helped.stdout == capsys.readouterr().out
+    assert wrong.returncode == 1
+    assert wrong.stderr.startswith("epk-gp: error: No such command 'teach'")
 
 
-SEEDED = {  # the file, its points, and a command for three of them
-    "gram": ("gram", "row_inputs", ("--num-rows", 3, "--num-columns", 2)),
-    "attribute": ("attribution", "inputs", ("--num-points", 3, "--outputs", "predicted")),
-    "influence": ("influence", "inputs", ("--num-points", 3)),
-}
-
-
-@pytest.mark.parametrize("command", SEEDED)
-def test_a_seed_draws_the_points_and_none_takes_the_first(recorded, tmp_path, no_pictures, command):
-    inputs, (file, name, points) = [], SEEDED[command]
-    for number, seed in enumerate((None, 1, 2, 1)):
-        out, asked = tmp_path / str(number), () if seed is None else ("--seed", seed)
-        assert run(command, recorded, "--out", out, *points, *asked, "--quiet") == 0
-        assert json.loads((out / f"{file}.json").read_text())["config"]["seed"] == seed
-        inputs.append(load_file(out / f"{file}.safetensors")[name])
-    first, one, two, again = inputs
-    assert torch.equal(first, load_file(recorded / "held_out.safetensors")["inputs"][:3])
-    assert torch.equal(one, again)
-    assert not torch.equal(one, two)
+def test_bars_go_to_a_terminal_and_not_to_a_file_or_a_pipe(recorded, monkeypatch, tmp_path, capsys):
+    pty, termios = (pytest.importorskip(name, reason="a terminal of Unix") for name in ("pty", "termios"))
+    ends = {"terminal": pty.openpty(), "pipe": os.pipe()}
+    termios.tcsetwinsize(ends["terminal"][1], (24, 100))
+    ends["file"] = (os.open(tmp_path / "log", os.O_CREAT), os.open(tmp_path / "log", os.O_WRONLY))
+    for kind, (read, write) in ends.items():
+        with monkeypatch.context() as patch, open(write, "w") as stream:
+            patch.setattr(sys, "stderr", stream)
+            assert run("verify", recorded, "--num-points", 2) == 0
+            stream.write("end\n")  # a terminal or a pipe without content would wait for some
+            stream.flush()
+            shown = os.read(read, 1 << 16).decode()
+        os.close(read)
+        assert ("checking: 100%|" in shown) == ("reconstruction: 100%|" in shown) == (kind == "terminal")
+        assert kind == "terminal" or shown == "end\n"
+        assert "4 steps" in capsys.readouterr().out
 
 
 def test_an_interrupted_command_says_so(recorded, monkeypatch, capsys):
@@ -115,6 +92,7 @@ def test_rules_and_paths_are_read_as_they_are_written():
     assert parse_path("chords:20") == epk.chords(20)
     assert parse_path("layerwise") == epk.layerwise()
     assert parse_path("layerwise:20") == epk.layerwise(20)
+    assert parse_path(None) is None
 
 
 @pytest.mark.filterwarnings("always")

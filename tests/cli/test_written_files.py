@@ -16,9 +16,8 @@ from commands import run
 from written_files import PAGE, described, names, pattern
 
 SIZES: dict[str, int] = {"n": 2, "N": 6, "M": 24, "C": 3, "K": 1, "S": 6, "R": 6, "L": 4, "D": 100, "P": 523}
-OTHERS = {"gram": {"M": 7}, "uncertainty": {"n": 42}, "uncertainty --validation": {"n": 21}}
-UNCERTAINTY = ("uncertainty", "uncertainty --validation")
-DESCRIBED = ("info", "verify", "attribute", "influence", "datamodel", "gram", *UNCERTAINTY, "audit", "report")
+OTHERS = {"uncertainty": {"n": 21}}
+DESCRIBED = ("verify", "attribute", "uncertainty", "report")
 RUNS = ("record",)
 MADE = (*RUNS, *DESCRIBED)
 FORMAT = (Path(__file__).parents[2] / "docs" / "format.md").read_text()
@@ -68,25 +67,21 @@ def read(file: Path) -> dict[str, np.ndarray]:
 def written(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """The folder that each command has written; the run is in float32, so that its dtype is not float64."""
     folder = tmp_path_factory.mktemp("written")
-    made = {name: folder / name.replace(" --", "-") for name in MADE}
+    made = {name: folder / name for name in MADE}
     recorded = made["record"]
     made["report"].mkdir()
     options = {
         "verify": ("--num-points", 2),
         "attribute": ("--num-points", 2, "--outputs", "predicted"),
-        "influence": ("--num-points", 2),
-        "datamodel": ("--num-points", 2, "--pairs", 3),
-        "gram": ("--num-rows", 6, "--num-columns", 7),
         "report": ("--out", made["report"] / "report.html", "--num-points", 1),
-        "uncertainty": ("--num-condition", 8, "--grid", 5, "--num-samples", 8, "--fit-steps", 1),
-        "uncertainty --validation": ("--validation", "held-out"),
+        "uncertainty": ("--columns", "0,1", "--grid", 5),
     }
     data = ("--num-train", 24, "--num-test", 42, "--width", 5, "--steps", 6, "--dtype", "float32")
-    assert run("record", "--out", recorded, *data, "--quiet") == 0
+    assert run("record", "--out", recorded, *data) == 0
     for name in MADE:
         if name != "record":
             out = () if name == "report" else ("--out", made[name])
-            assert run(name.split()[0], recorded, *out, *options.get(name, ()), "--quiet") == 0, name
+            assert run(name, recorded, *out, *options[name]) == 0, name
     return made
 
 
@@ -102,8 +97,7 @@ def test_the_page_names_what_a_command_writes(written, command):
     for name, table in page.tables.items():
         file = max(file for file in folder.iterdir() if re.fullmatch(pattern(name), file.name))
         if file.suffix in (".safetensors", ".npz"):
-            dtypes = {"*run*": "float32", "*asked*": "float64"}
-            assert differences(table, read(file), dtypes, **OTHERS.get(command, {})) == [], file.name
+            assert differences(table, read(file), {"*run*": "float32"}, **OTHERS.get(command, {})) == [], file.name
         else:
             assert keys(file) == {key for row in table for key in names(row[0])}, file.name
     for file in folder.iterdir():  # every table that there should be
@@ -139,8 +133,7 @@ def keys(file: Path) -> set[str]:
 
 def test_every_command_that_writes_has_its_section():
     sections = re.findall(r"^## epk-gp (.*)$", PAGE, flags=re.MULTILINE)
-    more = ["uncertainty --validation --columns", "uncertainty --save-model"]
-    assert sections == ["record", *DESCRIBED[:-2], *more, *DESCRIBED[-2:], "demo"]
+    assert sections == ["record", *DESCRIBED, "demo"]
 
 
 def test_another_shape_name_or_dtype_is_found():

@@ -41,7 +41,7 @@ FILES = {
     "objects": {"inputs": np.array([{"a": 1}], dtype=object)},
 }
 # fmt: on
-RECORD = ("record", "--out", "new", "--steps", 2, "--width", 3, "--quiet")
+RECORD = ("record", "--out", "new", "--steps", 2, "--width", 3)
 OWN = (*RECORD, "--data", "ok.npz")
 
 
@@ -61,9 +61,8 @@ OF_TYPER = {
     "No such option: --fast": "--fast; verify run --fast",
     "Missing argument 'RUN'": "verify",
     "unexpected extra argument": "verify run more",
-    "'foo' is not one of 'both', 'logits', 'log_softmax'": "verify run --head foo",
-    "'foo' is not one of 'logits', 'log_softmax'": "gram run --head foo",
-    "'foo' is not one of 'full', 'independent'": "uncertainty run --outputs foo",
+    "'foo' is not one of 'logits', 'log_softmax'": "attribute run --head foo",
+    "'foo' is not one of 'all', 'predicted', 'answers'": "attribute run --outputs foo",
     "'float16' is not one of 'float32', 'float64'": "OWN --dtype float16",
     "Invalid value for '--lr'": "OWN --lr fast",
 }
@@ -93,70 +92,52 @@ USES = OF_TYPER | {
     "must be points of the run's shape, (3,) each": "verify run --points wide.npz",
     "must be a .safetensors or .npz file":
         "verify run --points file; uncertainty judged --validation nowhere.npz; RECORD --data folder.npz; "
-        "{verify,attribute,gram} run --points folder.npz",
+        "{verify,attribute} run --points folder.npz",
     "--data must be three-gaussians, digits, mnist": "RECORD --data cifar",
     "it does not exist": "RECORD --data missing.npz; verify run --points nowhere.npz",
     "the data folder must exist, with four idx-ubyte files: got nowhere": "RECORD --data mnist --data-dir nowhere",
     "the cnn needs images": "record --out new --network cnn; verify run --network cnn",
     "it raised ModuleNotFoundError": "record --out new --network no.such.module:net",
-    "--rule must be a fixed rule": "uncertainty run --rule adaptive",
-    "--features must be exact, or a whole number":
-        "audit run --features all; uncertainty judged --validation held-out --features 0",
     "arguments must not be empty": "RECORD --data=; verify run --rule=",
     "--data-dir belongs to --data mnist": "RECORD --data-dir folder",
     "--num-classes belongs to a file of one's own": "RECORD --num-classes 3",
     "--num-train and --num-test must divide 12 points":
         "OWN --num-train 13; OWN --num-test 12; OWN --num-train 12 --num-test 1",
     "--batch-size must be at most the 12 training points": "OWN --batch-size 13",
-    "--nesterov must come with a positive --momentum": "OWN --nesterov",
-    "--momentum belongs to sgd and rmsprop": "OWN --optimizer {adam --momentum 0.9,rmsprop --nesterov}",
+    "--momentum belongs to sgd and rmsprop": "OWN --optimizer adam --momentum 0.9",
     "--width belongs to --network mlp": "OWN --network cnn",
     "--network must be mlp, cnn or package.module:factory": "record --out new --data ok.npz --network transformer",
-    "--activation belongs to --network mlp": "record --out new --network a:b --activation tanh",
     "--out must be a new or empty folder": "OWN --out {file,full}",
     "RUN must hold a recorded run: ok.npz/run.json does not exist":
-        "{info,verify,attribute,gram,uncertainty,audit,report} ok.npz",
-    "must hold a recorded run": "{info,verify,gram} nowhere",
+        "{verify,attribute,uncertainty,report} ok.npz",
+    "must hold a recorded run": "verify nowhere",
     "--rule must be adaptive[:TOL], gauss-legendre:N":
-        "{verify,attribute,gram,uncertainty} run --rule gauss-legendre:100000; report run --rule simpson; "
-        "gram run --rule left-endpoint:3 --estimate 1; gram run --rule {left-riemann:1000000000,midpoint:10001}; "
-        f"gram run --rule gauss-legendre:{{{'9' * 5000},\u00b2}}; verify run --rule adaptive:{{nan,inf,0,-1,abc}}; "
+        "{verify,attribute} run --rule gauss-legendre:100000; report run --rule simpson; "
+        "verify run --rule {left-endpoint:3,left-riemann:1000000000,midpoint:10001}; "
+        f"verify run --rule gauss-legendre:{{{'9' * 5000},\u00b2}}; verify run --rule adaptive:{{nan,inf,0,-1,abc}}; "
         "verify run --rule {simpson,gauss-legendre:0,gauss-legendre:2.5,gauss-legendre,gauss-legendre:}",
-    "--points must have a side": "gram run --rows train --points ok.npz",
     "chords:K or layerwise[:K]: got":
-        "gram run --path chords; attribute run --path chords:0; verify run --path straight:2; "
-        "attribute run --path zigzag --estimate 1; uncertainty run --path chords:-1; report run --path layerwise:0",
-    "leaves a rule no part: got nodes=4": "uncertainty run --nodes 4 --rule midpoint:2 --out full",
-    "or chords(every=k): got layerwise(every=1)": "uncertainty run --nodes 4 --path layerwise --out full",
-    "integrates along a path of the weights": "verify run --path layerwise",
+        "attribute run --path {chords,chords:0,straight:2,zigzag,chords:-1}; report run --path layerwise:0",
     "--out must be an HTML file, as in report.html: got report.pdf": "report run --out report.pdf",
     "is a folder": "report run --out folder.html",
     "--outputs must be predicted, all, answers, or a number of classes from 1": "report run --outputs {most,0}",
     "a number of the 2 classes of a classifier: got 4": "report run --outputs 4",
-    "--outside must stand beside --validation": "report run --outside ok.npz",
-    "--outputs answers must stand without": "report run --outputs answers {--map,--validation held-out}",
+    "--outputs answers must stand without": "report run --outputs answers --validation held-out",
+    "of `answers`, a tensor beside `inputs` in the file of --points: got training inputs":
+        "{attribute,report} run --outputs answers",
     "class_names must name each of the 2 outputs": "report run --class-names a",
     "names must name each of the": "report run --feature-names a,b",
-    "--workers and --scheduler must not stand together": "gram run --workers 2 --scheduler tcp://h:1",
-    "nowhere.json does not exist": "gram run --out full --scheduler nowhere.json",
-    "must be an address, as tcp://host:8786, or a scheduler file":
-        "{gram,attribute} run --out full --scheduler {local,http://h:1,empty.json,list.json}",
-    "a scheduler file that dask scheduler --scheduler-file wrote: text.json: ":
-        "gram run --out full --scheduler text.json",
     "at least 20 validation points: got 19": "uncertainty judged --validation few.npz --points points.npz",
     "validation points: got 10": "uncertainty judged --validation few.npz",
     "validation points must have labels: points.npz has no `labels`.": "uncertainty judged --validation points.npz",
     "`labels` in wrong.npz must lie in 0..2: got 1..3.": "uncertainty judged --validation wrong.npz",
     "20 of 20 are training points. Hold others out": "uncertainty judged --validation seen.npz",
     "t10k-images": "uncertainty judged --validation .",
-    "has none. Name a file.": "{uncertainty,report} run --validation held-out",
+    "--validation must name labelled points: run has no held-out ones":
+        "uncertainty run; report run --validation held-out",
     "--alpha must be positive and below 1": "uncertainty judged --validation held-out --alpha {0,1}",
-    "--save-model must be a new or empty folder: full": "uncertainty judged --validation held-out --save-model full",
-    "--save-model must lie outside the folder of the run":
-        "uncertainty judged --validation held-out --save-model judged/x",
-    "--grid would be ignored without --columns": "uncertainty judged --validation held-out --grid 3",
-    "--rule would be ignored beside --validation": "uncertainty judged --validation held-out --rule midpoint:1",
-    "--others would be ignored without --columns": "uncertainty run --others 1=2",
+    "--grid must stand beside --map or --columns, --feature-names beside":
+        "uncertainty judged --grid 3; uncertainty judged --map --feature-names a",
     "'age' must be the name or the number of one column": "uncertainty run --columns age,0",
     "--columns must be X,Y, and --others NAME=VALUE":
         "uncertainty run --columns 0; uncertainty run --columns 0,1,2; uncertainty run --columns 0=1..,1; "
@@ -165,24 +146,19 @@ USES = OF_TYPER | {
     "others= must be of columns beside the axes": "uncertainty run --columns 0,1 --others 1=2",
     "extent= two ends that ascend": "uncertainty run --columns 0=2..1,1",
     "categories of 'column 1' must name each of its values": "uncertainty run --columns 0,1=7:a",
-    "--columns must stand beside --validation":
-        "report run --others 1=2; report run --columns 0,1; report judged --columns 0,1 --map --validation held-out",
-    "--alpha would be ignored without --validation": "uncertainty judged --alpha 0.1",
-    "--save-model would be ignored without --validation": "uncertainty judged --save-model x",
+    "--columns must stand without --map, and --others beside --columns":
+        "{uncertainty,report} judged --validation held-out {--others 1=2,--columns 0 --map}",
+    "--map and --columns must stand beside --validation": "report judged {--map,--columns 0}",
     "cannot be used: ":
-        "{info,verify,attribute,gram,uncertainty,audit} run --out file; demo --out file; "
-        f"info run --out {{file/below,{'a' * 300}}}; report run --out file/report.html",
+        "{verify,attribute} run --out file; uncertainty judged --out file; demo --out file; "
+        f"verify run --out {{file/below,{'a' * 300}}}; report run --out file/report.html",
     "--out must lie outside the folder of the run":
-        "{info,verify,attribute,gram,uncertainty,audit} run --out {run,run/below,full/../run,link}; "
-        "report run --out run/report.html",
-    "--memory must be at least 0.001": "{attribute,report,gram,audit} run --memory {0,-1,nan,inf,1e300,1e-300}",
+        "{verify,attribute,uncertainty} run --out {run,run/below,full/../run,link}; report run --out run/report.html",
+    "--memory must be at least 0.001": "{attribute,report} run --memory {0,-1,nan,inf,1e300,1e-300}",
     "--lr must be positive and finite": "OWN --lr {0,-1,nan,inf}",
     "--momentum must be at least 0 and below 1": "OWN --momentum {2,1,-0.1,nan,inf,1e300}",
     "--weight-decay must be at least 0 and finite": "OWN --weight-decay {-1,nan,inf}",
-    "--clip-norm must be positive and finite": "OWN --clip-norm {0,-1,nan}",
     "--commit-seconds must be positive and finite": "OWN --commit-seconds {0,-1,nan,inf}",
-    "--margin must be at least 0 and below 1000": "uncertainty run --margin {-1,nan,inf}",
-    "--estimate must be at least 0.1 and below 100000": "{gram,attribute} run --estimate 0",
     "--tol must be at least 0 and finite": "verify run --tol {-1,nan,inf}",
     **{f"Invalid value for '{option}'": f"{uses} {option} {{{values}}}" for option, uses, values in (
         ("--num-classes", "OWN", "1,1000000000"),
@@ -192,20 +168,11 @@ USES = OF_TYPER | {
         ("--steps", "OWN", f"0,{BEYOND},1e3"),
         ("--check-every", "OWN", f"0,-1,{BEYOND}"),
         ("--width", "OWN", "1000000000"),
-        ("--activation", "OWN", "sine"),
-        ("--seed", "{OWN,demo,verify run,attribute run,report run,gram run,uncertainty run,audit run}",
-         f"-1,{2**63},{BEYOND}"),
+        ("--seed", "{OWN,demo,report run,uncertainty run}", f"-1,{2**63},{BEYOND}"),
         ("--num-points", "{verify,attribute,report} run", f"0,-1,{BEYOND}"),
-        ("--top", "{attribute,report} run", f"0,-1,{BEYOND},51"),
-        ("--workers", "{gram,attribute} run", "0,5000"),
-        ("--kernel-points", "report run", "501"),
-        ("--nodes", "uncertainty run", "0"),
-        ("--num-rows", "gram run", f"0,-1,{BEYOND}"),
-        ("--num-columns", "gram run", f"0,-1,{BEYOND}"),
-        ("--num-condition", "uncertainty run", f"0,-1,{BEYOND}"),
+        ("--top", "attribute run", f"0,-1,{BEYOND},51"),
+        ("--workers", "attribute run", "0,5000"),
         ("--grid", "uncertainty run", f"1,0,-1,{BEYOND}"),
-        ("--num-samples", "uncertainty run", f"0,-1,{BEYOND}"),
-        ("--fit-steps", "uncertainty run", f"0,-1,{BEYOND}"),
     )},
 }  # fmt: skip
 
@@ -224,8 +191,6 @@ def own(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (folder / name).write_bytes(b"")
     save_file({"X": torch.zeros(2)}, folder / "other_names.safetensors")
     (folder / "link").symlink_to("run")
-    for name, content in (("empty", "{}"), ("list", "[1]"), ("text", "tcp://h:1")):
-        (folder / f"{name}.json").write_text(content)
     # numpy allocates what the header of an array claims before it reads the array
     header = b"{'descr': '<f8', 'fortran_order': False, 'shape': (1099511627776000, 3), }".ljust(117) + b"\n"
     with zipfile.ZipFile(folder / "large_array.npz", "w") as archive:
@@ -249,7 +214,7 @@ def test_a_wrong_use_ends_with_one_line(own, monkeypatch, capsys, message, use):
     monkeypatch.chdir(own)
     before, named = sorted(own.rglob("*")), {"RECORD": RECORD, "OWN": OWN}
     first, *words = use.split(" ")
-    line = refused(capsys, *named.get(first, (first,)), *words, *(() if first in named else ("--quiet",)))
+    line = refused(capsys, *named.get(first, (first,)), *words)
     assert message in line, use
     assert message not in OF_TYPER or line.endswith(" --help.")
     assert sorted(own.rglob("*")) == before, use
@@ -262,7 +227,7 @@ def test_odd_uses_that_mean_something_pass(own, tmp_path, monkeypatch, capsys):
     np.savez(tmp_path / "odd.npz", **names)
     assert run(*RECORD, "--data", tmp_path / "odd.npz", "--momentum", 0.999, "--out", tmp_path / "odd") == 0
     assert run(*OWN, "--seed", 2**63 - 1, "--batch-size", 12, "--out", tmp_path / "seed") == 0
-    assert run("verify", "run", "--num-points", 10**9, "--tol", 0.5, "--rule", "gauss-legendre:20", "--quiet") == 0
+    assert run("verify", "run", "--num-points", 10**9, "--tol", 0.5, "--rule", "gauss-legendre:20") == 0
     assert "12 training inputs" in capsys.readouterr().out
 
 
@@ -298,25 +263,23 @@ def test_points_of_a_file_are_held_out_as_asked(own, tmp_path, capsys, options, 
         assert f" % of {held_out} points" in said.split("held-out ")[1]
 
 
-@pytest.mark.parametrize(("command", "limit"), [("verify", ("--tol", 9)), ("gram", ("--num-rows", 3))])
-def test_training_inputs_are_explained_only_aloud(own, recorded, tmp_path, capsys, command, limit):
-    few = ("--rule", "gauss-legendre:1", "--out", tmp_path, "--quiet", *limit)
-    assert run(command, own / "run", *few) == 0
+def test_training_inputs_are_explained_only_aloud(own, recorded, tmp_path, capsys):
+    few = ("--rule", "gauss-legendre:1", "--out", tmp_path, "--tol", 9)
+    assert run("verify", own / "run", *few) == 0
     assert " training inputs, for the run has no held-out points" in capsys.readouterr().out
-    assert run(command, recorded, *few) == 0
+    assert run("verify", recorded, *few) == 0
     assert "held-out points" in capsys.readouterr().out
-    numbers = json.loads(next(tmp_path.glob("*.json")).read_text())["config"]
-    assert "held-out points" in str([numbers.get("points"), numbers.get("row_points")])
+    assert "held-out points" in json.loads((tmp_path / "verify.json").read_text())["config"]["points"]
 
 
 def test_verify_takes_ten_points_and_says_how_to_take_all(own, tmp_path, capsys):
-    asked = ("verify", own / "run", "--head", "logits", "--rule", "gauss-legendre:4", "--tol", 1, "--quiet")
+    asked = ("verify", own / "run", "--rule", "gauss-legendre:4", "--tol", 1)
     assert run(*asked) == 0
-    said = capsys.readouterr().out
+    said = capsys.readouterr().out.splitlines()[2]
     assert said.startswith("verifying at 10 of 12 training inputs")
-    assert "--num-points 12 takes all" in said.splitlines()[0]
+    assert "--num-points 12 takes all" in said
     assert run(*asked, "--num-points", 12) == 0
-    assert capsys.readouterr().out.startswith("verifying at 12 training inputs")
+    assert "\nverifying at 12 training inputs" in capsys.readouterr().out
     save_file({"inputs": torch.from_numpy(X[:11].copy())}, tmp_path / "points.safetensors")
     assert run(*asked, "--points", tmp_path / "points.safetensors") == 0
-    assert capsys.readouterr().out.startswith("verifying at 11 points of")
+    assert "\nverifying at 11 points of" in capsys.readouterr().out

@@ -1,5 +1,6 @@
-"""Progress of long calls: tqdm's bars, and one warning of a call that shows none."""
+"""Progress of long calls: tqdm's bars where a person sees them, and one warning of a call that shows none."""
 
+import io
 import re
 import warnings
 from pathlib import Path
@@ -9,31 +10,60 @@ import pytest
 import epk_gp
 from epk_gp.core.show import SlowCallWarning, tracked
 from epk_gp.work.run import Advice, SlowCallNotice, progress_bar
+from helpers import Terminal
 
 ROOT = Path(epk_gp.__file__).parent
 
 
-def test_a_bar_counts_the_items_with_rate_and_remaining_time(capsys):
+def test_a_bar_counts_the_items_with_rate_and_remaining_time(monkeypatch):
+    monkeypatch.setattr("sys.stderr", terminal := Terminal())
     assert list(tracked(iter("abc"), "parts", total=3, unit="part")) == ["a", "b", "c"]
-    shown = capsys.readouterr().err
+    shown = terminal.getvalue()
     assert all(text in shown for text in ("parts: 100%", "3/3 [", "part/s]"))
     with progress_bar(10, "steps", initial=7) as bar:
         bar.update(2)
         assert bar.n == 9
-    assert "9/10" in capsys.readouterr().err
+    assert "9/10" in terminal.getvalue()
 
 
-def test_nothing_is_written_where_progress_is_not_shown_or_there_is_no_error_stream(capsys, monkeypatch):
+def test_nothing_is_written_unless_progress_is_wanted_and_a_person_sees_it(monkeypatch):
+    monkeypatch.setattr("sys.stderr", terminal := Terminal())
     assert list(tracked(range(20), "parts", shown=False)) == list(range(20))
-    assert capsys.readouterr().err == ""
-    monkeypatch.setattr("sys.stderr", None)
-    assert list(tracked(range(3), "parts")) == [0, 1, 2]
+    assert terminal.getvalue() == ""
+    for stream in (io.StringIO(), None):  # as of a file or a pipe, and of a process without an error stream
+        monkeypatch.setattr("sys.stderr", stream)
+        assert list(tracked(range(3), "parts")) == [0, 1, 2]
+        assert stream is None or stream.getvalue() == ""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("has_widgets", [True, False])
+def test_a_notebook_has_a_widget_and_without_ipywidgets_text_and_no_warning(has_widgets):
+    pytest.importorskip("ipywidgets", reason="comes with the development tools")
+    client = pytest.importorskip("jupyter_client", reason="comes with the development tools")
+    hide = "" if has_widgets else "sys.modules['ipywidgets'] = None;"
+    code = f"import sys, warnings; {hide} warnings.simplefilter('error')\n"
+    code += "from epk_gp.core.show import tracked\nfor _ in tracked(range(3), 'parts', shown=True): pass"
+    found = []
+    with client.run_kernel() as kernel:
+        kernel.execute_interactive(code, timeout=120, output_hook=found.append)
+    content = {message["msg_type"]: message["content"] for message in found}
+    assert "error" not in content
+    if has_widgets:
+        assert "application/vnd.jupyter.widget-view+json" in content["display_data"]["data"]
+        assert "stream" not in content
+    else:
+        assert "display_data" not in content
+        texts = [message["content"] for message in found if message["msg_type"] == "stream"]
+        assert {text["name"] for text in texts} == {"stderr"}
+        assert "parts: 100%" in "".join(text["text"] for text in texts)
+        assert "Warning" not in "".join(text["text"] for text in texts)
 
 
 def test_every_bar_of_the_package_is_made_here():
     importing = re.compile(r"^ *(import|from) tqdm\b", re.MULTILINE)
     users = {file.relative_to(ROOT).as_posix() for file in ROOT.rglob("*.py") if importing.search(file.read_text())}
-    assert users == {"core/show.py", "work/run.py", "cli/gram.py"}  # the last takes the format of sizes alone
+    assert users == {"core/show.py", "work/run.py"}  # the latter makes none
 
 
 def said_of(total, seconds_each, *, first=0.0, trainings=None):

@@ -204,13 +204,12 @@ def test_a_quiet_call_that_will_be_long_says_once_what_would_be_faster(run, slow
     assert all(way.startswith(start) for way, start in zip(ways.split("; "), said, strict=True))
 
 
-def test_a_call_that_shows_its_progress_or_has_workers_says_nothing_of_its_length(run, slow_clock, capsys):
+def test_a_call_that_shows_its_progress_or_has_workers_says_nothing_of_its_length(run, slow_clock):
     trajectory, X = run
     with ThreadPoolExecutor(1) as executor, warnings.catch_warnings():
         warnings.simplefilter("error")
         epk.attribute(trajectory, X, progress=True)
         epk.attribute(trajectory, X, executor=executor)
-    assert "attribution" in capsys.readouterr().err
 
 
 # Where the adjoints of all outputs of a point do not fit into the budget, outputs go through the run apart

@@ -12,8 +12,8 @@ from drawings import compare_outputs, error_against_evaluations, term_bars
 from epk_gp.analysis.measures import ROCCurve
 from epk_gp.plots.contributions import attribution_bars, training_image
 from epk_gp.plots.maps import map_handles, region_handles, uncertainty_map
-from epk_gp.plots.scores import risk_coverage, score_histogram, suspicion_bars
-from epk_gp.plots.style import IN_DISTRIBUTION, LOWERED, PALETTE, RAISED, REST, WRONG, output_name, plain
+from epk_gp.plots.scores import risk_coverage, score_histogram
+from epk_gp.plots.style import LOWERED, PALETTE, RAISED, REST, output_name, plain
 from epk_gp.report.overview import kernel_matrix, reliability_diagram, roc, spectrum, target_scatter
 
 
@@ -128,15 +128,6 @@ def test_histograms_of_different_sizes_have_one_area(ax):
     assert [patch.get_fill() for patch in ax.patches] == [True, False]  # told apart without colours
 
 
-def test_labels_that_another_class_is_expected_for_stand_out(ax):
-    suspicion_bars(ax, torch.tensor([-0.5, 0.1]), ["#3", "#4"])
-    assert widths(ax) == pytest.approx([-0.5, 0.1])
-    assert colours(ax) == [WRONG, IN_DISTRIBUTION]
-    assert words(ax.get_yticklabels()) == ["#3", "#4"]
-    low, high = ax.get_ylim()
-    assert low > high  # the worst stands on top
-
-
 def test_marks_and_curves_stand_where_their_numbers_are(ax):
     first, second, third, fourth = (ax.figure.add_subplot() for _ in range(4))
     reliability_diagram(first, torch.tensor([0.5, 0.9]), torch.tensor([0.4, 1.0]), torch.tensor([2, 10]))
@@ -180,9 +171,8 @@ TWO, CLASSES = np.ones(2), np.array([0, 1])
         (term_bars, (["a", "b"], np.ones(1)), r"values must have shape \(2,\): got \(1,\)"),
         (error_against_evaluations, (["a", "b"], [1], [1, 1]), "evaluations must have shape"),
         (risk_coverage, ({},), "at least one curve: got none"),
-        (suspicion_bars, (TWO, ["#1"]), "names must name each label: got 1 names for 2 margins"),
     ],
-    ids=range(11),
+    ids=range(10),
 )
 def test_what_cannot_be_drawn_is_refused(ax, draw, arguments, message):
     with pytest.raises(ValueError, match=message):
@@ -210,7 +200,6 @@ DRAWINGS = {
     "rules": lambda ax, name: error_against_evaluations(ax, [name, f"{name} 2"], [1, 2], [0.1, 0.2]),
     "risk": lambda ax, name: risk_coverage(ax, {name: np.zeros(3)}),
     "histogram": lambda ax, name: score_histogram(ax, {name: ONE}, label=name),
-    "suspicion": lambda ax, name: suspicion_bars(ax, ONE, [name]),
     "matrix": lambda ax, name: kernel_matrix(ax, torch.eye(2), torch.from_numpy(CLASSES), [name] * 2),
     "output": lambda ax, name: ax.set_title(output_name(0, None, [name])),
 }

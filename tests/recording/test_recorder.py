@@ -8,6 +8,7 @@ from torch.nn import functional as F
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import epk_gp as epk
+from helpers import Terminal
 from loops import CASES, RunCase, assert_exact, by_hand, data, flat, mlp, record, regression_data, sgd, trained
 from stored_runs import step as make_step
 
@@ -207,12 +208,13 @@ def test_converged_regression_is_no_false_alarm(dtype):
     assert net.weight.grad.abs().max() < 100 * torch.finfo(dtype).eps
 
 
-def test_the_progress_bar_is_silent_by_default(capsys):
+def test_the_progress_bar_is_silent_by_default(capsys, monkeypatch):
     trained(CASES["full_batch"])
     assert capsys.readouterr() == ("", "")
+    monkeypatch.setattr("sys.stderr", terminal := Terminal())
     net, (X, y) = mlp(), data()
     epk.train(net, X, y, optimizer=sgd(net), steps=2, progress=True)
-    assert "training" in capsys.readouterr().err
+    assert "training" in terminal.getvalue()
 
 
 def test_a_look_at_the_run_in_a_step_that_fails_leaves_it_readable(tmp_path):
