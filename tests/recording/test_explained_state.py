@@ -7,6 +7,7 @@ import re
 import warnings
 from dataclasses import replace
 from functools import partial
+from itertools import product
 
 import pytest
 import torch
@@ -254,14 +255,18 @@ def padded_run(dtype, **options):
 
 NESTED = r"torch's nested-tensor path in 'look'.* enable_nested_tensor=False"
 ALIKE = {"nested": False}, {"mean": "of words"}, {"part": "layer"}, {"part": "attention"}
-OTHERS = ({}, NESTED), ({"part": "asks"}, r"asks torch.is_grad_enabled\(\)"), *((each, None) for each in ALIKE)
+TYPES = torch.float32, torch.float64
+OTHERS = (
+    *product([({}, NESTED), ({"part": "asks"}, r"asks torch.is_grad_enabled\(\)")], TYPES),
+    *(((each, None), TYPES[number % 2]) for number, each in enumerate(ALIKE)),
+)
 
 
 @pytest.mark.filterwarnings("ignore:step 0.*derivative is not the derivative")  # of the probe
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")  # where this test predicts
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize(("options", "message"), OTHERS)
-def test_another_prediction_without_gradients_is_said_where_there_is_one(options, message, dtype):
+@pytest.mark.parametrize(("other", "dtype"), OTHERS)
+def test_another_prediction_without_gradients_is_said_where_there_is_one(other, dtype):
+    options, message = other
     net, run = padded_run(dtype, **options)
     calls = epk.attribute, epk.reconstruct, epk.influence, partial(epk.influence, function=lambda z: z.square().mean())
     for X in (run.inputs[:4], run.inputs[1::2]):  # the second ones have no padding
