@@ -91,13 +91,15 @@ def make(name, use, kind=Checkpointed):
 POINTS = epk.Points(X[:2], is_train=True), epk.Points(TEST, is_train=False)
 
 
-@pytest.fixture(scope="module", params=["dropout", "in_place", "frozen_batch_norm", "attention"])
+SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("in_place", "frozen_batch_norm", "attention")]
+
+
+@pytest.fixture(scope="module", params=["dropout", *SLOW])
 def without_checkpoints(request):
     run = recorded(make(request.param, OFF))
     return request.param, run, epk.attribute(run, TEST, head="logits"), epk.gram_block(run, *POINTS)
 
 
-@pytest.mark.mostly_slow
 @pytest.mark.parametrize("use", USES.values(), ids=USES)
 def test_a_checkpointed_network_gives_what_the_same_network_without_gives(without_checkpoints, use, monkeypatch):
     name, plain, expected, K = without_checkpoints

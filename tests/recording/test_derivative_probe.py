@@ -102,16 +102,11 @@ class Centred(nn.Module):
         return self.net(x) - self.initial(x)
 
 
-class DeadOutputs(nn.Module):
+def dead_outputs():
     """Outputs and derivatives are 0; weight decay moves the weights."""
-
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(4, 3)
-        nn.init.constant_(self.linear.bias, -100.0)
-
-    def forward(self, x):
-        return torch.relu(self.linear(x))
+    net = nn.Sequential(nn.Linear(4, 3), nn.ReLU())
+    nn.init.constant_(net[0].bias, -100.0)
+    return net
 
 
 class _Square(torch.autograd.Function):
@@ -136,7 +131,7 @@ QUIET = [
     *((net, *steps) for net in SOUND.values() for steps in STEPS.values()),
     (Centred, torch.float64, rate(1e-9)),
     (Centred, torch.float32, rate(1e-5)),
-    *((DeadOutputs, dtype, rate(0.1, weight_decay=0.01)) for dtype in (torch.float64, torch.float32)),
+    *((dead_outputs, dtype, rate(0.1, weight_decay=0.01)) for dtype in (torch.float64, torch.float32)),
     (Autocast, torch.float64, sgd),  # autocast leaves float64 alone
     (SingleInside, torch.float32, sgd),
     (SingleBackward, torch.float32, sgd),

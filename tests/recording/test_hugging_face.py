@@ -219,8 +219,12 @@ LANGUAGE_MODELS = {
 }  # fmt: skip
 
 
-@pytest.mark.mostly_slow
-@pytest.mark.parametrize("name", LANGUAGE_MODELS)
+def quick(*names, table):
+    """The names of a table, of which all but these are slow."""
+    return [pytest.param(name, marks=() if name in names else pytest.mark.slow) for name in table]
+
+
+@pytest.mark.parametrize("name", quick("right", "stated", table=LANGUAGE_MODELS))
 def test_a_language_model_is_exact_and_a_stated_loss_gives_all_tokens_of_a_step_one_weight(monkeypatch, tmp_path, name):
     """The trainer divides by the tokens of all batches of a step, of GPT-2's by their first ones too."""
     make, side, options = LANGUAGE_MODELS[name]
@@ -255,8 +259,7 @@ IN_FLOAT32 = {
 }
 
 
-@pytest.mark.mostly_slow
-@pytest.mark.parametrize("name", IN_FLOAT32)
+@pytest.mark.parametrize("name", quick("prompted", "factor", table=IN_FLOAT32))
 def test_what_the_trainer_does_to_a_causal_model_and_to_its_loss_is_recorded(monkeypatch, tmp_path, name):
     (make, side, options), is_prompted = IN_FLOAT32[name], "prompted" in name
     collate = prompted if is_prompted else for_language_models(side)
@@ -325,26 +328,22 @@ def relabelled(items):
     return batch | {"labels": (batch["labels"] + 1) % C}
 
 
+FAULTS = {  # a router's loss mixes the rows of a batch
+    "indices": (bert, shuffled, r"row 0 was X\[\d+\], the batch says"),
+    "labels": (bert, relabelled, "agree with y at the announced indices no more than by chance"),
+    "not_shifted": (gpt2, None, r"with the label of the next one.*pass epk_gp.next_words\(y\) as y"),
+    "loss_of_a_router": (mixtral, None, r"does not come through the outputs of the announced rows"),
+    "texts_in_one_row": (gpt2, flat, r"one row for each item: got 4 indices beside \[1\] rows"),
+}
+
+
 @pytest.mark.mostly_slow
-@pytest.mark.parametrize(
-    ("make", "is_labelled", "collate", "message"),
-    [
-        (bert, True, shuffled, r"row 0 was X\[\d+\], the batch says"),
-        (bert, True, relabelled, "agree with y at the announced indices no more than by chance"),
-        (gpt2, False, None, r"with the label of the next one.*pass epk_gp.next_words\(y\) as y"),
-        (mixtral, True, for_language_models(), r"does not come through the outputs of the announced rows"),
-        (gpt2, True, flat, r"one row for each item: got 4 indices beside \[1\] rows"),
-    ],
-    ids=["indices", "labels", "not_shifted", "loss_of_a_router", "texts_in_one_row"],
-)
-def test_planted_faults_are_found(monkeypatch, tmp_path, make, is_labelled, collate, message):
-    """A router's loss mixes the rows of a batch."""
-    is_classifier = make is bert
-    X, y, items = sentences(is_labelled=is_classifier)
-    if not is_labelled:
+@pytest.mark.parametrize("name", FAULTS)
+def test_planted_faults_are_found(monkeypatch, tmp_path, name):
+    make, collate, message = FAULTS[name]
+    X, y, items = sentences(is_labelled=make is bert)
+    if name == "not_shifted":
         y = X["input_ids"].masked_fill(X["attention_mask"] == 0, -100)
+    options = {"output": logits if make is bert else last, "gradient_accumulation_steps": 2}
     with pytest.raises(ValueError, match=message):
-        fit(
-            monkeypatch, tmp_path, make().float(), (X, y, items), collate or for_language_models(),
-            output=logits if is_classifier else last, gradient_accumulation_steps=2,
-        )  # fmt: skip
+        fit(monkeypatch, tmp_path, make().float(), (X, y, items), collate or for_language_models(), **options)

@@ -3,7 +3,6 @@
 import pytest
 import torch
 from optimizer_cases import batches, optimizer_for, problem
-from torch import nn
 from torch.nn import functional as F
 
 import epk_gp as epk
@@ -61,24 +60,6 @@ def test_a_parameter_whose_state_is_empty_for_some_steps_is_explained(name):
 
 def moves(run, name="0.weight"):
     return [not torch.equal(run.weights(s)[name], run.weights(s + 1)[name]) for s in range(run.num_steps)]
-
-
-@pytest.mark.slow
-def test_a_rule_whose_numbers_become_vectors_within_a_stretch_of_steps_is_recorded_as_step_by_step():
-    digests = set()
-    for asks in (True, False):
-        torch.manual_seed(0)
-        net, X, y = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)), torch.randn(9, 4), torch.arange(9) % 3
-        optimizer = torch.optim.RAdam(net.parameters(), lr=0.02)  # whose first five steps are those of SGD
-        with epk.Recorder(net, optimizer, X, y) as recorder:
-            for step in range(12):
-                optimizer.zero_grad()
-                F.cross_entropy(net(X), y).backward()
-                recorder.batch(None)
-                optimizer.step()
-                assert not asks or len(recorder.steps) == step + 1
-        digests.add(recorder.trajectory.digest)
-    assert len(digests) == 1
 
 
 def test_a_learning_rate_of_zero_is_a_step_of_nothing():

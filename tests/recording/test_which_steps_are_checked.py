@@ -160,6 +160,7 @@ def whole_run():
     return record_waiting()[0].trajectory
 
 
+# The first steps of RAdam are those of SGD: its numbers become vectors while steps wait.
 @pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.RAdam, torch.optim.Adadelta])
 def test_a_run_is_the_same_however_many_steps_wait(kind, monkeypatch):
     digests = []
