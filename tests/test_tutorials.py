@@ -22,18 +22,6 @@ def test_every_tutorial_is_tested():
 
 
 @pytest.mark.slow
-def test_out_of_distribution():
-    names = run("out_of_distribution")
-    areas, noise = names["areas"], names["noise"]
-    of_process = ("process: mutual information", "process: entropy", "process: out of distribution")
-    assert all(areas[name] > areas["network: entropy"] + 0.02 for name in of_process)
-    assert areas["pixels: nearest training image"] > areas["process: out of distribution"]
-    assert areas["process: out of distribution"] > areas["process: error score"] + 0.02
-    assert noise["process: out of distribution"] > 0.999 > 0.99 > noise["network: entropy"]
-    assert names["refused"]["known"] < 0.12 < 0.8 < names["refused"]["unknown"]
-
-
-@pytest.mark.slow
 def test_regression():
     names = run("regression")
     function = names["function"]
