@@ -24,9 +24,9 @@ RESOLUTIONS = {
     "newest": [],
 }
 NEED_MORE = """*browser.py autodiff/test_language_models.py kernel_machine/test_certificate.py
-    kernel_machine/test_functions.py recording/test_hugging_face.py recording/test_library_optimizers.py
-    recording/test_penalty.py recording/test_schedule_free.py test_architecture.py test_benchmarks.py
-    test_interop.py test_notebooks.py test_paper.py test_workflows.py""".split()  # noqa: SIM905
+    kernel_machine/test_functions.py recording/test_edits_of_gradients.py recording/test_hugging_face.py
+    recording/test_library_optimizers.py test_architecture.py test_benchmarks.py test_interop.py
+    test_notebooks.py test_paper.py test_workflows.py""".split()  # noqa: SIM905
 TESTS = ["-m", "types", *(f"--ignore-glob=*{name}" for name in NEED_MORE)]
 VERSIONS = """
 import epk_gp, platform, sys

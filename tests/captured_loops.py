@@ -79,16 +79,18 @@ class CapturedLoop:
         at: Functions to call before these places of the faulty step: "begin", "forward", "value" (of the loss),
             "announce", "step"; "announced" follows "announce", and "end" the step.
         faulty_step: The step.
+        dtype: Of the network and its inputs.
     """
 
     steps = 3
 
     def __init__(
-        self, feature: str, at: Mapping[str, Callable[["CapturedLoop"], Any]] | None = None, faulty_step: int = 1
-    ) -> None:
+        self, feature: str, at: Mapping[str, Callable[["CapturedLoop"], Any]] | None = None, faulty_step: int = 1,
+        dtype: torch.dtype = torch.float64,
+    ) -> None:  # fmt: skip
         self.feature, self.at, self.faulty_step = feature, dict(at or {}), faulty_step
-        self.call = self.net = make_net(feature)
-        self.X = torch.randn(POINTS, 4, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+        self.call = self.net = make_net(feature).to(dtype)
+        self.X = torch.randn(POINTS, 4, generator=torch.Generator().manual_seed(2), dtype=torch.float64).to(dtype)
         self.y = torch.arange(POINTS) % CLASSES
         self.reduction = "sum" if feature.endswith("sum") else "mean"
         self.loss: Any = epk.CrossEntropy(self.reduction)
@@ -109,7 +111,7 @@ class CapturedLoop:
         """Say which rows the network sees, with which targets and weights."""
         self.rows = self.announced = rows
         self.x, y = self.X[rows], self.y[rows]
-        self.q = y if y.is_floating_point() else F.one_hot(y, CLASSES).double()
+        self.q = y if y.is_floating_point() else F.one_hot(y, CLASSES).to(self.X.dtype)
         self.weight: float | Tensor = 1.0
         if self.feature == "augmentation":
             self.x = self.x + 0.3 * torch.randn(self.x.shape, generator=self.draw, dtype=self.x.dtype)

@@ -307,14 +307,8 @@ def recorded(make, dtype=torch.float64, at_step=lambda s, net, optimizer: None, 
     """Record the problem's loop; `at_step` is called before the step of its number."""
     net, X, y, steps = problem(dtype)
     optimizer = train(make(list(net.parameters())))
-    with epk.Recorder(net, optimizer, X, y, folder=folder, **options) as recorder:
-        for s, batch in enumerate(steps):
-            optimizer.zero_grad()
-            F.cross_entropy(net(X[batch]), y[batch]).backward()
-            recorder.batch(batch)
-            at_step(s, net, optimizer)
-            optimizer.step()
-    return recorder.trajectory, X[:2]
+    options |= {"announced": lambda s: at_step(s, net, optimizer), "folder": folder}
+    return record(net, optimizer, X, y, steps, **options).trajectory, X[:2]
 
 
 BEGUN = {

@@ -11,8 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils._pytree import tree_map
 
 import epk_gp as epk
+from helpers import refusal
 
 Losses = Callable[[Tensor, Tensor], Tensor]
 
@@ -42,13 +44,27 @@ def file_hashes(folder: Path) -> dict[str, str]:
 
 
 def record(
-    net: nn.Module, optimizer: Any, X: Any, y: Tensor, batches: Iterable[Any], *, value: Losses = F.cross_entropy,
-    call: Callable[[Any, Any], Any] = lambda net, x: net(x), before: Callable[[int], object] = id, weight: Any = 1.0,
-    targets: Any = None, clear: bool = True, stepped: Any = None, **options: Any,
-) -> epk.Recorder:  # fmt: skip
-    """Record one's own loop over batches, None for all rows; `before` is called before each step with its number.
+    net: nn.Module,
+    optimizer: Any,
+    X: Any,
+    y: Tensor,
+    batches: Iterable[Any],
+    *,
+    value: Losses = F.cross_entropy,
+    call: Callable[[Any, Any], Any] = lambda net, x: net(x),
+    before: Callable[[int], object] = id,
+    announced: Callable[[int], object] = id,
+    after: Callable[[int], object] = id,
+    weight: Any = 1.0,
+    targets: Any = None,
+    clear: bool = True,
+    stepped: Any = None,
+    **options: Any,
+) -> epk.Recorder:
+    """Record one's own loop over batches, None for all rows; `call` gets the rows of each tensor of X.
 
-    The loop steps the recorded optimizers, or `stepped`, which moves the weights in their place.
+    `before` is called before each step with its number, `announced` after `batch()`, `after` after the step. The loop
+    steps the recorded optimizers, or `stepped`, which moves the weights in their place.
     """
     optimizers = optimizer if isinstance(optimizer, list) else [stepped or optimizer]
     with epk.Recorder(net, optimizer, X, y, **options) as recorder:
@@ -57,11 +73,47 @@ def record(
             rows = slice(None) if batch is None else batch
             for each in optimizers if clear else ():
                 each.zero_grad()
-            value(call(net, X[rows]), y[rows]).backward()
+            seen = tree_map(lambda x, rows=rows: x[rows] if isinstance(x, Tensor) else x, X)
+            value(call(net, seen), y[rows]).backward()
             recorder.batch(batch, weight=weight, targets=None if targets is None else targets[step])
+            announced(step)
             for each in optimizers:
                 each.step()
+            after(step)
     return recorder
+
+
+def assert_exact(
+    run: epk.Trajectory, X: Any, net: Any = None, *, tolerance: float = 1e-10, head: str = "logits", **options: Any
+) -> Any:
+    """The terms are certified, and sum to the network: `net` in evaluation mode, else the recorded one."""
+    parts = epk.attribute(run, X, head=head, **options)
+    expected = parts.network if net is None else net.eval()(X).detach()
+    assert parts.certified
+    assert (parts.total - expected).abs().max() < tolerance
+    return parts
+
+
+def assert_has_no_influence(run: epk.Trajectory, X: Any, message: str) -> None:
+    """What needs steps that follow from the loss as a function of the weights refuses the run."""
+    calls: tuple[Callable[[], object], ...] = (
+        lambda: epk.influence(run, X), lambda: epk.influence(run, own=True),
+        lambda: epk.retrain(run, torch.ones(run.num_points)),
+    )  # fmt: skip
+    assert [refusal(ValueError, message, call) for call in calls] == [None] * 3
+
+
+class Attentive(nn.Module):
+    """Some tokens of a width: attention and LayerNorm."""
+
+    def __init__(self, width: int, outputs: int = 3) -> None:
+        super().__init__()
+        self.embed, self.attention = nn.Linear(width, 8), nn.MultiheadAttention(8, 2, batch_first=True)
+        self.norm, self.out = nn.LayerNorm(8), nn.Linear(8, outputs)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.embed(x.unflatten(1, (-1, self.embed.in_features)))
+        return self.out(self.norm(h + self.attention(h, h, h, need_weights=False)[0]).mean(dim=1))
 
 
 class Tokens(nn.Module):
@@ -122,12 +174,13 @@ def by_hand(
 
 
 def trained(case: RunCase, path: Path | None = None) -> epk.Trajectory:
-    net, (X, y) = case.make_net(), case.make_data()
+    """Train with `epk.train`."""
+    net, generator = case.make_net(), torch.Generator().manual_seed(3)
     optimizer = case.make_optimizer(net)
+    scheduler = None if case.make_scheduler is None else case.make_scheduler(optimizer)
     return epk.train(
-        net, X, y, optimizer=optimizer, steps=case.steps, loss=case.loss, batch_size=case.batch_size,
-        generator=torch.Generator().manual_seed(3),
-        scheduler=None if case.make_scheduler is None else case.make_scheduler(optimizer), folder=path,
+        net, *case.make_data(), optimizer=optimizer, steps=case.steps, loss=case.loss, batch_size=case.batch_size,
+        generator=generator, scheduler=scheduler, folder=path,
     )  # fmt: skip
 
 
@@ -192,15 +245,9 @@ CASES = {
         RunCase("frozen_batch_norm", make_net=frozen_batch_norm, batch_size=4),
         RunCase("soft_labels", make_data=soft_data),
         RunCase("regression", loss=epk.MeanSquaredError(), losses=squares, make_data=regression_data, batch_size=4),
-        RunCase(
-            "regression_sum",
-            loss=epk.MeanSquaredError("sum"),
-            losses=lambda z, y: (z - y).square().sum(dim=1),
-            divided=False,
-            make_data=regression_data,
-            make_optimizer=lambda net: sgd(net, 0.01),
-        ),
+        RunCase("regression_sum", loss=epk.MeanSquaredError("sum"), losses=lambda z, y: (z - y).square().sum(dim=1),
+            divided=False, make_data=regression_data, make_optimizer=lambda net: sgd(net, 0.01)),
         RunCase("own_loss", loss=epk.PerSampleLoss(huber, name="huber"), losses=huber, make_data=regression_data),
         RunCase("one_step", steps=1),
     )
-}
+}  # fmt: skip

@@ -151,11 +151,10 @@ def recorded(
             )
         )
         states.append(flat(net))
+    recorded_steps = tuple(Step(s, learning_rate(list(optimizers)), batch) for s, batch in enumerate(steps))
     run = epk.Trajectory(
         model=model, inputs=X, targets=y, loss=epk.CrossEntropy(), update_rule=rule.name, states=tuple(states),
-        updates=tuple(updates),
-        steps=tuple(Step(s, learning_rate(list(optimizers)), batch) for s, batch in enumerate(steps)), num_outputs=3,
-        digest="by hand", data_digest="by hand",
+        updates=tuple(updates), steps=recorded_steps, num_outputs=3, digest="by hand", data_digest="by hand",
     )  # fmt: skip
     return run, gradients
 

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,8 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 import epk_gp as epk
+from loops import data as points
+from loops import record
 
 TIMEOUT = 60.0  # seconds until ranks that wait for each other fail
 POINTS, CLASSES, SIZE = 16, 3, 2
@@ -33,9 +36,7 @@ _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(["epk_gp.analysis.labels", "torch._dynamo", "torch.distributed.fsdp"])
 
 
-def data(points: int = POINTS) -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(2)
-    return torch.randn(points, 4, generator=generator, dtype=torch.float64), torch.arange(points) % CLASSES
+data = partial(points, POINTS)
 
 
 def network(*layers: nn.Module) -> nn.Module:
@@ -44,14 +45,9 @@ def network(*layers: nn.Module) -> nn.Module:
 
 
 def on_ranks(size: int, program: Callable[..., Any], folder: Path, *args: Any, dies: bool = False) -> list[Any]:
-    """Run a program in so many processes with gloo, and return what each rank returned.
+    """Run a program, of a module that can be imported, in so many processes; return what each rank returned.
 
-    Args:
-        size: Number of processes.
-        program: A function of a module that the processes can import.
-        folder: Where they meet, and where their results lie.
-        args: Arguments of the program.
-        dies: Whether a rank dies in it, and all of them with it.
+    They meet in a folder, where their results lie. Where one `dies`, all of them do.
     """
     folder.mkdir(parents=True, exist_ok=True)
     for file in ("rendezvous", *(f"error.{rank}" for rank in range(size))):
@@ -211,15 +207,8 @@ def in_one_process(name: str, size: int = SIZE, weights: Tensor | None = None) -
 
 def on_whole_batches(name: str) -> Any:
     """Record the loop of one process that computes the gradient of each step's whole batch at once."""
-    loop, (X, y) = LOOPS[name], data()
-    net, optimizer = loop.make()
-    with epk.Recorder(net, optimizer, X, y) as recorder:
-        for batches in loop.batches(1):
-            optimizer.zero_grad()
-            F.cross_entropy(net(X[batches[0]]), y[batches[0]]).backward()
-            recorder.batch(batches[0])
-            optimizer.step()
-    return recorder.trajectory
+    loop = LOOPS[name]
+    return record(*loop.make(), *data(), [batches[0] for batches in loop.batches(1)]).trajectory
 
 
 def with_fault(fault: str) -> str:
@@ -232,20 +221,15 @@ def with_fault(fault: str) -> str:
     try:
         with epk.Recorder(wrapped, optimizer, X, y, check_every=1) as recorder:
             for step, batches in enumerate(PLAIN.batches(SIZE)):
-                is_wrong, rows = rank == 1 and step == 2, batches[rank]
+                now, rows = fault if (rank, step) == (1, 2) else "none", batches[rank]
                 optimizer.zero_grad()
                 own = wrapped.module if fault == "module" else wrapped
-                seen = X[:, :3].repeat(1, 2)[rows, :4] if fault == "unseen" and is_wrong else X[rows]
-                F.cross_entropy(own(seen), y[rows]).backward()
-                if fault == "shuffled" and is_wrong:
-                    rows = rows.flip(0)
-                if fault == "fewer" and is_wrong:
-                    rows = rows[1:]
-                if fault == "broken" and is_wrong:
+                F.cross_entropy(own(X[rows]), y[rows]).backward()
+                if now == "broken":
                     vars(recorder._stretch._passes)["step"] = lambda *_: torch.zeros(2) @ torch.zeros(3)
-                if not (fault == "silent" and is_wrong):
-                    recorder.batch(rows)
-                if fault == "edit" and is_wrong:
+                if now != "silent":
+                    recorder.batch({"shuffled": rows.flip(0), "fewer": rows[1:]}.get(now, rows))
+                if now == "edit":
                     net[0].weight.data[0, 0] += 1e-3
                 optimizer.step()
     except (ValueError, RuntimeError) as error:

@@ -151,10 +151,10 @@ def outcome(seed, **drawn):
     return ("silent" if finding is None else "uncertified"), finding
 
 
-def record(net, X, y, rows, announced, change):
+def record(net, X, y, rows, announced, change, **options):
     """Train on changed rows, under the announced indices."""
     optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
-    with epk.Recorder(net, optimizer, X, y) as recorder:
+    with epk.Recorder(net, optimizer, X, y, **options) as recorder:
         for batches, indices in zip(rows, announced, strict=True):
             optimizer.zero_grad()
             for batch, said in zip(batches, indices, strict=True):

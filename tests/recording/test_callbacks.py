@@ -1,5 +1,6 @@
 """Batches that say which rows they hold, and loops that belong to others: Lightning's and Hugging Face's trainers."""
 
+import shutil
 import sys
 from types import SimpleNamespace
 
@@ -13,8 +14,11 @@ import epk_gp as epk
 from epk_gp import callbacks
 from epk_gp.callbacks import IndexedDataset
 from epk_gp.optimizers.update_rules import ClipNorm
+from loops import assert_exact as assert_terms_are_exact
 from loops import data as points
-from loops import mlp
+from loops import mlp, record
+from recipes.problem import C as CLASSES
+from recipes.problem import vectors
 
 M, C = 23, 3
 QUIET = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
@@ -29,15 +33,15 @@ net = pytest.fixture(mlp)
 
 
 def assert_exact(trajectory, X, tolerance=1e-12):
-    parts = epk.attribute(trajectory, X[:3] + 0.1)
-    assert parts.certified
-    assert float((parts.total - parts.network).abs().max()) < tolerance
+    return assert_terms_are_exact(trajectory, X[:3] + 0.1, tolerance=tolerance, head="log_softmax")
+
+
+def items_of(data):
+    return [{"x": x, "labels": int(label)} for x, label in zip(*data, strict=True)]
 
 
 @pytest.mark.parametrize("shift", [0.0, 0.01])
-def test_batches_of_a_shuffled_loader_say_their_rows_and_augmentation_hidden_in_the_dataset_is_recorded(
-    data, net, shift
-):
+def test_batches_of_a_shuffled_loader_say_their_rows_and_hidden_augmentation_is_recorded(data, net, shift):
     X, y = data
     dataset = IndexedDataset(TensorDataset(X + shift, y))
     optimizer, seen = torch.optim.SGD(net.parameters(), lr=0.2, momentum=0.9), []
@@ -57,34 +61,27 @@ def test_batches_of_a_shuffled_loader_say_their_rows_and_augmentation_hidden_in_
     assert torch.equal(passes[0].inputs.values, X[seen[0]] + shift) if shift else not passes
 
 
-def test_a_dataset_without_numbers_is_refused():
-    with pytest.raises(TypeError, match="items by index: got Stream"):
-        IndexedDataset(type("Stream", (IterableDataset,), {"__iter__": iter})())
-
-
-def test_callbacks_are_found_and_others_are_not():
+def test_callbacks_are_found_others_are_not_and_a_missing_package_is_named_with_its_extra(monkeypatch):
     assert set(dir(callbacks)) == set(callbacks.__all__)
     assert callbacks.IndexedDataset is IndexedDataset
     assert epk.callbacks is callbacks
     with pytest.raises(AttributeError, match="no attribute 'KerasCallback'"):
         _ = callbacks.KerasCallback
-
-
-def test_a_missing_package_is_named_with_its_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "transformers", None)
     monkeypatch.delitem(sys.modules, "epk_gp.recording.huggingface", raising=False)
     with pytest.raises(ModuleNotFoundError, match=r"needs the package transformers: .* pip install 'epk-gp\[hugging"):
         _ = callbacks.HuggingFaceRecorderCallback
 
 
-def test_dictionaries_hold_their_index_under_the_key(data):
-    X, y = data
-    rows = [{"x": x, "labels": int(label)} for x, label in zip(X, y, strict=True)]
+def test_dictionaries_hold_their_index_under_the_key_and_what_has_no_numbers_is_refused(data):
+    rows = items_of(data)
     items = IndexedDataset(rows, key="index")
     assert items[-1]["index"] == M - 1
-    assert torch.equal(items[3]["x"], X[3])
+    assert torch.equal(items[3]["x"], data[0][3])
+    with pytest.raises(TypeError, match="items by index: got Stream"):
+        IndexedDataset(type("Stream", (IterableDataset,), {"__iter__": iter})())
     with pytest.raises(TypeError, match="items must be dictionaries if there is a key: got tuple"):
-        IndexedDataset(TensorDataset(X, y), key="index")[0]
+        IndexedDataset(TensorDataset(*data), key="index")[0]
     with pytest.raises(ValueError, match="must not have an entry 'x'"):
         IndexedDataset(rows, key="x")[0]
 
@@ -110,21 +107,17 @@ def lightning_module(lightning, net, step, make_optimizers, scale, skipped=()):
     return Module()
 
 
-def momentum(net):
-    return torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+momentum, adam = (
+    (lambda net: torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)),
+    (lambda net: torch.optim.Adam(net.parameters(), lr=0.01)),
+)
 
 
-def adam(net):
-    return torch.optim.Adam(net.parameters(), lr=0.01)
-
-
-def fit_lightning(
-    data, net, *, step=None, make_optimizers=momentum, scale=1.0, options=None, skipped=(), **callback_options
-):
+def fit_lightning(data, net, *, step=None, make_optimizers=momentum, scale=1.0, options=None, skipped=(), **own):
     lightning = pytest.importorskip("pytorch_lightning", reason="needs the extra 'lightning'")
     X, y = data
-    source = (TensorDataset(X, y),) if callback_options.pop("reads", False) else (X, y)
-    callback = callbacks.RecorderCallback(net, *source, **callback_options)
+    source = (TensorDataset(X, y),) if own.pop("reads", False) else (X, y)
+    callback = callbacks.RecorderCallback(net, *source, **own)
     with pytest.raises(RuntimeError, match="training has not started"):
         _ = callback.trajectory
     trainer = lightning.Trainer(accelerator="cpu", max_epochs=2, callbacks=[callback], **QUIET, **(options or {}))
@@ -151,42 +144,6 @@ def plain_backward(module, loss, number):
     optimizer.step()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("options", "steps"),
-    [
-        ({"options": {"val_check_interval": 0.5, "gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}}, 8),
-        ({"options": {"accumulate_grad_batches": 3, "gradient_clip_val": 0.05}, "make_optimizers": adam}, 4),
-        ({"step": accumulate_by_hand, "weight": 0.5, "clip": ClipNorm(0.1)}, 4),
-        ({"step": plain_backward, "weight": lambda batch: 1.0}, 8),
-        ({"reads": True}, 8),
-    ],
-    ids=["two_validation_loops", "accumulated_and_clipped", "manual", "manual_plain_backward", "data_set"],
-)
-def test_a_lightning_run_is_exact(data, net, options, steps, tmp_path):
-    trajectory = fit_lightning(data, net, **options, folder=tmp_path / "run")
-    assert trajectory.num_steps == steps
-    assert_exact(trajectory, data[0])
-    assert_exact(epk.load_trajectory(tmp_path / "run", net), data[0])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("skipped", "steps"), [({1}, 4), ({2}, 4), ({0, 1}, 2)], ids=["end", "begin", "whole"])
-@pytest.mark.parametrize("make", [momentum, adam])
-def test_batches_for_which_training_step_returns_none_are_not_in_the_step(data, net, skipped, steps, make):
-    options = {"accumulate_grad_batches": 2}
-    trajectory = fit_lightning(data, net, skipped=skipped, options=options, make_optimizers=make)
-    assert trajectory.num_steps == steps
-    assert_exact(trajectory, data[0])
-
-
-@pytest.mark.slow
-def test_a_factor_of_the_loss_under_lightning_is_recorded(data, net):
-    trajectory = fit_lightning(data, net, scale=2.0)
-    assert_exact(trajectory, data[0])
-    assert epk.influence(trajectory, data[0][:1]).certified
-
-
 def alternate(module, loss, number):
     """Two optimizers, as for an encoder and a head."""
     optimizers = module.optimizers()
@@ -197,18 +154,37 @@ def alternate(module, loss, number):
         optimizer.step()
 
 
-@pytest.mark.slow
-def test_a_lightning_run_with_dropout_batch_norm_and_two_optimizers_is_exact(data):
-    net = nn.Sequential(
-        nn.Linear(4, 6, bias=False), nn.BatchNorm1d(6), nn.Tanh(), nn.Dropout(0.3), nn.Linear(6, C)
-    ).double()
+TWO = {"accumulate_grad_batches": 2}
+RUNS = {  # options, and the number of steps; batches that are skipped are those for which training_step returns None
+    "two_validation_loops": (
+        {"options": {"val_check_interval": 0.5, "gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}}, 8),
+    "accumulated_and_clipped": (
+        {"options": {"accumulate_grad_batches": 3, "gradient_clip_val": 0.05}, "make_optimizers": adam}, 4),
+    "manual": ({"step": accumulate_by_hand, "weight": 0.5, "clip": ClipNorm(0.1)}, 4),
+    "manual_plain_backward": ({"step": plain_backward, "weight": lambda batch: 1.0}, 8),
+    "data_set": ({"reads": True}, 8),
+    "factor_of_the_loss": ({"scale": 2.0}, 8),
+    "skipped_at_the_end": ({"skipped": {1}, "options": TWO}, 4),
+    "skipped_at_the_beginning": ({"skipped": {2}, "options": TWO, "make_optimizers": adam}, 4),
+    "skipped_whole_step": ({"skipped": {0, 1}, "options": TWO, "make_optimizers": adam}, 2),
+    "batch_norm_dropout_two_optimizers": (
+        {"step": alternate, "make_optimizers": lambda net: [adam(net[:2]), momentum(net[-1])]}, 8),
+}  # fmt: skip
 
-    trajectory = fit_lightning(
-        data, net, step=alternate, make_optimizers=lambda net: [adam(net[:2]), momentum(net[-1])]
-    )
-    assert trajectory.num_steps == 8
-    assert_exact(trajectory, data[0], 1e-10)
-    assert epk.attribute(trajectory, data[0][:3]).statistics.any()
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", RUNS)
+def test_a_lightning_run_is_exact(data, net, name, tmp_path):
+    (options, steps), has_norm = RUNS[name], "norm" in name
+    if has_norm:
+        layers = nn.Linear(4, 6, bias=False), nn.BatchNorm1d(6), nn.Tanh(), nn.Dropout(0.3), nn.Linear(6, C)
+        net = nn.Sequential(*layers).double()
+    trajectory = fit_lightning(data, net, **options, folder=tmp_path / "run")
+    assert trajectory.num_steps == steps
+    for run in (trajectory, epk.load_trajectory(tmp_path / "run", net)):
+        parts = assert_exact(run, data[0], 1e-10 if has_norm else 1e-12)
+        assert bool(parts.statistics.any()) == has_norm
+    assert name != "factor_of_the_loss" or epk.influence(trajectory, data[0][:1]).certified
 
 
 class Classifier(nn.Module):
@@ -229,10 +205,9 @@ class Classifier(nn.Module):
 
 def fit_huggingface(data, net, folder, *, wrapped=True, reads=False, **arguments):
     transformers = pytest.importorskip("transformers", reason="needs the extra 'huggingface'")
-    X, y = data
-    rows = [{"x": x, "labels": int(label)} for x, label in zip(X, y, strict=True)]
+    rows = items_of(data)
     dataset = IndexedDataset(rows, key="index") if wrapped else rows
-    source = (dataset,) if reads else (X, y)
+    source = (dataset,) if reads else data
     callback = callbacks.HuggingFaceRecorderCallback(*source, output=lambda returned: returned["logits"])
     callback.close()  # of what has not begun
     with pytest.raises(RuntimeError, match=r"training has not started. Call trainer.train"):
@@ -249,11 +224,10 @@ def train_huggingface(transformers, model, dataset, callback, folder, **argument
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("reads", [False, True], ids=["tensors", "data_set"])
-def test_a_hugging_face_run_is_exact(data, net, tmp_path, reads):
+def test_a_hugging_face_run_on_a_data_set_is_exact(data, net, tmp_path):
     """The last step of an epoch is one batch."""
     options = {"gradient_accumulation_steps": 3, "max_grad_norm": 0.05}
-    trajectory = fit_huggingface(data, net, tmp_path, reads=reads, **options)
+    trajectory = fit_huggingface(data, net, tmp_path, reads=True, **options)
     assert trajectory.num_steps == 4
     assert_exact(trajectory, data[0])
 
@@ -277,7 +251,7 @@ def test_a_trainer_of_several_processes_is_refused(data):
 def test_a_trainer_that_an_error_ended_trains_again_with_the_same_model(data, net, tmp_path):
     """As in a notebook, whose cell is mended and run again."""
     transformers = pytest.importorskip("transformers", reason="needs the extra 'huggingface'")
-    rows = [{"x": x, "labels": int(label)} for x, label in zip(*data, strict=True)]
+    rows = items_of(data)
     dataset, model = IndexedDataset(rows, key="index"), Classifier(net)
     first, second = (
         callbacks.HuggingFaceRecorderCallback(dataset, output=lambda returned: returned["logits"]) for _ in range(2)
@@ -292,3 +266,103 @@ def test_a_trainer_that_an_error_ended_trains_again_with_the_same_model(data, ne
     model.fails = False
     train_huggingface(transformers, model, dataset, second, tmp_path)
     assert_exact(second.trajectory, data[0])
+
+
+# Loops of Accelerate, and networks that torch.compile compiled
+
+
+def perceptron():
+    return nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Dropout(0.2), nn.Linear(7, CLASSES)).double()
+
+
+def in_bf16(steps, *, is_accelerated):
+    """Train in bf16, by Accelerate or by a plain loop under autocast."""
+    X, y = vectors(22, dtype=torch.float32)
+    torch.manual_seed(0)
+    net = model = perceptron().float()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.5)
+    if is_accelerated:
+        accelerate = pytest.importorskip("accelerate", reason="needs the extra 'huggingface'")
+        accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
+        accelerator = accelerate.Accelerator(cpu=True, mixed_precision="bf16")
+        model, optimizer = accelerator.prepare(net, optimizer)
+
+    def call(model, x):
+        with torch.autocast("cpu", torch.bfloat16, enabled=not is_accelerated):
+            return model(x).float()
+
+    batches = torch.arange(8 * steps).remainder(22).split(8)
+    recorder = record(model, optimizer, X, y, batches, call=call, unexplained=0.1)
+    return epk.attribute(recorder.trajectory, X[:3] + 0.1, head="logits"), recorder.steps
+
+
+def test_bf16_of_accelerate_is_recorded_as_that_of_a_plain_loop():
+    (parts, steps), (plain, _) = in_bf16(4, is_accelerated=True), in_bf16(4, is_accelerated=False)
+    assert parts.certified
+    assert {one.autocast for step in steps for one in step.passes} == {torch.bfloat16}
+    assert torch.equal(parts.samples, plain.samples)
+    assert torch.equal(parts.unexplained, plain.unexplained)
+    assert 0 < parts.unexplained.norm() < 0.05 * (parts.network - parts.initial).norm()
+
+
+def in_part(net, **options):
+    net[0] = torch.compile(net[0], **options)
+    return net
+
+
+def train_compiled(compile_network, *, dropout, batch_norm=False, is_given_plain=False, wrong=False, **options):
+    torch._dynamo.reset()
+    X, y = vectors(24)
+    norm = nn.BatchNorm1d(7) if batch_norm else nn.Identity()
+    body = nn.Sequential(nn.Linear(5, 7), norm, nn.Tanh(), nn.Dropout(dropout), nn.Linear(7, 7), nn.GELU())
+    net = nn.Sequential(body, nn.Linear(7, CLASSES)).double()
+    optimizer, called = torch.optim.AdamW(net.parameters(), lr=0.02), compile_network(net, **options)
+    call = lambda _, x: called(x.flip(0) if wrong else x)  # noqa: E731
+    recorder = record(net if is_given_plain else called, optimizer, X, y, torch.randperm(24).split(8), call=call)
+    assert_terms_are_exact(recorder.trajectory, X[:3], called)
+    return net, recorder
+
+
+COMPILED = {
+    "whole": (torch.compile, {}),
+    "whole_graph": (torch.compile, {"fullgraph": True}),
+    "plain_given": (torch.compile, {"is_given_plain": True}),
+    "in_place": (lambda net, **options: net.compile(**options) or net, {}),
+    "in_part": (in_part, {}),
+}
+
+
+@pytest.mark.mostly_slow
+@pytest.mark.filterwarnings("default")
+@pytest.mark.parametrize(("compile_network", "options"), COMPILED.values(), ids=COMPILED)
+def test_a_compiled_network_is_recorded_as_it_was_written(compile_network, options):
+    net, recorder = train_compiled(compile_network, dropout=0.3, batch_norm=True, backend="aot_eager", **options)
+    assert recorder.trajectory.model.names == tuple(name for name, _ in net.named_parameters())
+    with pytest.raises(epk.StepMismatchError, match="the batch says"):
+        train_compiled(compile_network, dropout=0.3, backend="aot_eager", wrong=True, **options)
+
+
+@pytest.mark.slow
+@pytest.mark.compiled
+@pytest.mark.filterwarnings("default")
+@pytest.mark.skipif(shutil.which("g++") is None, reason="torch's default backend needs a C++ compiler")
+@pytest.mark.parametrize("compile_network", [torch.compile, in_part])
+def test_random_numbers_of_a_compiled_network_are_the_one_cause_that_is_named(compile_network):
+    train_compiled(compile_network, dropout=0.0, batch_norm=True)
+    with pytest.raises(epk.StepMismatchError, match=r"set torch\._inductor\.config\.fallback_random = True"):
+        train_compiled(compile_network, dropout=0.3)
+    with torch._inductor.config.patch(fallback_random=True):
+        train_compiled(compile_network, dropout=0.3)
+
+
+OPTIMIZERS = {"fastai": r"pass learner\.opt\.opt", "keras": "as torch modules", "mine": "$"}
+
+
+@pytest.mark.parametrize(("library", "message"), OPTIMIZERS.items())
+def test_an_optimizer_and_a_model_that_are_not_torch_s_are_refused_with_what_to_do(library, message):
+    optimizer = type("Adam", (), {"__module__": f"{library}.optimizer"})()
+    with pytest.raises(TypeError, match=rf"must be a torch.optim.Optimizer: got Adam\..*{message}"):
+        epk.Recorder(perceptron(), optimizer, *vectors(6))
+    net = type("Sequential", (nn.Sequential,), {"__module__": "keras.src.models"})(nn.Linear(5, CLASSES)).double()
+    with pytest.raises(TypeError, match="got a Keras model. Write the network in torch"):
+        epk.Recorder(net, torch.optim.SGD(net.parameters(), lr=0.1), *vectors(6))

@@ -2,6 +2,7 @@
 
 import pickle
 import warnings
+from unittest import mock
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from epk_gp.core.model import functionalize, with_kept_activations
 from epk_gp.core.plans import TensorSpec
 from epk_gp.core.trajectory import flat_state
 from epk_gp.kernel_machine.loss_products import LossProducts
-from loops import data, record, sgd
+from loops import assert_exact, data, record, sgd
 
 X, Y = data()
 TEST = X[:3] + 0.1
@@ -90,28 +91,31 @@ def make(name, use, kind=Checkpointed):
 POINTS = epk.Points(X[:2], is_train=True), epk.Points(TEST, is_train=False)
 
 
-@pytest.fixture(scope="module", params=["dropout", "in_place", "frozen_batch_norm", "attention"])
+SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("in_place", "frozen_batch_norm", "attention")]
+
+
+@pytest.fixture(scope="module", params=["dropout", *SLOW])
 def without_checkpoints(request):
     run = recorded(make(request.param, OFF))
     return request.param, run, epk.attribute(run, TEST, head="logits"), epk.gram_block(run, *POINTS)
 
 
-@pytest.mark.mostly_slow
 @pytest.mark.parametrize("use", USES.values(), ids=USES)
-def test_a_checkpointed_network_gives_what_the_same_network_without_gives(without_checkpoints, use):
+def test_a_checkpointed_network_gives_what_the_same_network_without_gives(without_checkpoints, use, monkeypatch):
     name, plain, expected, K = without_checkpoints
     net = make(name, use)
     run = recorded(net)
-    shares = epk.attribute(run, TEST, head="logits")
-    assert shares.certified
-    torch.testing.assert_close(shares.total, net(TEST).detach(), rtol=1e-10, atol=1e-10)
+    shares = assert_exact(run, TEST, net)
     assert torch.equal(run.states[-1], plain.states[-1])
     assert epk.reconstruct(run, TEST).certified
-    torch.testing.assert_close(shares.samples, expected.samples, rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(epk.gram_block(run, *POINTS), K, rtol=1e-12, atol=1e-12)
+    monkeypatch.setattr(LossProducts, "_forward", mock.Mock(side_effect=RuntimeError("not supported")))
+    for parts in (shares, epk.attribute(run, TEST, head="logits")):  # however they are computed
+        assert parts.certified
+        torch.testing.assert_close(parts.samples, expected.samples, rtol=1e-12, atol=1e-12)
 
 
-def test_a_stored_run_is_loaded_into_a_checkpointed_network(tmp_path):
+def test_a_stored_run_is_loaded_into_a_checkpointed_network_resumed_and_copied(tmp_path):
     run = recorded(make("dropout", ALWAYS), folder=tmp_path / "run")
     expected = epk.attribute(run, TEST).samples
     for use in (ALWAYS, IN_TRAINING):
@@ -120,12 +124,9 @@ def test_a_stored_run_is_loaded_into_a_checkpointed_network(tmp_path):
         torch.testing.assert_close(epk.attribute(loaded, TEST).samples, expected, rtol=1e-13, atol=1e-15)
     with pytest.raises(ValueError, match="activation checkpointing in evaluation mode .* Pass use_reentrant=False"):
         epk.load_trajectory(tmp_path / "run", make("dropout", (True, True)))
-
-
-def test_a_recording_is_resumed_and_copied_with_a_checkpointed_network(tmp_path):
     for steps in (2, 4):
         net = make("relu", ALWAYS)
-        run = epk.train(net, X, Y, optimizer=sgd(net), steps=steps, folder=tmp_path / "run", resume=True)
+        run = epk.train(net, X, Y, optimizer=sgd(net), steps=steps, folder=tmp_path / "again", resume=True)
     assert epk.reconstruct(run, TEST).certified
     single = TensorSpec(torch.float32, torch.device("cpu"))
     for model in (run.model, pickle.loads(pickle.dumps(run.model)), run.model.variant(single)):
@@ -146,20 +147,6 @@ def test_second_derivatives_go_through_a_checkpoint():
         return mixed
 
     torch.testing.assert_close(curvature(ALWAYS), curvature(OFF), rtol=1e-12, atol=1e-12)
-
-
-@pytest.mark.parametrize("use", USES.values(), ids=USES)
-def test_shares_of_samples_do_not_depend_on_how_they_are_computed(monkeypatch, use):
-    run = recorded(make("dropout", use))
-    expected = epk.attribute(run, TEST)
-
-    def refuse(*args):
-        raise RuntimeError("not supported")
-
-    monkeypatch.setattr(LossProducts, "_forward", refuse)
-    found = epk.attribute(run, TEST)
-    assert found.certified
-    torch.testing.assert_close(found.samples, expected.samples, rtol=1e-12, atol=1e-12)
 
 
 class OnInputs(Checkpointed):
@@ -206,8 +193,7 @@ class Same(torch.autograd.Function):
 
 
 class Unknown(nn.Module):
-    def forward(self, x):
-        return Same.apply(x)
+    forward = staticmethod(Same.apply)
 
 
 def test_what_a_checkpoint_would_still_recompute_is_refused():

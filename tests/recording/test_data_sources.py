@@ -2,6 +2,7 @@
 
 import os
 import tempfile
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -22,14 +23,14 @@ Y = torch.arange(M) % 3
 TEST = torch.randn(4, 5, dtype=torch.float64, generator=GENERATOR)
 
 
-class Net(nn.Module):
+class Net(nn.Sequential):
     def __init__(self):
-        super().__init__()
         torch.manual_seed(1)
-        self.layers = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3)).double()
+        super().__init__(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3))
+        self.double()
 
     def forward(self, x, mask=None):
-        return self.layers(x if mask is None else x * mask)
+        return super().forward(x if mask is None else x * mask)
 
 
 class Items(Dataset):
@@ -45,11 +46,7 @@ class Items(Dataset):
         return self.item(index)
 
 
-def pair(index):
-    return X[index].numpy(), int(Y[index])
-
-
-PAIRS = Items(pair)
+PAIRS = Items(lambda index: (X[index].numpy(), int(Y[index])))
 DICTS = Items(lambda index: {"x": X[index], "mask": torch.ones(5, dtype=torch.bool), "labels": int(Y[index])})
 INPUTS = Items(lambda index: X[index])
 
@@ -85,11 +82,13 @@ SOURCES = {
 
 def train(inputs, targets, steps=STEPS, **options):
     net = Net()
-    optimizer = torch.optim.Adam(net.parameters(), lr=0.01)
-    generator = torch.Generator().manual_seed(2)
-    return epk.train(
-        net, inputs, targets, optimizer=optimizer, steps=steps, batch_size=40, generator=generator, **options
-    )
+    options |= {"optimizer": torch.optim.Adam(net.parameters(), lr=0.01), "batch_size": 40}
+    return epk.train(net, inputs, targets, steps=steps, generator=torch.Generator().manual_seed(2), **options)
+
+
+@cache
+def trained_on_tensors(*, is_masked=False):
+    return train(MASKED[0] if is_masked else X, Y)
 
 
 MASKED = {"x": X, "mask": torch.ones(M, 5, dtype=torch.bool)}, {"x": TEST, "mask": torch.ones(4, 5, dtype=torch.bool)}
@@ -109,15 +108,14 @@ def asserted_same(run, expected, test):
 @pytest.mark.parametrize("is_on_disk", [False, True])
 def test_the_run_is_that_with_tensors_in_memory(source, is_on_disk, tmp_path):
     options = {"folder": tmp_path / "run"} if is_on_disk else {}
-    inputs, test = MASKED if source in SEVERAL else (X, TEST)
-    expected = train(inputs, Y)
+    is_masked = source in SEVERAL
+    expected, test = trained_on_tensors(is_masked=is_masked), MASKED[1] if is_masked else TEST
     asserted_same(train(*SOURCES[source](tmp_path), **options), expected, test)
     if is_on_disk:
         asserted_same(epk.load_trajectory(tmp_path / "run", Net()), expected, test)
 
 
-def test_a_loop_over_a_loader_is_recorded_with_the_loader_as_X():
-    """As it is written: the loader shuffles, the recorder reads its dataset in order."""
+def test_a_loop_over_a_shuffling_loader_is_recorded_with_the_loader_as_X():
     loader = DataLoader(IndexedDataset(PAIRS), 32, shuffle=True, generator=torch.Generator().manual_seed(0))
     net = Net()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
@@ -144,7 +142,7 @@ def test_reading_leaves_the_random_numbers_as_they_are():
 
 
 def test_a_run_on_a_dataset_is_resumed_to_the_same_end(tmp_path):
-    expected = train(X, Y)
+    expected = trained_on_tensors()
     train(PAIRS, None, steps=3, folder=tmp_path / "run", resume=True)
     asserted_same(train(PAIRS, None, folder=tmp_path / "run", resume=True), expected, TEST)
     other = TensorDataset(X + 1, Y)
@@ -181,24 +179,12 @@ class Generated(IterableDataset):
 
 
 REFUSED = {
-    "augmentation": (
-        Items(lambda i: (X[i] + 0.1 * torch.randn(5), int(Y[i]))),
-        None,
-        ValueError,
-        "the same each time it is read: item 0 is another one.*without",
-    ),
-    "ragged": (
-        Items(lambda i: (X[i, : 1 + i % 3], int(Y[i]))),
-        None,
-        TypeError,
-        "arrays or numbers of one shape: stack expects",
-    ),
-    "ragged between blocks": (
-        Items(lambda i: (X[i, : 5 - i // 64], int(Y[i]))),
-        None,
-        ValueError,
-        r"row 64 is \(\(4,\).* those before are \[\(\(5,\)",
-    ),
+    "augmentation": (Items(lambda i: (X[i] + 0.1 * torch.randn(5), int(Y[i]))), None, ValueError,
+        "the same each time it is read: item 0 is another one.*without"),
+    "ragged": (Items(lambda i: (X[i, : 1 + i % 3], int(Y[i]))), None, TypeError,
+        "arrays or numbers of one shape: stack expects"),
+    "ragged between blocks": (Items(lambda i: (X[i, : 5 - i // 64], int(Y[i]))), None, ValueError,
+        r"row 64 is \(\(4,\).* those before are \[\(\(5,\)"),
     "texts": (Items(lambda i: ("a text", int(Y[i]))), None, TypeError, "X must be a torch.Tensor: got tuple"),
     "items by name": (Items(lambda i: {"a": X}[i]), Y, TypeError, "tensors, arrays or numbers of one shape: 0"),
     "iterable": (Generated(), None, TypeError, "map-style dataset.*got an iterable one. Pass epk.Stream"),
@@ -214,7 +200,7 @@ REFUSED = {
     "a list of targets": (X.numpy(), Y.tolist(), TypeError, "y must be a torch.Tensor: got list"),
     "bytes": (X.to(torch.uint8).numpy(), Y, ValueError, "accept X .* torch.uint8: it fails .* converted in X too"),
     "not finite": (np.where(np.arange(M)[:, None] == 70, np.inf, X.numpy()), Y, ValueError, "finite: row 70"),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", REFUSED)

@@ -10,39 +10,16 @@ import pytest
 import torch
 
 import epk_gp as epk
-from ranks import (
-    LOOPS,
-    POINTS,
-    SIZE,
-    another_wrapper,
-    data,
-    in_one_process,
-    on_rank,
-    on_ranks,
-    on_whole_batches,
-    resumable,
-    sharded_state,
-    sharded_vocabulary,
-    sharded_weights,
-    unwrapped_when_recorded,
-    with_fault,
-    with_join,
-)
+import ranks
+from loops import assert_exact
+from ranks import LOOPS, POINTS, SIZE, data, in_one_process, on_rank, on_ranks, on_whole_batches
 
 TEST = data()[0][:3] + 0.1
 
 
-def assert_exact(trajectory):
-    """Certified, exact to 1e-10."""
-    parts = epk.attribute(trajectory, TEST)
-    assert parts.certified
-    assert float((parts.total - parts.network).abs().max()) < 1e-10
-    return parts
-
-
 def assert_same(trajectory, expected):
     """Exact, and as the loop in one process to 1e-12."""
-    one, other = assert_exact(trajectory), epk.attribute(expected, TEST)
+    one, other = assert_exact(trajectory, TEST, head="log_softmax"), epk.attribute(expected, TEST)
     for name in ("samples", "decay", "network"):
         a, b = getattr(one, name), getattr(other, name)
         assert float((a - b).abs().max()) < 1e-12 * max(1.0, float(b.abs().max())), name
@@ -64,7 +41,7 @@ def test_a_run_of_two_ranks_is_that_of_the_loop_in_one_process(name, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("size", [1, 2, 4])
+@pytest.mark.parametrize("size", [1, 4])
 def test_any_number_of_ranks_gives_the_contributions_of_one_process_on_whole_batches(size, tmp_path):
     trajectory = on_ranks(size, on_rank, tmp_path, "plain")[0]
     assert_same(trajectory, on_whole_batches("plain"))
@@ -72,40 +49,36 @@ def test_any_number_of_ranks_gives_the_contributions_of_one_process_on_whole_bat
     assert not any(step.passes for step in trajectory.steps)
 
 
+OTHERS = "0 step 0: the weights after a step must be the same on all ranks: those of rank 1 are not those of rank 0."
 FAULTS = {
     "shuffled": "2 step 2: rank 1: recorder.batch() must get the indices of the rows that the network saw: row 0 was",
     "silent": "2 step 2: rank 1: optimizer.step() must be preceded by recorder.batch(indices): it was not",
     "broken": "2 step 2: rank 1: RuntimeError: inconsistent tensor size",
     "fewer": "Likely cause: on rank 1 no call of the network on the batch's rows was seen, but one on inputs of shape",
-    "lr": "0 step 0: the weights after a step must be the same on all ranks: those of rank 1 are not those of rank 0."
-    " Likely cause: other options of the optimizer there, such as the learning rate",
-    "edit": "2 step 2: the weights after a step must be the same on all ranks: those of rank 1 are not those of rank 0."
-    " Likely cause: they, or what the optimizer holds, were changed on one rank alone",
-    "module": "0 step 0: the weights after a step must be the same on all ranks: those of rank 1 are not those of "
-    "rank 0. Likely cause: its gradient is its own. DDP averages gradients in the backward pass of net(X)",
+    "lr": OTHERS + " Likely cause: other options of the optimizer there, such as the learning rate",
+    "edit": OTHERS.replace("0 step 0", "2 step 2")
+    + " Likely cause: they, or what the optimizer holds, were changed on "
+    "one rank alone",
+    "module": OTHERS + " Likely cause: its gradient is its own. DDP averages gradients in the backward pass of net(X)",
+    "none": "nothing",
     "data": "X and y must be the same on all ranks: those of rank 1 are not those of rank 0",
 }
 
 
 @pytest.mark.mostly_slow
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_fault_on_one_rank_is_named_on_all(fault, tmp_path):
-    said = on_ranks(SIZE, with_fault, tmp_path, fault)
+def test_a_fault_on_one_rank_is_named_on_all_and_a_sound_loop_says_nothing(fault, tmp_path):
+    said = on_ranks(SIZE, ranks.with_fault, tmp_path, fault)
     assert all(FAULTS[fault] in one for one in said), said
 
 
-def test_a_sound_loop_says_nothing(tmp_path):
-    """The negative control."""
-    assert on_ranks(SIZE, with_fault, tmp_path, "none") == ["nothing"] * SIZE
-
-
 REFUSED = {
-    sharded_vocabulary: "each process must hold all weights .*: got weights that ranks divide. Train with Distrib",
-    sharded_weights: "each process must hold all weights .*: got weights that ranks divide",
-    sharded_state: "all of the optimizer's state, .*: got ZeroRedundancyOptimizer",
-    another_wrapper: "ddp must hold the network that is recorded: it holds another one",
-    unwrapped_when_recorded: "Likely cause: the gradient was averaged over the 2 processes",
-    with_join: "step 0: rank 0: all ranks must have as many batches",
+    ranks.sharded_vocabulary: "each process must hold all weights .*: got weights that ranks divide. Train with Distrib",
+    ranks.sharded_weights: "each process must hold all weights .*: got weights that ranks divide",
+    ranks.sharded_state: "all of the optimizer's state, .*: got ZeroRedundancyOptimizer",
+    ranks.another_wrapper: "ddp must hold the network that is recorded: it holds another one",
+    ranks.unwrapped_when_recorded: "Likely cause: the gradient was averaged over the 2 processes",
+    ranks.with_join: "step 0: rank 0: all ranks must have as many batches",
 }
 
 
@@ -144,11 +117,11 @@ def test_influence_and_retraining_follow_the_statistics_of_each_rank(tmp_path):
 @pytest.mark.slow
 def test_a_run_whose_rank_died_is_resumed_to_the_same_end(tmp_path):
     """With each rank's own random numbers, rows, and buffers; from the last step on disk."""
-    whole, _ = on_ranks(SIZE, resumable, tmp_path / "whole", tmp_path / "whole" / "run")
+    whole, _ = on_ranks(SIZE, ranks.resumable, tmp_path / "whole", tmp_path / "whole" / "run")
     assert whole[0] == 0
     broken = tmp_path / "broken"
-    assert on_ranks(SIZE, resumable, broken, broken / "run", 3, dies=True) == []
-    (first, digest), (_, count) = on_ranks(SIZE, resumable, broken, broken / "run")
+    assert on_ranks(SIZE, ranks.resumable, broken, broken / "run", 3, dies=True) == []
+    (first, digest), (_, count) = on_ranks(SIZE, ranks.resumable, broken, broken / "run")
     assert 3 <= first <= 4
     assert (digest, count) == (whole[1], 6)
 

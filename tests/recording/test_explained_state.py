@@ -7,6 +7,7 @@ import re
 import warnings
 from dataclasses import replace
 from functools import partial
+from itertools import product
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from torch.nn import functional as F
 
 import epk_gp as epk
 from epk_gp.core.states import averaged_trajectory, averaging_coefficients
-from loops import record
+from loops import assert_exact, record
 from stored_runs import step as make_step
 
 STEPS, BEST = 10, 5
@@ -35,9 +36,12 @@ def keep_best(net, step, memory):
         memory.saved = copy.deepcopy(net.state_dict())
 
 
-@pytest.mark.parametrize("make_net", [mlp, cnn])
-@pytest.mark.parametrize("make_optimizer", [sgd, adamw])
-@pytest.mark.parametrize("where", STORAGES)
+# Each pair of places, optimizers and networks occurs.
+RUNS = [("memory", sgd, mlp), ("memory", adamw, cnn), ("disk", sgd, cnn), ("disk", adamw, mlp),
+        ("every_fourth", sgd, mlp), ("every_fourth", adamw, cnn)]  # fmt: skip
+
+
+@pytest.mark.parametrize(("where", "make_optimizer", "make_net"), RUNS)
 def test_a_run_up_to_a_state_is_the_run_that_was_recorded_no_further(where, make_optimizer, make_net, tmp_path):
     storage, X = STORAGES[where], queries()
     recorder, _ = recorded(STEPS, make_net, make_optimizer, tmp_path / "run", storage)
@@ -51,11 +55,9 @@ def test_a_run_up_to_a_state_is_the_run_that_was_recorded_no_further(where, make
         assert (first.num_steps, len(first.states), len(first.updates)) == (BEST, BEST + 1, BEST)
         assert first.digest == short.digest != whole.digest
         assert first.explained == f"weights after step {BEST} of {STEPS}"
-        parts = epk.attribute(first, X, head="logits")
+        parts = assert_exact(first, X)
         assert first.explained in str(first)
         assert f"explains                    {first.explained}\n" in str(parts)
-        assert parts.certified
-        assert parts.max_error <= 1e-10
         assert (parts.samples - expected.samples).abs().max() <= rounding
         assert (parts.network - net.eval()(X)).abs().max() <= rounding
         assert epk.reconstruct(first, X).certified
@@ -65,6 +67,11 @@ def test_a_run_up_to_a_state_is_the_run_that_was_recorded_no_further(where, make
             first.weights(BEST + 1)
     assert whole.until(STEPS) is whole
     assert whole.until(0).num_steps == 0
+    if (where, make_net) == ("memory", mlp):
+        assert torch.equal(epk.influence(whole.until(BEST), X).values, epk.influence(short, X).values)
+        ends, expected = (epk.retrain(each, torch.ones(12)).states for each in (whole.until(BEST), short))
+        assert torch.equal(ends, expected)
+        assert torch.equal(*(epk.LogitGP(each).logit_posterior(X).mean for each in (whole.until(BEST), short)))
 
 
 def test_an_average_up_to_a_state_is_the_average_of_the_run_up_to_it():
@@ -73,37 +80,23 @@ def test_an_average_up_to_a_state_is_the_average_of_the_run_up_to_it():
     first, expected = averaged_trajectory(whole, a).until(BEST), averaged_trajectory(whole.until(BEST), a[:BEST])
     assert first.digest == expected.digest
     assert first.explained == f"the average of the weights up to step {BEST} of {STEPS}"
-    parts = epk.attribute(first, queries(), head="logits")
-    assert parts.certified
+    parts = assert_exact(first, queries())
     assert torch.equal(parts.samples, epk.attribute(expected, queries(), head="logits").samples)
 
 
-def test_a_process_explains_and_influence_follows_the_run_up_to_a_state():
-    whole, X = recorded()[0].trajectory, queries()
-    short = recorded(BEST)[0].trajectory
-    first = whole.until(BEST)
-    assert torch.equal(epk.influence(first, X).values, epk.influence(short, X).values)
-    assert torch.equal(epk.retrain(first, torch.ones(12)).states, epk.retrain(short, torch.ones(12)).states)
-    assert torch.equal(*(epk.LogitGP(each).logit_posterior(X).mean for each in (first, short)))
-
-
-def test_numbers_of_steps_that_a_run_does_not_have_are_refused():
+def test_numbers_of_steps_that_a_run_does_not_have_are_refused_and_each_state_has_a_digest():
     whole = recorded()[0].trajectory
     for step, error in ((STEPS + 1, "at most the run's 10 steps: got 11"), (-1, "step must be .*got -1")):
         with pytest.raises(ValueError, match=error):
             whole.until(step)
     with pytest.raises(TypeError, match="step must be"):
         whole.until(1.5)
-
-
-def test_a_run_whose_digests_were_not_recorded_has_one_for_each_of_its_states():
-    whole = replace(recorded()[0].trajectory, digests=())
+    whole = replace(whole, digests=())  # they were not recorded
     assert len({whole.digest, *(whole.until(s).digest for s in range(STEPS))}) == STEPS + 1
     assert whole.until(3).digest == whole.until(3).digest
 
 
-@pytest.mark.parametrize("make_net", [mlp, cnn])
-@pytest.mark.parametrize("where", STORAGES)
+@pytest.mark.parametrize(("where", "make_net"), [("memory", mlp), ("disk", cnn), ("every_fourth", cnn)])
 def test_the_best_weights_may_be_restored_inside_of_the_with_statement(where, make_net, tmp_path):
     """Early stopping: the recorder says which state it is, the run is closed properly, and `until` explains it."""
     options = {} if where == "memory" else {"folder": tmp_path / "run", "storage": epk.Storage(**STORAGES[where])}
@@ -114,9 +107,7 @@ def test_the_best_weights_may_be_restored_inside_of_the_with_statement(where, ma
     assert trajectory.num_steps == STEPS
     assert not trajectory.moves
     assert where == "memory" or (tmp_path / "run" / "finished.json").exists()
-    parts = epk.attribute(trajectory.until(BEST), queries(), head="logits")
-    assert parts.certified
-    assert (parts.network - net.eval()(queries())).abs().max() <= 1e-12
+    assert_exact(trajectory.until(BEST), queries(), net)
     with pytest.warns(UserWarning, match=r"weights after step 10 of 10.* after step 5, which trajectory.until\(5\)"):
         epk.attribute(trajectory, queries())
 
@@ -199,8 +190,8 @@ def test_what_is_asked_for_by_name_is_explained_without_a_word():
 
 
 def test_a_trajectory_taken_earlier_says_which_step_the_network_has_reached():
-    net, (X, y), taken = mlp().double(), data(), []
-    recorder = epk.Recorder(net, sgd(net), X, y)
+    net, taken = mlp().double(), []
+    recorder = epk.Recorder(net, sgd(net), *data())
     with recorder:
         for _ in range(4):
             make_step(recorder)
@@ -264,14 +255,18 @@ def padded_run(dtype, **options):
 
 NESTED = r"torch's nested-tensor path in 'look'.* enable_nested_tensor=False"
 ALIKE = {"nested": False}, {"mean": "of words"}, {"part": "layer"}, {"part": "attention"}
-OTHERS = ({}, NESTED), ({"part": "asks"}, r"asks torch.is_grad_enabled\(\)"), *((each, None) for each in ALIKE)
+TYPES = torch.float32, torch.float64
+OTHERS = (
+    *product([({}, NESTED), ({"part": "asks"}, r"asks torch.is_grad_enabled\(\)")], TYPES),
+    *(((each, None), TYPES[number % 2]) for number, each in enumerate(ALIKE)),
+)
 
 
 @pytest.mark.filterwarnings("ignore:step 0.*derivative is not the derivative")  # of the probe
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")  # where this test predicts
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize(("options", "message"), OTHERS)
-def test_another_prediction_without_gradients_is_said_where_there_is_one(options, message, dtype):
+@pytest.mark.parametrize(("other", "dtype"), OTHERS)
+def test_another_prediction_without_gradients_is_said_where_there_is_one(other, dtype):
+    options, message = other
     net, run = padded_run(dtype, **options)
     calls = epk.attribute, epk.reconstruct, epk.influence, partial(epk.influence, function=lambda z: z.square().mean())
     for X in (run.inputs[:4], run.inputs[1::2]):  # the second ones have no padding

@@ -1,12 +1,15 @@
-"""The gradient is checked itself; so are the last step, and the network when the recording ends."""
+"""The gradient, the last step and the network at the end are checked; loops that cannot be recorded are told why."""
 
 from contextlib import nullcontext
 
 import pytest
 import torch
+from captured_loops import Odd
 from torch import nn
+from torch.nn import functional as F
 
 import epk_gp as epk
+from epk_gp.core.model import zero_final_layer
 from epk_gp.core.show import CertificateWarning
 from loops import data, flat, mlp, record, sgd
 from stored_runs import step as make_step
@@ -16,24 +19,15 @@ STEPS = 4
 
 def record_rows(wrong, dtype=torch.float64, rates=(0.1,) * STEPS, **options):
     """Record a loop with momentum; at the step `wrong` the network sees other rows."""
-    net, (X, y) = mlp(dtype), data(dtype=dtype)
-    optimizer, step = sgd(net, momentum=0.9), [0]
-
-    def before(index):
-        step[0], optimizer.param_groups[0]["lr"] = index, rates[index]
-
-    def call(net, x):
-        return net(X[torch.arange(4) + step[0] + 3] if step[0] == wrong else x)
-
-    batches = [torch.arange(4) + index for index in range(len(rates))]
-    return record(net, optimizer, X, y, batches, before=before, call=call, **options)
+    net, (X, y), steps = mlp(dtype), data(dtype=dtype), iter(range(len(rates)))
+    optimizer = sgd(net, momentum=0.9)
+    change_rate = lambda step: optimizer.param_groups[0].update(lr=rates[step])  # noqa: E731
+    call = lambda net, x: net(X[torch.arange(4) + wrong + 3] if next(steps) == wrong else x)  # noqa: E731
+    batches = [torch.arange(4) + step for step in range(len(rates))]
+    return record(net, optimizer, X, y, batches, before=change_rate, call=call, **options)
 
 
-@pytest.mark.parametrize(
-    ("dtype", "rate"),
-    [(torch.float64, 0.0), (torch.float32, 0.0), (torch.float32, 1e-12)],
-    ids=["float64", "float32", "below_rounding"],
-)
+@pytest.mark.parametrize(("dtype", "rate"), [(torch.float64, 0.0), (torch.float32, 0.0), (torch.float32, 1e-12)])
 def test_a_step_too_small_to_be_seen_needs_the_right_gradient_all_the_same(dtype, rate):
     """A warm-up starts at 0; a wrong first batch would stay in the momentum and move every later step."""
     rates = (rate, 0.1, 0.1, 0.1)
@@ -50,7 +44,7 @@ def record_edited(wrong, num_steps=STEPS, **options):
     return record(net, optimizer, X, y, [None] * num_steps, check_every=1000, **options)
 
 
-def test_check_every_checks_the_last_step_and_leaves_one_between_to_the_certificate():
+def test_check_every_checks_the_last_step_and_the_first_resumed_one_and_leaves_others_to_the_certificate(tmp_path):
     with pytest.raises(epk.StepMismatchError, match=f"step {STEPS - 1}: .*a backward hook at '2.bias'"):
         record_edited(wrong=STEPS - 1)
     recorder = record_edited(wrong=1)
@@ -59,9 +53,6 @@ def test_check_every_checks_the_last_step_and_leaves_one_between_to_the_certific
         assert not epk.reconstruct(recorder.trajectory, recorder.X).certified
     with pytest.raises(epk.StepMismatchError, match="step 1: .*rows that the network saw"):  # these at every step
         record_rows(1, check_every=1000)
-
-
-def test_check_every_checks_the_first_step_of_a_resumed_run(tmp_path):
     options = {"folder": tmp_path / "run", "resume": True}
     record_edited(None, 2, **options)
     with pytest.raises(epk.StepMismatchError, match="step 2: "):
@@ -71,11 +62,9 @@ def test_check_every_checks_the_first_step_of_a_resumed_run(tmp_path):
 class Scaled(nn.Module):
     """Keeps its activations, which cannot be copied after a backward pass, and counts its calls."""
 
-    calls = 0
-
     def __init__(self):
         super().__init__()
-        self.inner, self.factor = mlp(), 1.0
+        self.inner, self.factor, self.calls = mlp(), 1.0, 0
 
     def forward(self, x):
         self.calls += 1
@@ -92,12 +81,10 @@ ENDS = {
     "another_dtype": (lambda net, _: net.float(), "must end the recording as it was trained, in torch.float64"),
     "averaged_weights": (average, "weights at the end of the recording .*EMA, SWA"),
     "missing_layer": (lambda net, _: net.inner.pop(2), "weights at the end of the recording"),
-    "attribute": (
-        lambda net, _: setattr(net, "factor", 1.0 + 1e-6),
-        "forward function must stay .*an attribute or a layer was changed",
-    ),
+    "attribute": (lambda net, _: setattr(net, "factor", 1.0 + 1e-6),
+        "forward function must stay .*an attribute or a layer was changed"),
     "activation": (lambda net, _: setattr(net.inner, "1", nn.ReLU()), "forward function must stay"),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(("change", "message"), ENDS.values(), ids=ENDS.keys())
@@ -105,15 +92,11 @@ ENDS = {
 def test_a_network_that_is_changed_after_the_last_step_is_found_and_no_step_is_lost(change, message, on_disk, tmp_path):
     net, path = Scaled(), tmp_path / "run" if on_disk else None
     recorder, initial = epk.Recorder(net, sgd(net), *data(), folder=path), flat(net)
-
-    def loop():
-        with recorder:
-            for _ in range(2):
-                make_step(recorder)
-            change(net, initial)
-
-    with pytest.raises(epk.StepMismatchError, match=f"{message}.* The 2 recorded steps are kept"):
-        loop()
+    says = pytest.raises(epk.StepMismatchError, match=f"{message}.* The 2 recorded steps are kept")
+    with says, recorder:
+        for _ in range(2):
+            make_step(recorder)
+        change(net, initial)
     kept = epk.load_trajectory(path, Scaled()) if on_disk else recorder.trajectory
     assert kept.num_steps == 2
 
@@ -167,3 +150,127 @@ class RootOfWeight(nn.Module):
 def test_a_network_that_is_not_defined_everywhere_is_no_false_alarm():
     net, (X, y) = RootOfWeight().double(), data()
     assert epk.train(net, X, y, optimizer=sgd(net, 1e-3), steps=2).num_steps == 2
+
+
+class Mixing(nn.Module):
+    """Mixes rows or draws random numbers, in evaluation mode too."""
+
+    def __init__(self, change):
+        super().__init__()
+        self.inner, self.change = mlp(), change
+
+    def forward(self, x):
+        return self.inner(self.change(x))
+
+
+def centred(x):
+    return x - x.mean(0)
+
+
+NETWORKS = {
+    "no_running_statistics": (
+        lambda: nn.Sequential(mlp(), nn.BatchNorm1d(3, track_running_stats=False)).eval(),
+        r"'1' \(BatchNorm1d\) uses the statistics of the batch",
+    ),
+    "zero_last_layer": (lambda: zero_final_layer(Mixing(centred)), "must depend on its own input alone"),
+    "dropout": (lambda: Mixing(lambda x: F.dropout(x, 0.3)), "deterministic network: two evaluations .* differ"),
+}
+
+
+@pytest.mark.parametrize(("make", "message"), NETWORKS.values(), ids=NETWORKS.keys())
+def test_a_random_or_coupled_network_is_refused(make, message):
+    net, (X, y) = make().double(), data()
+    with pytest.raises(ValueError, match=message):
+        epk.Recorder(net, sgd(net), X, y)
+
+
+def test_a_second_output_in_training_mode_is_named():
+    net, (X, y) = Odd("auxiliary").double(), data()
+    with pytest.raises(epk.StepMismatchError, match="step 0: .* returns tuple in training mode. Say with output="):
+        record(net, sgd(net), X, y, [None], value=lambda z, y: F.cross_entropy(z[0], y) + F.cross_entropy(z[1], y))
+
+
+@pytest.mark.parametrize("reduce", [torch.clone, torch.mean], ids=["rows", "mean"])
+def test_a_loss_that_broadcasts_targets_is_refused(reduce):
+    net, (X, y) = nn.Sequential(nn.Linear(4, 1), nn.Flatten(0)).double(), data()
+    loss = epk.PerSampleLoss(lambda z, t: reduce((z - t).square()))
+    with pytest.raises(ValueError, match=r"let it compare outputs\[:, 0\] with them"):
+        epk.Recorder(net, sgd(net), X, y.double(), loss=loss)
+
+
+class Bag(nn.Module):
+    """The mean of words, under dropout."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.drop, self.score = nn.Embedding(9, 4), nn.Dropout(0.3), nn.Linear(4, 3)
+
+    def forward(self, ids, mask):
+        return self.score((self.drop(self.embed(ids)) * mask[..., None]).sum(dim=1))
+
+
+def test_rows_that_were_gathered_from_two_processes_are_named():
+    cause = r"no call .* but one on inputs of shape \(4, 6\), \(4, 6\): .*announce the rows"
+    X = {"ids": torch.randint(1, 9, (24, 6)), "mask": torch.ones(24, 6).double()}
+    y, net = torch.arange(24) % 3, Bag().double()
+    own_rows = lambda net, x: net(x["ids"][:4], x["mask"][:4])  # noqa: E731
+    with pytest.raises(epk.StepMismatchError, match=cause):
+        record(net, sgd(net), X, y, [torch.arange(8)], call=own_rows, value=lambda z, t: F.cross_entropy(z, t[:4]))
+
+
+class NextToken(nn.Module):
+    """Scores of the next token at each position."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.out = nn.Embedding(7, 4), nn.Linear(4, 7)
+
+    def forward(self, ids):
+        return {"logits": self.out(torch.tanh(self.embed(ids)))}
+
+
+def test_a_language_model_is_told_to_shift_its_labels():
+    ids = torch.randint(0, 7, (12, 5))
+    shifted = torch.cat([ids[:, 1:], torch.full_like(ids[:, :1], -100)], dim=1)
+
+    def train(y):
+        def value(z, t):
+            t = t[:, :4] if y is shifted else t[:, 1:]
+            return F.cross_entropy(z["logits"][:, :4].mT, t)
+
+        net, output = NextToken().double(), lambda returned: returned["logits"][:, -1]
+        return record(net, sgd(net), ids, y, torch.arange(12).split(4), output=output, value=value)
+
+    with pytest.raises(epk.StepMismatchError, match=r"label of the next one, as causal language models do: pass"):
+        train(ids)
+    assert epk.attribute(train(shifted).trajectory, ids[:2]).certified
+
+
+def test_labels_of_positions_need_scores_of_positions():
+    X, net = data()[0], nn.Linear(4, 3).double()
+    with pytest.raises(ValueError, match=r"got \(10, 5\). Several need scores \(n, T, V\)"):
+        epk.Recorder(net, sgd(net), X, torch.zeros(10, 5, dtype=torch.int64))
+
+
+class Numbered(nn.Module):
+    """Takes a number besides the rows, and holds one in a list."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner, self.table = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3)), [1.0]
+
+    def forward(self, x, scale=1.0):
+        return self.table[0] * self.inner(x) * scale
+
+
+NUMBERS = {
+    "the network was called with further arguments": lambda net: {"call": lambda net, x: net(x, scale=1.5)},
+    "something else in it changes": lambda net: {"before": lambda step: net.table.__setitem__(0, 1.0 + step)},
+}
+
+
+@pytest.mark.parametrize("cause", NUMBERS)
+def test_numbers_that_the_network_gets_beside_the_rows_are_named(cause):
+    net, X, y = Numbered().double(), torch.randn(12, 4).double(), torch.arange(12) % 3
+    with pytest.raises(epk.StepMismatchError, match=f"Likely cause: .*{cause}"):
+        record(net, sgd(net), X, y, torch.randperm(12).split(6), **NUMBERS[cause](net))

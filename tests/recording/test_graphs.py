@@ -13,7 +13,8 @@ from torch.nn import functional as F
 import epk_gp as epk
 from epk_gp.core.graphs import RecordedGraph
 from epk_gp.storage.files import checksum
-from loops import sgd
+from loops import assert_exact, sgd
+from loops import record as record_loop
 from stored_runs import replace_header
 
 ALL = torch.arange(7)
@@ -28,47 +29,33 @@ def relative(error, scale):
     return float((error.abs().max() / scale.abs().max()).detach())
 
 
-def test_contributions_of_nodes_sum_to_the_network(run):
-    parts = epk.attribute(run, ALL, head="logits")
-    assert parts.certified
+def test_contributions_of_nodes_sum_to_the_network_however_they_are_asked_for(run):
+    """By numbers, by the graph for all of them, or with or without others."""
+    (x, edges, _), expected = make_graph(), epk.network_outputs(run, ALL)
+    parts = assert_exact(run, ALL, tolerance=1e-12)
     assert parts.samples.shape == (7, CLASSES, 7)
-    assert relative(parts.total - parts.network, parts.network) < 1e-12
     unlabelled = [node for node in ALL.tolist() if node not in LABELLED]
     assert not parts.samples[..., unlabelled].any()
-    assert (
-        parts.samples[unlabelled][..., LABELLED].abs().amin(dim=(0, 1)).gt(0).any()
-    )  # they are explained all the same
-
-
-def test_the_graph_stands_for_all_its_nodes(run):
-    x, edges, _ = make_graph()
-    expected = epk.network_outputs(run, ALL)
+    assert parts.samples[unlabelled][..., LABELLED].abs().amin(dim=(0, 1)).gt(0).any()  # they are explained too
     for points in (epk.Graph(x, edges), epk.Graph(x.clone(), edges.clone()), ALL[:, None], ALL.int(), run.inputs):
         assert torch.equal(epk.network_outputs(run, points), expected)
-    shares = epk.attribute(run, epk.Graph(x, edges), head="logits").samples
-    assert torch.equal(shares, epk.attribute(run, ALL, head="logits").samples)
-
-
-def test_a_node_s_output_does_not_depend_on_which_others_are_asked_for(run):
-    together = epk.network_outputs(run, ALL)
+    assert torch.equal(epk.attribute(run, epk.Graph(x, edges), head="logits").samples, parts.samples)
     asked = torch.tensor([4, 0, 4, 6])
-    assert torch.equal(epk.network_outputs(run, asked), together[asked])
+    assert torch.equal(epk.network_outputs(run, asked), expected[asked])
     shares = epk.attribute(run, asked, head="logits").samples
-    assert relative(shares - epk.attribute(run, ALL, head="logits").samples[asked], shares) < 1e-12
+    assert relative(shares - parts.samples[asked], shares) < 1e-12
     assert torch.equal(shares[0], shares[2])
 
 
 def test_positions_and_keywords_are_one_call_and_the_recorded_tensors_are_copies():
     x, edges, y = make_graph()
     net = make_net(dropout=0.4)
-    with epk.Recorder(net, sgd(net, 0.3), epk.Graph(x, edge_index=edges), y) as recorder:
-        F.cross_entropy(net(edge_index=edges, x=x)[LABELLED], y[LABELLED]).backward()
-        recorder.batch(LABELLED)
-        recorder.optimizer.step()
-    before = epk.network_outputs(recorder.trajectory, ALL)
+    call = lambda net, _: net(edge_index=edges, x=x)[LABELLED]  # noqa: E731
+    run = record_loop(net, sgd(net, 0.3), epk.Graph(x, edge_index=edges), y, [LABELLED], call=call).trajectory
+    before = epk.network_outputs(run, ALL)
     x.zero_()
-    assert torch.equal(epk.network_outputs(recorder.trajectory, ALL), before)
-    assert epk.reconstruct(recorder.trajectory, ALL).certified
+    assert torch.equal(epk.network_outputs(run, ALL), before)
+    assert epk.reconstruct(run, ALL).certified
 
 
 @pytest.mark.slow
@@ -81,11 +68,9 @@ def test_train_takes_a_graph():
     assert relative(machine.outputs - machine.network, machine.network) < 1e-12
 
 
-@pytest.mark.mostly_slow
-@pytest.mark.parametrize("norm", [False, True], ids=["plain", "batch_norm"])
-def test_float32_is_recorded(norm):
-    graph = make_graph(dtype=torch.float32)
-    parts = epk.attribute(record(make_net(dtype=torch.float32, dropout=0.3, norm=norm), graph), ALL, head="logits")
+def test_float32_and_moving_statistics_are_recorded():
+    graph, net = make_graph(dtype=torch.float32), make_net(dtype=torch.float32, dropout=0.3, norm=True)
+    parts = epk.attribute(record(net, graph), ALL, head="logits")
     assert parts.total.dtype == torch.float32
     assert relative(parts.total - parts.network, parts.network) < 1e-4
 
@@ -115,16 +100,13 @@ def test_a_loss_of_one_s_own_gets_the_batch_s_nodes_and_nodes_that_no_loss_reads
     assert relative(shares - expected, expected) < 1e-9
 
 
-TWICE = torch.tensor([5, 0, 5])
+TWICE, FIVE = torch.tensor([5, 0, 5]), torch.arange(5)
 WEIGHT = 5 * torch.tensor([1 / 2, 1 / 2, 0.3 / 3, 0.3 / 3, 0.3 / 3], dtype=torch.float64)  # beside the mean's 1/5
 LOOPS = {
     "a_node_twice": {"batch": TWICE, "loss_of": lambda out, y: F.cross_entropy(out[TWICE], y[TWICE])},
-    "two_losses_as_one_batch": {
-        "batch": torch.arange(5),
-        "weight": WEIGHT,
-        "loss_of": lambda out, y: F.cross_entropy(out[:2], y[:2]) + 0.3 * F.cross_entropy(out[2:5], y[2:5]),
-    },
-}
+    "two_losses_as_one_batch": {"batch": FIVE, "weight": WEIGHT, "loss_of": lambda out, y:
+        F.cross_entropy(out[:2], y[:2]) + 0.3 * F.cross_entropy(out[2:5], y[2:5])},
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("options", LOOPS.values(), ids=LOOPS)
@@ -185,49 +167,45 @@ def test_a_run_is_resumed_with_the_same_graph_only(run, tmp_path):
     assert record(make_net(dropout=0.4), folder=tmp_path / "run", resume=True).digest == run.digest
 
 
-@pytest.fixture
-def folder(tmp_path):
-    record(make_net(dropout=0.4), folder=tmp_path / "run")
-    return tmp_path / "run"
-
-
-def edit_data(folder, change):
+def edit_data(change):
     """Edit the stored data, with the checksum of the file made anew."""
-    file = folder / "data.safetensors"
-    data = load(file.read_bytes())
-    change(data)
-    file.write_bytes(save(data))
-    content = file.read_bytes()
-    replace_header(folder, data_blake2b=checksum(content), data_bytes=len(content))
+
+    def edit(folder):
+        file = folder / "data.safetensors"
+        data = load(file.read_bytes())
+        change(data)
+        content = save(data)
+        file.write_bytes(content)
+        replace_header(folder, data_blake2b=checksum(content), data_bytes=len(content))
+
+    return edit
 
 
-MISSING = "must hold the tensor of its graph that the header describes by .*'key': 1"
+def describe(graph):
+    signature = {"inputs": None, "has_output": False, "graph": graph}
+    return lambda folder: replace_header(folder, signature=signature)
+
+
+DESCRIBED = "must hold the tensor of its graph that the header describes"
 EDITS = {
-    "features": (
-        lambda data: data["graph.0"][-1, 0].add_(1e-9),
-        "the training data must have the digest in the header",
-    ),
-    "missing": (lambda data: data.pop("graph.1"), MISSING),
-    "shape": (lambda data: data.update({"graph.1": data["graph.1"][:, :-1].contiguous()}), MISSING),
-    "nodes": (
-        lambda data: data.update(inputs=data["inputs"].flip(0).contiguous()),
-        "inputs of a run on a graph must be the numbers of all nodes",
-    ),
-}
+    "features": (edit_data(lambda data: data["graph.0"][-1, 0].add_(1e-9)), "data must have the digest in the header"),
+    "missing": (edit_data(lambda data: data.pop("graph.1")), f"{DESCRIBED} by .*'key': 1"),
+    "shape": (edit_data(lambda data: data.update({"graph.1": data["graph.1"][:, :-1].contiguous()})),
+        f"{DESCRIBED} by .*'key': 1"),
+    "nodes": (edit_data(lambda data: data.update(inputs=data["inputs"].flip(0).contiguous())),
+        "inputs of a run on a graph must be the numbers of all nodes"),
+    "another_key": (describe([{"key": 1, "shape": [7, 4], "dtype": "torch.float64"}]), DESCRIBED),
+    "a_word": (describe("x"), DESCRIBED),
+    "a_number": (describe([3]), DESCRIBED),
+}  # fmt: skip
 
 
-@pytest.mark.parametrize(("change", "message"), EDITS.values(), ids=EDITS)
-def test_an_edited_graph_is_found_on_disk(folder, change, message):
-    edit_data(folder, change)
+@pytest.mark.parametrize(("edit", "message"), EDITS.values(), ids=EDITS)
+def test_an_edited_graph_is_found_on_disk(edit, message, tmp_path):
+    record(make_net(dropout=0.4), folder=tmp_path / "run")
+    edit(tmp_path / "run")
     with pytest.raises(ValueError, match=message):
-        epk.load_trajectory(folder, make_net(dropout=0.4))
-
-
-@pytest.mark.parametrize("entry", [[{"key": 1, "shape": [7, 4], "dtype": "torch.float64"}], "x", [3]])
-def test_a_damaged_description_of_the_graph_is_found(folder, entry):
-    replace_header(folder, signature={"inputs": None, "has_output": False, "graph": entry})
-    with pytest.raises(ValueError, match="must hold the tensor of its graph that the header describes"):
-        epk.load_trajectory(folder, make_net(dropout=0.4))
+        epk.load_trajectory(tmp_path / "run", make_net(dropout=0.4))
 
 
 # Faults in a recorded run: results are not certified
@@ -258,3 +236,119 @@ def test_a_planted_fault_is_found(run, fault):
         faulty = epk.reconstruct(fault(run), ALL)
     assert not faulty.certified
     assert faulty.mismatch_ratio > 1
+
+
+# What is no graph, no node, or not the recorded graph is refused
+
+
+def edited(x):
+    x[0] += 1
+    return x
+
+
+CALLS = {
+    "edges": (lambda net, x, edges: net(x, edges[:, 1:]), r"recorded graph: tensor 1 has shape \(2, 10\)"),
+    "features": (lambda net, x, edges: net(x * 0.5, edges), "tensor 0 holds other numbers. Change features .* inside"),
+    "in_place": (lambda net, x, edges: net(edited(x), edges), "tensor 0 holds other numbers"),
+}
+
+
+@pytest.mark.parametrize(("call", "message"), CALLS.values(), ids=CALLS)
+def test_another_graph_than_the_recorded_one_is_refused(call, message):
+    def late(net, x, edges, step):
+        return call(net, x, edges) if step == 1 else net(x, edges)
+
+    with pytest.raises(epk.StepMismatchError, match=f"step 1: the network must be called with the .*{message}"):
+        record(make_net(), call=late)
+
+
+def test_another_graph_without_a_step_is_no_matter():
+    def evaluate_too(net, x, edges, step):
+        net(x[:5], edges[:, :0])
+        return net(x, edges)
+
+    assert record(make_net(), call=evaluate_too).num_steps == 3
+
+
+@pytest.mark.parametrize("batch", [LABELLED[:3], LABELLED + 1], ids=["too_few", "others"])
+def test_nodes_that_the_loss_reads_must_be_announced(batch):
+    with pytest.raises(epk.StepMismatchError, match=r"must get all nodes whose outputs the loss reads: it reads node"):
+        record(make_net(), batch=batch)
+
+
+NODES = [
+    (torch.tensor([0, 7]), ValueError, r"X must hold node numbers in 0\.\.6: got 0\.\.7"),
+    (torch.tensor([-1]), ValueError, r"node numbers in 0\.\.6: got -1\.\.-1"),
+    (torch.tensor([1.0]).double(), TypeError, "must hold node numbers, which are integers: got torch.float64"),
+    (ALL > 2, TypeError, r"which are integers: got torch.bool. Pass X.nonzero\(\).squeeze\(1\)"),
+    (ALL.view(1, 7), ValueError, r"must have shape \(n,\), one number per node: got \(1, 7\)"),
+    (ALL[:0], ValueError, "at least one point"),
+    ((ALL, ALL), TypeError, "must be a tensor of node numbers, or the graph: got tuple"),
+    (epk.Graph(torch.zeros(7, 4).double()), ValueError, "must be the recorded graph.*: it consists of the tensors"),
+    (epk.Graph(make_graph()[0] + 1, make_graph()[1]), ValueError, "recorded graph, or numbers .*: tensor 0 holds othe"),
+]
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_what_is_no_node_or_another_graph_is_refused():
+    run = record(make_net(dropout=0.4))
+    for nodes, error, message in NODES:
+        for function in (epk.attribute, epk.reconstruct, epk.network_outputs):
+            with pytest.raises(error, match=message):
+                function(run, nodes)
+
+
+GRAPHS = [
+    ((), ValueError, "must have at least one tensor"),
+    ((3,), TypeError, "tensor 0 of the graph must be a torch.Tensor: got int"),
+    ((torch.eye(3).to_sparse(),), ValueError, "tensor 0 of the graph must be dense"),
+    ((torch.full((3, 2), torch.nan),), ValueError, "tensor 0 of the graph must be finite"),
+    ((torch.zeros(2, 3).T,), ValueError, "tensor 0 of the graph must be contiguous"),
+]
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_what_is_no_graph_and_a_graph_where_points_are_numbers_is_refused():
+    for arguments, error, message in GRAPHS:
+        with pytest.raises(error, match=message):
+            epk.Graph(*arguments)
+    for function in (epk.train_copy, epk.test_copy, lambda graph: epk.Points(graph, is_train=True)):
+        with pytest.raises(TypeError, match="must be numbers of the graph's nodes"):
+            function(epk.Graph(*make_graph()[:2]))
+
+
+class InPlace(nn.Linear):
+    def __init__(self):
+        super().__init__(4, CLASSES)
+
+    def forward(self, x, edge_index):
+        return super().forward(x.mul_(0.5))
+
+
+class Pooled(InPlace):
+    def forward(self, x, edge_index):
+        return nn.Linear.forward(self, x).mean(dim=0, keepdim=True)
+
+
+class Dense(InPlace):
+    def forward(self, x):
+        return torch.eye(7, dtype=torch.float64) @ nn.Linear.forward(self, x)
+
+
+RUNS = {
+    "in_place": (lambda x, e, y: (InPlace(), epk.Graph(x, e), y), ValueError, r"changes them in place \(tensor 0"),
+    "pooled": (lambda x, e, y: (Pooled(), epk.Graph(x, e), y), ValueError, "one row per node, as y .* 7: got 1 rows"),
+    "targets": (lambda x, e, y: (make_net(), epk.Graph(x, e), y[:4]), ValueError, "per node, .* 4: got 7 rows"),
+    "arguments": (lambda x, e, y: (make_net(), epk.Graph(x), y), ValueError, "accept tensor 0 .* missing 1 required"),
+    "keyword": (lambda x, e, y: (make_net(), epk.Graph(x, e, z=e), y), ValueError, "unexpected keyword argument 'z'"),
+    "dtype": (lambda x, e, y: (make_net(), epk.Graph(x.float(), e), y), TypeError, "must have the weights' dtype"),
+    "edges": (lambda x, e, y: (make_net(), epk.Graph(x, e + 7), y), ValueError, "accept .* it fails with IndexError"),
+    "dense": (lambda x, e, y: (Dense(), x, y), ValueError, r"must accept X \(7, 4\) .* takes epk.Graph\(X\)"),
+}
+
+
+@pytest.mark.parametrize(("make", "error", "message"), RUNS.values(), ids=RUNS)
+def test_a_network_that_does_not_take_the_graph_is_refused(make, error, message):
+    net, graph, y = make(*make_graph())
+    with pytest.raises(error, match=message):
+        epk.Recorder(net.double(), sgd(net), graph, y)

@@ -1,5 +1,7 @@
 """`transformers.Trainer` as it is used: padding, language models, smoothing, LoRA, the best model."""
 
+import math
+
 import pytest
 import torch
 from torch import nn
@@ -7,6 +9,7 @@ from torch.nn import functional as F
 
 import epk_gp as epk
 from epk_gp.callbacks import HuggingFaceRecorderCallback, IndexedDataset
+from loops import assert_exact as assert_terms_are_exact
 from recipes.path_reference import brute_force_terms
 from recipes.problem import C, finish
 from recipes.reference import Watched, flatten, step_terms
@@ -64,7 +67,7 @@ def collator(side="right", multiple=1):
 
     def collate(items):
         longest = max(len(item["input_ids"]) for item in items)
-        length = -(-longest // multiple) * multiple
+        length = math.ceil(longest / multiple) * multiple
         batch = {
             key: torch.stack([_pad(torch.tensor(item[key]), length, 0, side) for item in items])
             for key in ("input_ids", "attention_mask")
@@ -138,12 +141,7 @@ def logits(returned):
     return returned.logits
 
 
-def first(returned):
-    return returned.logits[:, 0]
-
-
-def last(returned):
-    return returned.logits[:, -1]
+first, last = ((lambda returned, k=k: returned.logits[:, k]) for k in (0, -1))
 
 
 def flat(items):
@@ -162,21 +160,16 @@ def fit(monkeypatch, folder, model, data, collate, *, loss=None, output=logits, 
     callback = HuggingFaceRecorderCallback(X, None if loss else y, **options, **unexplained)
     arguments = {"per_device_train_batch_size": 4, "num_train_epochs": 1, "save_strategy": "no"} | arguments
     arguments |= {"use_cpu": True, "report_to": [], "disable_tqdm": True, "learning_rate": 0.02, "seed": 1}
-    training = transformers.TrainingArguments(
-        output_dir=str(folder), logging_strategy="no", remove_unused_columns=False, **arguments
-    )
-    dataset = IndexedDataset(items, key="index")
-    made = transformers.Trainer(
-        model, training, train_dataset=dataset, callbacks=[callback], data_collator=collate, **(trainer or {})
-    )
-    made.train()
+    arguments |= {"logging_strategy": "no", "remove_unused_columns": False, "output_dir": str(folder)}
+    options = {"train_dataset": IndexedDataset(items, key="index"), "callbacks": [callback], "data_collator": collate}
+    training = transformers.TrainingArguments(**arguments)
+    transformers.Trainer(model, training, **options, **(trainer or {})).train()
     X_test = {name: value[:2] for name, value in X.items()}
     return finish(callback._recorder, model, X_test, X, torch.zeros(M), output or last)
 
 
 def assert_exact(result, *, has_brute_force=True, tolerance=1e-10):
-    parts = epk.attribute(result.trajectory, result.X_test, head="logits")
-    assert parts.certified
+    parts = assert_terms_are_exact(result.trajectory, result.X_test, tolerance=tolerance)
     assert float((parts.total - result.outputs).abs().max()) < tolerance
     if not has_brute_force:
         return
@@ -209,56 +202,39 @@ def test_a_classifier_on_batches_padded_to_their_longest_row_is_exact(monkeypatc
     widths = {p.inputs.values.shape[1] for s in result.recorder.inner.steps for p in s.passes if p.inputs is not None}
     assert widths - {2 * LENGTH}
     assert_exact(result)
+    assert result.trajectory.model.num_weights == sum(p.numel() for p in result.net.parameters() if p.requires_grad)
 
 
-def test_lora_stores_the_trained_weights_alone(monkeypatch, tmp_path):
-    model = with_lora(bert(), ["query"], "SEQ_CLS")
-    result = fit(monkeypatch, tmp_path, model, sentences(), collator(), num_train_epochs=1)
-    trained = [p.numel() for p in model.parameters() if p.requires_grad]
-    assert result.trajectory.model.num_weights == sum(trained) < sum(p.numel() for p in model.parameters()) / 4
-
-
+INSIDE = {"loss": "unstated", "output": last}  # models that compute their loss, in float32 whatever their weights are
+STATED = {"output": None, "trainer": {"compute_loss_func": next_word_loss}}
 LANGUAGE_MODELS = {
-    "gpt2_right": (gpt2, "right", {"gradient_accumulation_steps": 2}),
-    "gpt2_left": (gpt2, "left", ACCUMULATED),
-    "gpt2_lora": (lambda: with_lora(gpt2(), ["c_attn"], "CAUSAL_LM", fan_in_fan_out=True), "right", {}),
-}
+    "right": (gpt2, "right", INSIDE | {"gradient_accumulation_steps": 2}),
+    "left": (gpt2, "left", INSIDE | ACCUMULATED),
+    "lora": (lambda: with_lora(gpt2(), ["c_attn"], "CAUSAL_LM", fan_in_fan_out=True), "right", INSIDE),
+    "stated": (gpt2, "right", STATED | {"per_device_train_batch_size": 5, "gradient_accumulation_steps": 2}),
+    "stated_left": (gpt2, "left", STATED | ACCUMULATED),
+    "stated_llama": (wide_llama, "right", STATED | {"train_sampling_strategy": "group_by_length"}),
+    "stated_llama_left": (wide_llama, "left",
+        STATED | {"gradient_accumulation_steps": 3, "average_tokens_across_devices": False}),
+}  # fmt: skip
 
 
-@pytest.mark.mostly_slow
-@pytest.mark.parametrize(("make", "side", "arguments"), LANGUAGE_MODELS.values(), ids=LANGUAGE_MODELS)
-def test_a_language_model_whose_loss_is_not_stated_is_exact(monkeypatch, tmp_path, make, side, arguments):
-    """It computes its loss inside, in float32 whatever its weights are."""
-    data = sentences(side, is_labelled=False)
-    result = fit(
-        monkeypatch, tmp_path, make(), data, for_language_models(side), loss="unstated", output=last, **arguments
-    )
-    assert_exact(result)
+def quick(*names, table):
+    """The names of a table, of which all but these are slow."""
+    return [pytest.param(name, marks=() if name in names else pytest.mark.slow) for name in table]
 
 
-STATED = {
-    "gpt2": (gpt2, "right", {"per_device_train_batch_size": 5, "gradient_accumulation_steps": 2}),
-    "gpt2_left": (gpt2, "left", ACCUMULATED),
-    "llama": (wide_llama, "right", {"train_sampling_strategy": "group_by_length"}),
-    "llama_left": (wide_llama, "left", {"gradient_accumulation_steps": 3, "average_tokens_across_devices": False}),
-}
-
-
-@pytest.mark.mostly_slow
-@pytest.mark.parametrize(("make", "side", "arguments"), STATED.values(), ids=STATED)
-def test_a_causal_model_of_a_stated_loss_gives_every_token_of_a_step_one_weight(
-    monkeypatch, tmp_path, make, side, arguments
-):
+@pytest.mark.parametrize("name", quick("right", "stated", table=LANGUAGE_MODELS))
+def test_a_language_model_is_exact_and_a_stated_loss_gives_all_tokens_of_a_step_one_weight(monkeypatch, tmp_path, name):
     """The trainer divides by the tokens of all batches of a step, of GPT-2's by their first ones too."""
+    make, side, options = LANGUAGE_MODELS[name]
     data = sentences(side, is_labelled=False)
-    result = fit(
-        monkeypatch, tmp_path, make(), data, for_language_models(side), output=None,
-        trainer={"compute_loss_func": next_word_loss}, **arguments,
-    )  # fmt: skip
+    result = fit(monkeypatch, tmp_path, make(), data, for_language_models(side), **options)
     assert_exact(result)
-    run = result.trajectory
-    assert run.loss == epk.CrossEntropy()
-    assert all(float(step.sample_weights.std()) < 1e-12 * step.sample_weights[0] for step in run.steps)
+    if "stated" in name:
+        run = result.trajectory
+        assert run.loss == epk.CrossEntropy()
+        assert all(float(step.sample_weights.std()) < 1e-12 * step.sample_weights[0] for step in run.steps)
 
 
 def prompted(items):
@@ -268,51 +244,39 @@ def prompted(items):
     return batch
 
 
-@pytest.mark.mostly_slow
-@pytest.mark.parametrize(
-    ("make", "collate", "arguments"),
-    [
-        (gpt2, prompted, {}),
-        (llama, prompted, {"gradient_accumulation_steps": 2}),
-        (llama, None, {"neftune_noise_alpha": 5.0}),
-        (gpt2, None, {"gradient_checkpointing": True}),
-    ],
-    ids=["prompted", "prompted_llama", "noise", "checkpointed"],
-)
-def test_what_the_trainer_does_to_a_causal_model_is_recorded(monkeypatch, tmp_path, make, collate, arguments):
-    data = sentences(is_labelled=False)
-    result = fit(
-        monkeypatch, tmp_path, make().float(), data, collate or for_language_models(), output=None, **arguments
-    )
-    assert_exact(result, has_brute_force=False, tolerance=1e-5)
-    if collate is None:
-        return
-    passes = [seen for step in result.trajectory.steps for seen in step.passes]
-    assert all(bool((seen.targets.values[:, 0] == -100).all()) for seen in passes)
-    assert all(bool((seen.targets.values[:, 1:] != -100).any()) for seen in passes)
+TWO = {"gradient_accumulation_steps": 2}
+SMOOTHED = TWO | {"label_smoothing_factor": 0.1}
+IN_FLOAT32 = {
+    "prompted": (gpt2, "right", {"output": None}),
+    "prompted_llama": (llama, "right", {"output": None} | TWO),
+    "noise": (llama, "right", {"output": None, "neftune_noise_alpha": 5.0}),
+    "checkpointed": (gpt2, "right", {"output": None, "gradient_checkpointing": True}),
+    # The trainer divides by the labels of all batches of a step; batches and recorded labels have other widths.
+    "factor": (gpt2, "right", {"output": last} | TWO),
+    "factor_left": (gpt2, "left", {"output": last} | SMOOTHED),
+    "factor_llama": (llama, "right", {"output": last} | TWO),
+    "factor_llama_left": (llama, "left", {"output": last} | SMOOTHED),
+}
 
 
-@pytest.mark.mostly_slow
-@pytest.mark.parametrize("make", [gpt2, llama])
-@pytest.mark.parametrize("side", ["right", "left"])
-def test_the_factor_of_a_language_model_s_loss_is_read(monkeypatch, tmp_path, make, side):
-    """The trainer divides by the labels of all batches of a step; batches and recorded labels have other widths."""
-    data = sentences(side, is_labelled=False)
-    result = fit(
-        monkeypatch, tmp_path, make().float(), data, for_language_models(side), output=last,
-        gradient_accumulation_steps=2, label_smoothing_factor=0.1 if side == "left" else 0.0,
-    )  # fmt: skip
+@pytest.mark.parametrize("name", quick("prompted", "factor", table=IN_FLOAT32))
+def test_what_the_trainer_does_to_a_causal_model_and_to_its_loss_is_recorded(monkeypatch, tmp_path, name):
+    (make, side, options), is_prompted = IN_FLOAT32[name], "prompted" in name
+    collate = prompted if is_prompted else for_language_models(side)
+    result = fit(monkeypatch, tmp_path, make().float(), sentences(side, is_labelled=False), collate, **options)
     assert_exact(result, has_brute_force=False, tolerance=1e-5)
+    for seen in (seen for step in result.trajectory.steps for seen in step.passes if is_prompted):
+        assert bool((seen.targets.values[:, 0] == -100).all())
+        assert bool((seen.targets.values[:, 1:] != -100).any())
 
 
 @pytest.mark.mostly_slow
 @pytest.mark.parametrize("arguments", [{}, {"gradient_accumulation_steps": 2}])
 def test_tokens_that_are_masked_at_random_are_found(monkeypatch, tmp_path, arguments):
     X, _, items = sentences(is_labelled=False)
-    data = X, X["input_ids"], items
-    assert_exact(
-        fit(monkeypatch, tmp_path, masked_bert(), data, for_language_models(mlm=True), output=first, **arguments)
-    )
+    options = {"output": first} | arguments
+    collate = for_language_models(mlm=True)
+    assert_exact(fit(monkeypatch, tmp_path, masked_bert(), (X, X["input_ids"], items), collate, **options))
 
 
 def test_label_smoothing_is_taken_from_the_trainer(monkeypatch, tmp_path):
@@ -330,10 +294,8 @@ def test_label_smoothing_is_taken_from_the_trainer(monkeypatch, tmp_path):
 @pytest.mark.parametrize("count", [1, 2])
 def test_in_bf16_the_weights_of_accumulated_batches_are_read(monkeypatch, tmp_path, count):
     """The trainer leaves the division by their number to models that take it, and this one does not divide."""
-    result = fit(
-        monkeypatch, tmp_path, bert().float(), sentences(), collator(), bf16=True, optim="sgd",
-        gradient_accumulation_steps=count,
-    )  # fmt: skip
+    options = {"bf16": True, "optim": "sgd", "gradient_accumulation_steps": count}
+    result = fit(monkeypatch, tmp_path, bert().float(), sentences(), collator(), **options)
     assert all(abs(float(step.sample_weights.sum()) - len(step.passes)) < 0.02 for step in result.trajectory.steps)
 
 
@@ -366,26 +328,22 @@ def relabelled(items):
     return batch | {"labels": (batch["labels"] + 1) % C}
 
 
+FAULTS = {  # a router's loss mixes the rows of a batch
+    "indices": (bert, shuffled, r"row 0 was X\[\d+\], the batch says"),
+    "labels": (bert, relabelled, "agree with y at the announced indices no more than by chance"),
+    "not_shifted": (gpt2, None, r"with the label of the next one.*pass epk_gp.next_words\(y\) as y"),
+    "loss_of_a_router": (mixtral, None, r"does not come through the outputs of the announced rows"),
+    "texts_in_one_row": (gpt2, flat, r"one row for each item: got 4 indices beside \[1\] rows"),
+}
+
+
 @pytest.mark.mostly_slow
-@pytest.mark.parametrize(
-    ("make", "is_labelled", "collate", "message"),
-    [
-        (bert, True, shuffled, r"row 0 was X\[\d+\], the batch says"),
-        (bert, True, relabelled, "agree with y at the announced indices no more than by chance"),
-        (gpt2, False, None, r"with the label of the next one.*pass epk_gp.next_words\(y\) as y"),
-        (mixtral, True, for_language_models(), r"does not come through the outputs of the announced rows"),
-        (gpt2, True, flat, r"one row for each item: got 4 indices beside \[1\] rows"),
-    ],
-    ids=["indices", "labels", "not_shifted", "loss_of_a_router", "texts_in_one_row"],
-)
-def test_planted_faults_are_found(monkeypatch, tmp_path, make, is_labelled, collate, message):
-    """A router's loss mixes the rows of a batch."""
-    is_classifier = make is bert
-    X, y, items = sentences(is_labelled=is_classifier)
-    if not is_labelled:
+@pytest.mark.parametrize("name", FAULTS)
+def test_planted_faults_are_found(monkeypatch, tmp_path, name):
+    make, collate, message = FAULTS[name]
+    X, y, items = sentences(is_labelled=make is bert)
+    if name == "not_shifted":
         y = X["input_ids"].masked_fill(X["attention_mask"] == 0, -100)
+    options = {"output": logits if make is bert else last, "gradient_accumulation_steps": 2}
     with pytest.raises(ValueError, match=message):
-        fit(
-            monkeypatch, tmp_path, make().float(), (X, y, items), collate or for_language_models(),
-            output=logits if is_classifier else last, gradient_accumulation_steps=2,
-        )  # fmt: skip
+        fit(monkeypatch, tmp_path, make().float(), (X, y, items), collate or for_language_models(), **options)

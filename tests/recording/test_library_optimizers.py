@@ -5,19 +5,20 @@ from pathlib import Path
 
 import pytest
 import pytorch_optimizer as po
+import schedulefree
 import torch
 from library_cases import BEGUN, CASES, VARIANTS, ByHand, continued, problem, recorded, train
 from pytorch_lightning.core.optimizer import LightningOptimizer
-from torch import Tensor, nn
+from torch import nn
 from torch.nn import functional as F
 
 import epk_gp as epk
+from epk_gp.core.states import schedule_free_average
 from epk_gp.optimizers.library_rules import LIBRARY_RULES
 from epk_gp.optimizers.torch_rules import as_optimizers, rule_for
+from epk_gp.optimizers.update_rules import LinearStep, UpdateRule
 from epk_gp.recording.causes import StepMismatchError
-from loops import record
-
-TORCH_DTYPES = (torch.float64, torch.float32)
+from loops import assert_exact, record
 
 
 def assert_are_shares(run, X, by_hand):
@@ -25,13 +26,11 @@ def assert_are_shares(run, X, by_hand):
     by_hand.run()
     for s, state in enumerate(by_hand.states):
         torch.testing.assert_close(run.states[s], state, rtol=0, atol=1e-12)
-    expected, parts = by_hand.contributions(run, X), epk.attribute(run, X, head="logits")
+    expected, parts = by_hand.contributions(run, X), assert_exact(run, X)
     scale = expected.abs().max()
     assert (parts.samples - expected[:, :, :-2]).abs().max() <= 1e-8 * scale
     decay = torch.zeros_like(parts.total) if parts.decay is None else parts.decay
     assert (decay - expected[:, :, -1]).abs().max() <= 1e-8 * scale
-    assert parts.certified
-    assert parts.max_error <= 1e-10
     return parts, expected[:, :, -2], scale
 
 
@@ -88,10 +87,7 @@ def test_an_edited_buffer_of_a_loaded_optimizer_is_found():
 @pytest.mark.parametrize("name", VARIANTS)
 def test_other_options_are_exact_too(name):
     kind, options = VARIANTS[name]
-    run, X = recorded(lambda p: kind(p, **options))
-    parts = epk.attribute(run, X, head="logits")
-    assert parts.certified
-    assert parts.max_error <= 1e-10
+    assert_exact(*recorded(lambda p: kind(p, **options)))
 
 
 @pytest.mark.parametrize("name", ["Adan", "AdEMAMix", "SOAP", "Lookahead", "schedulefree AdamW"])
@@ -127,7 +123,7 @@ def test_a_second_buffer_that_first_and_last_steps_do_not_have_is_stored_and_com
 def test_planted_faults_are_found(name):
     kind, options, _ = CASES[name]
 
-    def edit(s: int, net: nn.Module, optimizer: object) -> None:
+    def edit(s, net, optimizer):
         with torch.no_grad():
             net[0].weight[0, 0] += 1e-5 * (s == 4)
 
@@ -148,46 +144,32 @@ def test_planted_faults_are_found(name):
 
 
 def test_muon_of_pytorch_optimizer_leaves_the_rounding_of_bfloat16():
-    def muon(parameters: list[nn.Parameter]) -> po.Muon:
+    def muon(parameters):
         divided = {flag: [p for p in parameters if (p.ndim > 1) == flag] for flag in (True, False)}
         return po.Muon([{"params": own, "use_muon": flag} for flag, own in divided.items()])
 
-    run, X = recorded(muon, unexplained=0.5)
-    parts = epk.attribute(run, X, head="logits")
-    assert parts.certified
-    assert parts.max_error <= 1e-10
-    assert parts.unexplained is not None
+    parts = assert_exact(*recorded(muon, unexplained=0.5))
     assert 0 < float(parts.unexplained.abs().max()) < 0.3 * float((parts.network - parts.initial).abs().max())
     with pytest.raises(ValueError, match="unexplained must be given for Muon"):
         recorded(muon)
 
 
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda p: po.AdaBelief(p, rectify=True), "must make the plain steps of AdaBelief: got rectify"),
-        (lambda p: po.Lion(p, cautious=True), "must make the plain steps of Lion: got cautious"),
-        (
-            lambda p: po.Lookahead(torch.optim.SGD(p, lr=0.1), pullback_momentum="reset"),
-            "must leave the momentum as it is",
-        ),
-        (lambda p: po.Lookahead(po.Adan(p)), "must be over an optimizer with one buffer and no matrices: got Adan"),
-        (
-            lambda p: type("Lamb", (torch.optim.Optimizer,), {"step": lambda self: None})(p, {"lr": 0.1}),
-            "it lacks 'betas'",
-        ),
-        (
-            lambda p: po.SOAP([p[0]], merge_dims=True, max_precondition_dim=5),
-            "SOAP must have matrices .* got merge_dims=True",
-        ),
-    ],
-)
-def test_what_makes_other_steps_than_the_rule_is_refused_in_words(make, message):
-    with pytest.raises(ValueError, match=message):
-        recorded(make)
+OTHER_STEPS = {
+    "must make the plain steps of AdaBelief: got rectify": lambda p: po.AdaBelief(p, rectify=True),
+    "must make the plain steps of Lion: got cautious": lambda p: po.Lion(p, cautious=True),
+    "must leave the momentum as it is":
+        lambda p: po.Lookahead(torch.optim.SGD(p, lr=0.1), pullback_momentum="reset"),
+    "must be over an optimizer with one buffer and no matrices: got Adan": lambda p: po.Lookahead(po.Adan(p)),
+    "it lacks 'betas'": lambda p: type("Lamb", (torch.optim.Optimizer,), {"step": lambda self: None})(p, {"lr": 0.1}),
+    "SOAP must have matrices .* got merge_dims=True":
+        lambda p: po.SOAP([p[0]], merge_dims=True, max_precondition_dim=5),
+}  # fmt: skip
 
 
-def test_soap_on_tensors_of_more_than_two_dimensions_is_refused():
+def test_what_makes_other_steps_than_the_rule_is_refused_in_words():
+    for message, make in OTHER_STEPS.items():
+        with pytest.raises(ValueError, match=message):
+            recorded(make)
     net = nn.Sequential(nn.Conv1d(1, 2, 3), nn.Flatten(), nn.Linear(4, 3)).double()
     X, y, optimizer = torch.randn(6, 1, 4).double(), torch.arange(6) % 3, po.SOAP(net.parameters())
     with pytest.raises(ValueError, match=r"SOAP must have matrices and vectors.* of shape \(2, 1, 3\)"):
@@ -212,7 +194,7 @@ def test_influence_holds_what_other_libraries_derive_from_gradients():
 def test_a_run_of_another_library_s_optimizer_resumes_bit_for_bit(tmp_path, name):
     kind, options, _ = CASES[name]
 
-    def trained(folder: Path, count: int) -> epk.Trajectory:
+    def trained(folder, count):
         net, X, y, steps = problem()
         optimizer = kind(net.parameters(), **options)
         with epk.Recorder(net, optimizer, X, y, folder=folder, resume=True) as recorder:
@@ -265,9 +247,7 @@ def test_the_lines_that_the_refusal_shows_record_a_home_made_optimizer():
             F.cross_entropy(net(X[batch]), y[batch]).backward()
             recorder.batch(batch)
             optimizer.step()
-    parts = epk.attribute(recorder.trajectory, X[:2], head="logits")
-    assert parts.certified
-    assert parts.max_error <= 1e-10
+    assert_exact(recorder.trajectory, X[:2])
 
 
 class HomeMade(torch.optim.Optimizer):
@@ -296,9 +276,8 @@ HOME_MADE = [{"lr": 0.1}, {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.1}]
 def test_a_home_made_class_whose_steps_are_those_of_sgd_needs_no_rule(options):
     run, X = recorded(lambda p: HomeMade(p, **options))
     same, _ = recorded(lambda p: torch.optim.SGD(p, **options))
-    parts, expected = (epk.attribute(each, X, head="logits") for each in (run, same))
+    parts, expected = (assert_exact(each, X) for each in (run, same))
     assert run.update_rule == "SGD"
-    assert parts.certified
     torch.testing.assert_close(parts.samples, expected.samples, rtol=0, atol=1e-12)
     found, by_torch = (epk.influence(each, X, head="logits").values for each in (run, same))
     torch.testing.assert_close(found, by_torch, rtol=0, atol=1e-12)
@@ -356,11 +335,11 @@ def loop_without_optimizer(update, steps=6, **options):
     return recorder.trajectory, X[:2]
 
 
-def plain(s: int, p: Tensor) -> None:
+def plain(s, p):
     p -= 0.1 / (s + 1) * p.grad
 
 
-def with_data(s: int, p: Tensor) -> None:
+def with_data(s, p):
     p.data.add_(p.grad, alpha=-0.1 / (s + 1))
     p.grad.zero_()
 
@@ -373,14 +352,13 @@ def test_a_loop_without_an_optimizer_is_the_same_run_as_with_one(update):
     rate = lambda s: optimizer.param_groups[0].update(lr=0.1 / (s + 1))  # noqa: E731
     recorder = record(net, optimizer, points, y, batches[:6], before=rate)
     torch.testing.assert_close(run.step_sizes, recorder.trajectory.step_sizes, rtol=1e-12, atol=0)
-    parts, expected = (epk.attribute(each, X, head="logits") for each in (run, recorder.trajectory))
-    assert parts.certified
+    parts, expected = (assert_exact(each, X) for each in (run, recorder.trajectory))
     torch.testing.assert_close(parts.samples, expected.samples, rtol=0, atol=1e-10)
     assert epk.influence(run, X, head="logits").certified
 
 
 def test_other_updates_without_an_optimizer_are_refused_and_a_rule_may_be_stated():
-    def edited(s: int, p: Tensor) -> None:
+    def edited(s, p):
         plain(s, p)
         p.flatten()[0] += 1e-6 * (s == 2)
 
@@ -388,9 +366,7 @@ def test_other_updates_without_an_optimizer_are_refused_and_a_rule_may_be_stated
         with pytest.raises(StepMismatchError, match=rf"step {step}: weights that no optimizer moves must move by -lr"):
             loop_without_optimizer(update)
     scales = {4: 0.2, 6: 0.1, 3: 0.3}  # by the number of rows
-    rule = epk.optimizers.update_rules.UpdateRule(
-        "mine", lambda p, *_: epk.optimizers.update_rules.LinearStep(lr=scales[len(p)])
-    )
+    rule = UpdateRule("mine", lambda p, *_: LinearStep(lr=scales[len(p)]))
     run, X = loop_without_optimizer(lambda s, p: p.sub_(scales[len(p)] * p.grad), update_rule=rule)
     assert epk.attribute(run, X).certified
 
@@ -429,3 +405,89 @@ def test_float32_numbers_in_a_step_in_float64_are_named_and_may_be_accepted():
         recorded(lambda p: Rounded(p, lr=0.01))
     run, X = recorded(lambda p: Rounded(p, lr=0.01), unexplained=1e-4)
     assert epk.attribute(run, X).certified
+
+
+# Schedule-free optimizers: the weights that they train, and the average that they evaluate
+
+
+def test_schedule_free_training_with_evaluations_and_its_average():
+    """The loop as the library's page writes it; the network in evaluation mode is an average of the recorded one."""
+    net, X, y, _ = problem()
+    optimizer = schedulefree.AdamWScheduleFree(net.parameters(), lr=0.02, weight_decay=0.1, warmup_steps=3)
+    with epk.Recorder(net, optimizer, X, y) as recorder:
+        for _ in range(6):
+            optimizer.train()
+            for batch in torch.randperm(11).split(4):
+                optimizer.zero_grad()
+                F.cross_entropy(net(X[batch]), y[batch]).backward()
+                recorder.batch(batch)
+                optimizer.step()
+            optimizer.eval()
+            with torch.no_grad():
+                net(X)
+    run = recorder.trajectory
+    assert_exact(schedule_free_average(run, network=net), X[:2], net)
+    with pytest.warns(UserWarning, match=r"your network is not the one .* schedule_free_average"):
+        assert (epk.attribute(run, X[:2], head="logits").network - net(X[:2])).abs().max() > 1e-2, "y is not x"
+
+
+def test_the_average_of_a_continued_schedule_free_run_begins_where_its_optimizer_had_it():
+    make, share = BEGUN["schedulefree AdamW"]
+    run, X = continued(make)
+    net, _, _, steps = problem()
+    by_hand = ByHand(make, share, num_before=4)
+    by_hand.run()
+    average = schedule_free_average(run)
+    changes, trained = [], torch.zeros_like(by_hand.shares[0])
+    trained[-2] = run.states[0] - average.states[0]
+    averaged = torch.zeros_like(trained)
+    for s, own in enumerate(by_hand.shares):
+        trained, before = trained + own, averaged
+        averaged = torch.lerp(averaged, trained, float(average.average.coefficients[s]))
+        changes.append(averaged - before)
+    by_hand.shares = changes
+    expected, parts = by_hand.contributions(average, X), assert_exact(average, X)
+    scale = expected.abs().max()
+    assert (parts.samples - expected[:, :, :-2]).abs().max() <= 1e-8 * scale
+    assert (parts.sources["before the recording"] - expected[:, :, -2]).abs().max() <= 1e-8 * scale
+    assert epk.reconstruct(average, X).certified
+    assert torch.equal(average.until(3).states[0], average.states[0])
+    optimizer = train(make(list(net.parameters())))
+    for batch in steps:  # the same loop, without a recorder
+        optimizer.zero_grad()
+        F.cross_entropy(net(problem()[1][batch]), problem()[2][batch]).backward()
+        optimizer.step()
+    optimizer.eval()
+    assert (parts.total - net(X)).abs().max() <= 1e-10
+
+
+def test_a_loaded_schedule_free_optimizer_must_be_in_training_mode():
+    net, X, y, (batch, *_) = problem()
+    optimizer = train(schedulefree.AdamWScheduleFree(net.parameters(), lr=0.1))
+    F.cross_entropy(net(X[batch]), y[batch]).backward()
+    optimizer.step()
+    optimizer.eval()
+    with pytest.raises(ValueError, match=r"must be in training mode: call optimizer.train\(\) first"):
+        epk.Recorder(net, optimizer, X, y)
+
+
+def test_the_average_of_a_run_that_is_not_schedule_free_or_of_two_betas_is_refused():
+    def two(p):
+        return schedulefree.SGDScheduleFree([{"params": p[:2]}, {"params": p[2:], "momentum": 0.5}], lr=0.1)
+
+    for make, rule in ((lambda p: torch.optim.SGD(p, lr=0.1), "SGD"), (two, "SGDScheduleFree")):
+        run, _ = recorded(make)
+        with pytest.raises(ValueError, match=rf"must be of a schedule-free optimizer, with one beta .*: got {rule}\."):
+            schedule_free_average(run)
+
+
+def test_an_edit_of_the_weights_in_evaluation_mode_is_found():
+    net, X, y, batches = problem()
+    optimizer = train(schedulefree.SGDScheduleFree(net.parameters(), lr=0.1))
+
+    def edit(step):
+        optimizer.eval()
+        net[0].weight.data[0, 0] += 1e-9
+
+    with pytest.raises(epk.StepMismatchError, match="must be those that the last step left"):
+        record(net, optimizer, X, y, batches[:1], after=edit)

@@ -2,25 +2,12 @@
 
 import copy
 import pickle
-from types import SimpleNamespace
+from contextlib import nullcontext
 
 import pytest
 import torch
-from moving_loops import (
-    MOVES,
-    LookaheadState,
-    Memory,
-    adamw,
-    batch_of,
-    cnn,
-    data,
-    lookahead,
-    mlp,
-    queries,
-    run,
-    sgd,
-    shares_by_hand,
-)  # fmt: skip
+from moving_loops import MOVES, LookaheadState, Memory, adamw, batch_of, cnn, data, lookahead, mlp, queries, run, sgd
+from moving_loops import shares_by_hand as shares_of_moves
 from safetensors.torch import load_file
 from torch import nn
 from torch.nn import functional as F
@@ -30,8 +17,9 @@ import reference
 from epk_gp.core.moves import Move, StateSamples, share_of_way
 from epk_gp.core.states import averaged_trajectory, averaging_coefficients
 from epk_gp.kernel_machine.axes import by_sample, by_step
-from loops import record
+from loops import assert_exact, assert_has_no_influence, record
 from stored_runs import changed, chunk_files, entry, refused
+from stored_runs import step as make_step
 
 # What the moves of `moving_loops` are: by the step, the anchor and the share of the way.
 PATHS = {
@@ -56,13 +44,11 @@ def test_shares_are_those_of_per_row_gradients_pushed_through_the_optimizer_by_h
     """airbench94's Lookahead with its moving statistics among them."""
     trajectory, net = recorded(move, make_net)
     assert {s: (own.anchor, pytest.approx(own.share)) for s, own in trajectory.moves.items()} == PATHS[move]
-    parts = epk.attribute(trajectory, queries(), head="logits")
-    samples, decay, statistics = shares_by_hand(make_net, MOVES[move], PATHS[move])
+    parts = assert_exact(trajectory, queries(), net)
+    samples, decay, statistics = shares_of_moves(make_net, MOVES[move], PATHS[move])
     assert (parts.samples - samples).abs().max() <= 1e-8
     assert (parts.decay - decay).abs().max() <= 1e-8
     assert (parts.statistics - statistics).abs().max() <= 1e-8
-    assert parts.certified
-    assert parts.max_error <= 1e-10
     assert (parts.network - net.eval()(queries())).abs().max() <= 1e-13
     assert parts.unexplained.abs().max() <= 1e-15
     by = epk.attribute(trajectory, queries(), by=[by_sample(trajectory)], head="logits")  # statistics too
@@ -72,9 +58,12 @@ def test_shares_are_those_of_per_row_gradients_pushed_through_the_optimizer_by_h
     assert not torch.allclose(still.samples, samples, rtol=1e-2)  # the control
 
 
-@pytest.mark.parametrize("make_optimizer", [sgd, adamw])
-@pytest.mark.parametrize("where", STORAGES)
-@pytest.mark.parametrize("move", ["lookahead", "nested"])
+# Each pair of moves, places and optimizers occurs.
+RUNS = [("lookahead", "memory", sgd), ("lookahead", "disk", adamw), ("lookahead", "every_fourth", sgd),
+        ("nested", "memory", adamw), ("nested", "disk", sgd), ("nested", "every_fourth", adamw)]  # fmt: skip
+
+
+@pytest.mark.parametrize(("move", "where", "make_optimizer"), RUNS)
 def test_sums_are_exact_wherever_the_run_is_and_along_every_path(move, where, make_optimizer, tmp_path):
     storage, X = STORAGES[where], queries()
     in_memory, net = recorded(move, make_optimizer=make_optimizer)
@@ -85,8 +74,7 @@ def test_sums_are_exact_wherever_the_run_is_and_along_every_path(move, where, ma
     for own in runs:
         assert own.moves == in_memory.moves
         assert (own.digest == in_memory.digest) == (where != "every_fourth")
-        parts = epk.attribute(own, X, head="logits")
-        assert parts.certified
+        parts = assert_exact(own, X)
         assert (parts.samples - expected.samples).abs().max() <= 1e-11
         assert epk.reconstruct(own, X, head="logits").certified
         for path in (epk.chords(every=4), epk.layerwise(every=3)):
@@ -97,9 +85,7 @@ def test_sums_are_exact_wherever_the_run_is_and_along_every_path(move, where, ma
 def test_averaged_weights_of_such_a_run_are_explained_and_its_kernel_is_that_of_its_path():
     trajectory, _ = recorded("nested")
     average = averaged_trajectory(trajectory, averaging_coefficients(11, decay=0.7))
-    parts = epk.attribute(average, queries(), head="logits")
-    assert parts.certified
-    assert parts.max_error <= 1e-12
+    assert_exact(average, queries(), tolerance=1e-12)
     assert epk.reconstruct(average, queries()).certified
     points, rule = epk.Points(queries(), torch.tensor([True, False, False])), epk.gauss_legendre(3)
     K = epk.gram_block(trajectory, points, points, head="logits", rule=rule)
@@ -117,7 +103,7 @@ def test_the_statistics_of_a_step_belong_to_its_rows_and_those_of_a_move_to_none
 
 
 def test_a_run_with_moves_resumes_to_the_bits_of_one_that_never_stopped(tmp_path):
-    def record(steps, path):
+    def resumable(steps, path):
         torch.manual_seed(1)
         net, (X, y) = cnn().double().train(), data()
         optimizer, memory = sgd(net), Memory(LookaheadState(net))
@@ -133,8 +119,8 @@ def test_a_run_with_moves_resumes_to_the_bits_of_one_that_never_stopped(tmp_path
         return recorder.trajectory, net
 
     for steps in (3, 7, 11):  # right after a move, and between two
-        resumed, net = record(steps, tmp_path / "run")
-    whole, other = record(11, tmp_path / "whole")
+        resumed, net = resumable(steps, tmp_path / "run")
+    whole, other = resumable(11, tmp_path / "whole")
     assert resumed.digest == whole.digest
     assert resumed.moves == whole.moves
     assert all(torch.equal(a, b) for a, b in zip(net.state_dict().values(), other.state_dict().values(), strict=True))
@@ -149,13 +135,11 @@ def test_a_loop_that_does_not_ask_for_its_steps_may_move_them_too(on_disk, tmp_p
     options = {"folder": tmp_path / "run", "storage": epk.Storage(steps=1)} if on_disk else {}
 
     @torch.no_grad()
-    def step():
-        optimizer.step()
+    def move(step):
         for own, p in zip(slow, net.parameters(), strict=True):
             p.copy_(own.lerp_(p, 0.5))
 
-    stepped = SimpleNamespace(zero_grad=optimizer.zero_grad, step=step)
-    recorder = record(net, optimizer, X, y, [None] * 6, stepped=stepped, **options)
+    recorder = record(net, optimizer, X, y, [None] * 6, after=move, **options)
     assert list(recorder.trajectory.moves) == list(range(6))
     assert epk.attribute(recorder.trajectory, queries()).certified
 
@@ -169,10 +153,8 @@ def test_the_lookahead_of_pytorch_optimizer_is_followed(make_optimizer, dtype):
     X, optimizer = X.to(dtype), make_optimizer(net)
     wrapper = library.Lookahead(optimizer, k=3, alpha=0.4, pullback_momentum="none")
     recorder = record(net, optimizer, X, y, map(batch_of, range(8)), stepped=wrapper)
-    parts = epk.attribute(recorder.trajectory, X[:3], head="logits")
     assert {s: own.anchor for s, own in recorder.trajectory.moves.items()} == {2: 0, 5: 3}
-    assert parts.certified
-    assert parts.max_error <= (1e-12 if dtype == torch.float64 else 1e-5)
+    assert_exact(recorder.trajectory, X[:3], tolerance=1e-12 if dtype == torch.float64 else 1e-5)
 
 
 def edit(net, *_):
@@ -226,13 +208,10 @@ def test_a_checkpoint_that_is_restored_is_found_by_all_weights_where_its_state_i
             net[0].weight.data[0, 1] += 1e-3 * is_edited
 
     options = {"folder": tmp_path / "run", "storage": epk.Storage(keep_every=4)}
-    if is_edited:
-        with pytest.raises(epk.StepMismatchError, match="step 7: .*or an edit"):
-            run(wide, sgd, move, **options)
-        return
-    trajectory = run(wide, sgd, move, **options)[0].trajectory
-    assert trajectory.moves == {6: Move(2, 1.0)}
-    assert epk.attribute(trajectory, queries()).certified
+    with pytest.raises(epk.StepMismatchError, match="step 7: .*or an edit") if is_edited else nullcontext():
+        trajectory = run(wide, sgd, move, **options)[0].trajectory
+        assert trajectory.moves == {6: Move(2, 1.0)}
+        assert epk.attribute(trajectory, queries()).certified
 
 
 def test_statistics_that_were_edited_with_the_weights_are_found():
@@ -246,34 +225,22 @@ def test_statistics_that_were_edited_with_the_weights_are_found():
 
 
 def test_a_move_of_a_step_that_is_on_disk_says_what_to_do(tmp_path):
-    torch.manual_seed(1)
-    net, (X, y) = mlp().double(), data()
-    start, optimizer = copy.deepcopy(net.state_dict()), sgd(net)
-
-    def loop():
-        with epk.Recorder(net, optimizer, X, y, folder=tmp_path / "run") as recorder:
-            for step in range(3):
-                optimizer.zero_grad()
-                F.cross_entropy(net(X), y).backward()
-                recorder.batch(None)
-                optimizer.step()
-                if step == 1:
-                    assert recorder.trajectory.num_steps == 2
-                    net.load_state_dict(start)
-
-    with pytest.raises(epk.StepMismatchError, match=r"step 2: .*on disk: read recorder.trajectory after such a move"):
-        loop()
+    net = mlp().double()
+    start, recorder = copy.deepcopy(net.state_dict()), epk.Recorder(net, sgd(net), *data(), folder=tmp_path / "run")
+    message = r"step 2: .*on disk: read recorder.trajectory after such a move"
+    says = pytest.raises(epk.StepMismatchError, match=message)
+    with says, recorder:
+        for step in range(3):
+            make_step(recorder)
+            if step == 1:
+                assert recorder.trajectory.num_steps == 2
+                net.load_state_dict(start)
 
 
 def test_what_needs_steps_that_follow_from_gradients_refuses_moves():
     trajectory, _ = recorded("lookahead")
-    for call in (
-        lambda: epk.influence(trajectory, queries()),
-        lambda: epk.influence(trajectory, own=True),
-        lambda: epk.retrain(trajectory, torch.ones(12)),
-    ):
-        with pytest.raises(ValueError, match=r"after step 2 the loop moved the weights without one .*epk_gp.attribute"):
-            call()
+    message = r"after step 2 the loop moved the weights without one .*epk_gp.attribute"
+    assert_has_no_influence(trajectory, queries(), message)
 
 
 def test_a_share_of_the_way_is_found_only_on_the_line_of_every_parameter():

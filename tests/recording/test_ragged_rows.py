@@ -20,15 +20,14 @@ Y = torch.arange(M) % 3
 class TwoLayers(nn.Module):
     """A first layer of rows of any length, and an output layer."""
 
-    def __init__(self, make_first, width=6):
+    def __init__(self):
         super().__init__()
         torch.manual_seed(1)
-        self.first, self.out = make_first(), nn.Linear(width, 3)
+        self.first, self.out = self.make_first(), nn.Linear(6, 3)
 
 
 class Bag(TwoLayers):
-    def __init__(self):
-        super().__init__(lambda: nn.EmbeddingBag(9, 6, mode="mean"))
+    make_first = staticmethod(lambda: nn.EmbeddingBag(9, 6, mode="mean"))
 
     def forward(self, text, offsets):
         return self.out(torch.tanh(self.first(text, offsets)))
@@ -41,38 +40,32 @@ class PaddedBag(Bag):
         return self.out(torch.tanh(rows.sum(dim=1) / lengths[:, None]))
 
 
-class Sums(TwoLayers):
-    def __init__(self):
-        super().__init__(lambda: nn.Linear(3, 6))
+class PaddedSums(TwoLayers):
+    make_first = staticmethod(lambda: nn.Linear(3, 6))
 
-
-class PaddedSums(Sums):
     def forward(self, lengths, padded):
         mask = torch.arange(padded.shape[1]) < lengths[:, None]
         return self.out((torch.tanh(self.first(padded)) * mask[..., None]).sum(dim=1))
 
 
-class Nested(Sums):
+class Nested(PaddedSums):
     def forward(self, rows):
         return self.out(torch.tanh(self.first(rows)).to_padded_tensor(0.0).sum(dim=1))
 
 
-class List(Sums):
+class List(PaddedSums):
     def forward(self, rows):
         return self.out(torch.stack([torch.tanh(self.first(row)).sum(dim=0) for row in rows]))
 
 
-class Recurrent(TwoLayers):
-    def __init__(self):
-        super().__init__(lambda: nn.LSTM(3, 4, batch_first=True), width=4)
+class Packed(TwoLayers):
+    make_first = staticmethod(lambda: nn.LSTM(3, 6, batch_first=True))
 
-
-class Packed(Recurrent):
     def forward(self, rows):
         return self.out(self.first(rows)[1][0][-1])
 
 
-class PaddedLast(Recurrent):
+class PaddedLast(Packed):
     def forward(self, lengths, padded):
         return self.out(self.first(padded)[0][torch.arange(len(padded)), lengths - 1])
 
@@ -126,8 +119,7 @@ def test_the_run_is_that_of_padded_rows(form, tmp_path):
     parts, others = epk.attribute(run, test), epk.attribute(expected.trajectory, points)
     assert parts.certified
     assert (parts.samples - others.samples).abs().max() < 1e-12
-    with torch.no_grad():
-        returned = net(*call(rows_of(padded, [0, 1, 4]))).log_softmax(dim=1)
+    returned = net(*call(rows_of(padded, [0, 1, 4]))).detach().log_softmax(dim=1)
     assert (parts.total - returned).abs().max() < 1e-12
     loaded = epk.load_trajectory(tmp_path / "run", make().double())
     assert loaded.digest == run.digest
@@ -149,10 +141,11 @@ def test_rows_of_a_stream_may_be_longer_than_its_example():
     net = Bag().double()
     example = epk.Ragged(rows_of(IDS, [1, 7]), "offsets", longest=L)
     run = record(net, epk.Stream(example, Y[[1, 7]]), in_form("offsets", net)[1], y=None).trajectory
-    seen = {
-        (tuple(row.tolist()), int(label)) for row, label in zip(run.unpack(run.inputs).rows, run.targets, strict=True)
-    }
-    assert seen == {(tuple(row.tolist()), int(label)) for row, label in zip(rows_of(IDS), Y, strict=True)}
+    seen, expected = (
+        {(*row.tolist(), -int(label)) for row, label in zip(*pair, strict=True)}
+        for pair in ((run.unpack(run.inputs).rows, run.targets), (rows_of(IDS), Y))
+    )
+    assert seen == expected
     assert epk.attribute(run, epk.Ragged(rows_of(IDS, [0, 4]), "offsets")).certified
 
 

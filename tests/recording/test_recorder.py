@@ -2,25 +2,24 @@
 
 import pytest
 import torch
+from thread_tools import at_once
 from torch import nn
 from torch.nn import functional as F
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import epk_gp as epk
 from helpers import Terminal
-from loops import CASES, RunCase, by_hand, data, flat, mlp, record, regression_data, sgd, trained
+from loops import CASES, RunCase, assert_exact, by_hand, data, flat, mlp, record, regression_data, sgd, trained
 from stored_runs import step as make_step
 
-
-@pytest.fixture(params=CASES.values(), ids=CASES.keys())
-def case(request):
-    return request.param
+CASE = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 
 
 def states_of(trajectory):
     return [trajectory.states[s] for s in range(trajectory.num_steps + 1)]
 
 
+@CASE
 def test_recorded_weights_and_random_numbers_are_those_of_a_plain_loop_bit_for_bit(case):
     _, states = by_hand(case)
     case.make_net(), case.make_data()
@@ -31,6 +30,7 @@ def test_recorded_weights_and_random_numbers_are_those_of_a_plain_loop_bit_for_b
     assert all(map(torch.equal, states_of(trajectory), states))
 
 
+@CASE
 @pytest.mark.mostly_slow
 def test_train_memory_disk_and_ones_own_loop_hold_the_same_run(case, tmp_path):
     def recording(net, optimizer, X, y):
@@ -59,16 +59,6 @@ def test_runs_have_one_digest_exactly_if_they_are_the_same_run():
     assert len(set(digests.values())) == len(digests)
 
 
-def test_batches_and_rates_are_those_of_the_loop():
-    batches = [step.batch for step in trained(CASES["minibatch"]).steps]
-    assert [len(batch) for batch in batches] == [4, 4, 2, 4, 4, 2, 4]
-    assert torch.equal(torch.cat(batches[:3]).sort().values, torch.arange(10))
-    assert not torch.equal(torch.cat(batches[:3]), torch.cat(batches[3:6]))
-    assert all(step.batch is None for step in trained(CASES["full_batch"]).steps)
-    expected = 0.1 * 0.7 ** torch.arange(5, dtype=torch.float64)
-    torch.testing.assert_close(trained(CASES["schedule"]).step_sizes, expected, rtol=1e-15, atol=0)
-
-
 def test_parameters_that_are_frozen_or_in_no_optimizer_are_constants_and_not_weights():
     net, (X, y) = mlp(), data()
     part = epk.train(net, X, y, optimizer=sgd(net[2]), steps=2)
@@ -79,24 +69,17 @@ def test_parameters_that_are_frozen_or_in_no_optimizer_are_constants_and_not_wei
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
-@pytest.mark.parametrize(
-    ("theirs", "ours", "make_data"),
-    [(nn.CrossEntropyLoss, epk.CrossEntropy, data), (nn.MSELoss, epk.MeanSquaredError, regression_data)],
-)
-def test_torch_losses_are_accepted_and_mean_the_same(theirs, ours, make_data, reduction):
-    batches, value = (None, torch.tensor([1, 5, 2]), torch.tensor([0])), theirs(reduction=reduction)
+@pytest.mark.parametrize("kinds", [(nn.CrossEntropyLoss, epk.CrossEntropy), (nn.MSELoss, epk.MeanSquaredError)])
+def test_torch_losses_mean_the_same_and_a_list_with_a_repeated_index_is_a_batch(kinds, reduction):
+    value, stated = kinds[0](reduction=reduction), kinds[1](reduction)
     runs = []
-    for loss in (value, ours(reduction)):
-        net, (X, y) = mlp(), make_data()
+    for loss in (value, stated):
+        net, (X, y) = mlp(), data() if kinds[1] is epk.CrossEntropy else regression_data()
+        batches = (None, [5, 5, 2], torch.tensor([0]))
         runs.append(record(net, sgd(net, 0.01), X, y, batches, value=value, loss=loss).trajectory)
-    assert runs[0].loss == ours(reduction)
+    assert runs[0].loss == stated
     assert runs[0].digest == runs[1].digest
-
-
-def test_a_list_of_indices_is_a_batch_and_a_repeated_index_counts_twice():
-    net, (X, y) = mlp(), data()
-    trajectory = record(net, sgd(net), X, y, [[3, 3, 1]]).trajectory
-    assert trajectory.steps[0].batch.tolist() == [3, 3, 1]
+    assert runs[0].steps[1].batch.tolist() == [5, 5, 2]
 
 
 def test_a_batch_may_be_announced_before_the_backward_pass_of_a_closure():
@@ -116,24 +99,16 @@ def test_a_batch_may_be_announced_before_the_backward_pass_of_a_closure():
     assert recorder.num_steps == 3
 
 
-def test_a_step_of_size_zero_is_recorded_and_the_digest_tells_networks_apart_all_the_same():
+def test_the_digest_tells_networks_apart_in_a_step_of_size_zero_and_not_where_ones_own_loss_lives():
     """The empirical NTK is one zero-length step (theory, section 2); a cache may be keyed by the digest."""
     digests = set()
-    for activation in (nn.Tanh, nn.ReLU):
+    for activation in (nn.Tanh, nn.ReLU, nn.Tanh):
         net, (X, y) = mlp(activation=activation), data()
-        trajectory = epk.train(net, X, y, optimizer=sgd(net, 0.0), steps=1)
+        loss = epk.PerSampleLoss(lambda z, t: F.cross_entropy(z, t, reduction="none"), name="own")
+        trajectory = epk.train(net, X, y, optimizer=sgd(net, 0.0), steps=1, loss=loss)
         assert torch.equal(trajectory.states[0], trajectory.states[1])
         digests.add(trajectory.digest)
     assert len(digests) == 2
-
-
-def test_the_digest_of_a_run_with_ones_own_loss_does_not_depend_on_where_the_function_lives():
-    digests = set()
-    for _ in range(2):
-        net, (X, y) = mlp(), data()
-        loss = epk.PerSampleLoss(lambda z, t: F.cross_entropy(z, t, reduction="none"), name="own")
-        digests.add(epk.train(net, X, y, optimizer=sgd(net), steps=2, loss=loss).digest)
-    assert len(digests) == 1
 
 
 def test_what_network_and_data_do_after_the_recording_does_not_reach_the_run():
@@ -186,29 +161,6 @@ def test_a_recording_may_begin_and_end_during_a_step_of_another():
     assert recorder.trajectory.digest == inner[0].digest
 
 
-@pytest.mark.parametrize("where", ["memory", "disk"])
-def test_steps_before_an_error_are_kept_and_no_hook_is_left(where, tmp_path):
-    path = tmp_path / "run" if where == "disk" else None
-    net, (X, y) = mlp(), data()
-    optimizer = sgd(net)
-    recorder = epk.Recorder(net, optimizer, X, y, folder=path, storage=epk.Storage(chunk_bytes=1000), check_every=1)
-
-    def loop():
-        with recorder:
-            for _ in range(3):
-                make_step(recorder)
-            F.cross_entropy(net(X), y).backward()  # beside what the last step left
-            recorder.batch(None)
-            optimizer.step()
-
-    with pytest.raises(epk.StepMismatchError, match="step 3"):
-        loop()
-    assert not optimizer._optimizer_step_post_hooks
-    kept = recorder.trajectory if path is None else epk.load_trajectory(path, mlp())
-    for actual, expected in zip(states_of(kept), states_of(trained(RunCase("three", steps=3))), strict=True):
-        torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["float32", "float64"])
 def test_a_run_that_diverges_names_the_step_and_keeps_its_finite_ones_on_disk(dtype, tmp_path):
     net, (X, y) = mlp(dtype, nn.ReLU), regression_data()
@@ -221,15 +173,13 @@ def test_a_run_that_diverges_names_the_step_and_keeps_its_finite_ones_on_disk(dt
 
 
 def test_a_recorder_without_steps_holds_the_initial_weights_and_takes_no_batch_outside(tmp_path):
-    net, (X, y) = mlp(), data()
-    recorder = epk.Recorder(net, sgd(net), X, y, folder=tmp_path / "run")
+    net = mlp()
+    recorder = epk.Recorder(net, sgd(net), *data(), folder=tmp_path / "run")
     with pytest.raises(RuntimeError, match="inside 'with Recorder"):
         recorder.batch(None)
     with recorder:
         pass
-    with pytest.raises(RuntimeError, match="inside 'with Recorder"):
-        recorder.batch(None)
-    with recorder, pytest.raises(RuntimeError, match="inside 'with Recorder"):
+    with recorder, pytest.raises(RuntimeError, match="inside 'with Recorder"):  # once more
         recorder.batch(None)
     loaded = epk.load_trajectory(tmp_path / "run", mlp())
     assert loaded.num_steps == 0
@@ -239,15 +189,11 @@ def test_a_recorder_without_steps_holds_the_initial_weights_and_takes_no_batch_o
 def test_a_batch_without_its_step_is_found_at_the_end():
     net, (X, y) = mlp(), data()
     recorder = epk.Recorder(net, sgd(net), X, y)
-
-    def loop():
-        with recorder:
-            make_step(recorder)
-            F.cross_entropy(net(X), y).backward()
-            recorder.batch(None)
-
-    with pytest.raises(epk.StepMismatchError, match="followed by optimizer.step.*the one of step 1 was not"):
-        loop()
+    says = pytest.raises(epk.StepMismatchError, match="followed by optimizer.step.*the one of step 1 was not")
+    with says, recorder:
+        make_step(recorder)
+        F.cross_entropy(net(X), y).backward()
+        recorder.batch(None)
     assert recorder.trajectory.num_steps == 1
 
 
@@ -272,19 +218,15 @@ def test_the_progress_bar_is_silent_by_default(capsys, monkeypatch):
 
 
 def test_a_look_at_the_run_in_a_step_that_fails_leaves_it_readable(tmp_path):
-    net, (X, y) = mlp(), data()
-    recorder = epk.Recorder(net, sgd(net), X, y, folder=tmp_path / "run")
-
-    def loop():
-        with recorder:
-            for step in recorder.until(5):
-                make_step(recorder)
-                assert recorder.trajectory.num_steps == step  # without the one whose iteration still runs
-                if step == 2:
-                    raise RuntimeError("mine")
-
-    with pytest.raises(RuntimeError, match="mine"):
-        loop()
+    net = mlp()
+    recorder = epk.Recorder(net, sgd(net), *data(), folder=tmp_path / "run")
+    says = pytest.raises(RuntimeError, match="mine")
+    with says, recorder:
+        for step in recorder.until(5):
+            make_step(recorder)
+            assert recorder.trajectory.num_steps == step  # without the one whose iteration still runs
+            if step == 2:
+                raise RuntimeError("mine")
     assert recorder.trajectory.num_steps == recorder.num_steps == 2
 
 
@@ -315,9 +257,7 @@ def test_numbers_of_the_network_that_the_loop_changes_are_recorded_with_each_pas
     folder = tmp_path / "run" if is_on_disk else None
     recorder = record(net, optimizer, X, y, [None] * 5, before=net.anneal, folder=folder)
     run = epk.load_trajectory(folder, Annealed()) if is_on_disk else recorder.trajectory
-    parts = epk.attribute(run, X[:3], head="logits")
-    assert parts.certified
-    assert (parts.total - net.eval()(X[:3])).abs().max() < 1e-10
+    assert_exact(run, X[:3], net)
     assert epk.influence(run, X[:2]).certified
     assert any(forward.settings is not None for step in run.steps for forward in step.passes)
 
@@ -326,10 +266,10 @@ def test_numbers_of_the_network_that_the_loop_changes_are_recorded_with_each_pas
 def test_of_the_two_passes_of_sam_any_may_be_announced(announced):
     """The gradient of the first one is cleared: it says only where the second one is."""
 
+    @torch.no_grad()
     def move(net, climbs, sign):
-        with torch.no_grad():
-            for p, climb in zip(net.parameters(), climbs, strict=True):
-                p.add_(climb, alpha=sign)
+        for p, climb in zip(net.parameters(), climbs, strict=True):
+            p.add_(climb, alpha=sign)
 
     def sharpness_aware(announced):
         net, (X, y) = mlp(), data()
@@ -366,9 +306,7 @@ def test_moving_statistics_that_a_pass_without_a_loss_moves_after_the_last_step_
             net(X + 1.0)
     run = epk.load_trajectory(tmp_path / "run", net)
     assert torch.equal(run.statistics[3], torch.cat([net[1].running_mean, net[1].running_var]))
-    parts = epk.attribute(run, X[:2], head="logits")
-    assert parts.certified
-    assert (parts.total - net.eval()(X[:2])).abs().max() < 1e-10
+    assert_exact(run, X[:2], net)
 
 
 class TwoNames(nn.Module):
@@ -399,6 +337,37 @@ def test_a_module_under_two_names_is_trained_as_without_recording_and_stays_as_i
     run = record(recorded, sgd(recorded), X, y, [None] * 3).trajectory
     assert all(map(torch.equal, recorded.state_dict().values(), plain.state_dict().values()))
     assert all(a is b for a, b in zip(weights, recorded.parameters(), strict=True))
-    parts = epk.attribute(run, X, head="logits")
-    assert parts.certified
-    torch.testing.assert_close(parts.total, recorded.eval()(X).detach(), rtol=0, atol=1e-10)
+    assert_exact(run, X, recorded)
+
+
+class Beside(nn.Module):
+    """Another thread draws random numbers while it computes; or it drops units once its first bias has grown."""
+
+    kind = "plain"
+
+    def __init__(self):
+        super().__init__()
+        self.hidden, self.out = nn.Linear(4, 6), nn.Linear(6, 3)
+        nn.init.zeros_(self.out.bias)
+
+    def forward(self, x):
+        if Beside.kind == "beside":
+            at_once([lambda: torch.rand(1)])
+        drops = Beside.kind == "drops later" and float(self.out.bias[0].detach()) > 1e-3 and self.training
+        return self.out(F.dropout(torch.tanh(self.hidden(x)), 0.5, drops))
+
+
+def test_random_numbers_are_recorded_in_just_the_passes_that_draw_some_and_others_change_no_result(monkeypatch):
+    """Here the weights decide, and only after the first step; or another thread draws."""
+    X, y = data()[0], torch.zeros(10, dtype=torch.int64)
+    runs = {}
+    for kind in ("plain", "beside", "drops later"):
+        torch.manual_seed(0)
+        monkeypatch.setattr(Beside, "kind", kind)
+        net = Beside().double()
+        runs[kind] = epk.train(net, X, y, optimizer=sgd(net, 0.3), steps=3)
+        monkeypatch.setattr(Beside, "kind", "plain")
+    drawn = [any(p.random_state is not None for p in step.passes) for step in runs["drops later"].steps]
+    assert drawn == [False, True, True]
+    alone, beside = (assert_exact(runs[kind], X[:3]) for kind in ("plain", "beside"))
+    assert float((beside.samples - alone.samples).abs().max()) < 1e-12

@@ -2,7 +2,7 @@
 
 import re
 from functools import cache
-from itertools import chain
+from itertools import chain, islice
 from pathlib import Path
 
 import pytest
@@ -52,15 +52,14 @@ def network():
     return nn.Sequential(nn.Linear(64, 6), nn.Tanh(), nn.Linear(6, 10)).double()
 
 
-def record(loader, X, y, change=normalised, *, steps=10, loss=F.cross_entropy, **options):
+def record(loader, X, y, change=normalised, *, steps=10, **options):
     """Train a small network on (announced indices, rows, labels)."""
     net = network()
     optimizer = torch.optim.Adam(net.parameters(), lr=0.01)
-    recorder = epk.Recorder(net, optimizer, X, y, **options)
-    with recorder:
-        for _, (indices, (inputs, labels)) in zip(range(steps), loader, strict=False):
+    with epk.Recorder(net, optimizer, X, y, **options) as recorder:
+        for indices, (inputs, labels) in islice(loader, steps):
             optimizer.zero_grad()
-            loss(net(change(inputs)), labels).backward()
+            F.cross_entropy(net(change(inputs)), labels).backward()
             recorder.batch(indices)
             optimizer.step()
     return recorder
@@ -81,15 +80,13 @@ def right():
 
 
 def numbers_within_the_subset():
-    X, y = data()
-    subset = random_split(TensorDataset(X, y), [400, 200])[0]
-    return loaded([(number, subset[number]) for number in range(400)]), X, y
+    subset = random_split(TensorDataset(*data()), [400, 200])[0]
+    return loaded([(number, subset[number]) for number in range(400)]), *data()
 
 
 def counted_beside_a_shuffled_loader():
-    X, y = data()
-    items = enumerate(loaded(TensorDataset(X, y)))
-    return ((torch.arange(32 * k, 32 * k + len(batch[1])), batch) for k, batch in items), X, y
+    items = enumerate(loaded(TensorDataset(*data())))
+    return ((torch.arange(32 * k, 32 * k + len(batch[1])), batch) for k, batch in items), *data()
 
 
 def in_another_order(*which):
@@ -110,8 +107,6 @@ WRONG = {
     "zeros_beside_right_labels": lambda: (right()[0], 0 * data()[0], data()[1]),
 }
 NOT_THE_ROWS = "must get the indices of the rows that the network saw"
-
-
 ROWS = ("subset", "counted", "another_data_set", "placeholders")  # wrong rows are also seen under augmentation
 
 
@@ -121,16 +116,12 @@ def test_rows_under_wrong_indices_are_an_error(name, change):
         record(*WRONG[name](), change)
 
 
-def test_right_indices_of_normalised_rows_pass_and_the_normalisation_is_named():
-    with pytest.warns(
-        UserWarning, match=r"the loader normalises: pass X as the network.*each column of every row is that of X"
-    ):
+def test_right_indices_pass_and_a_normalisation_is_named_and_an_augmentation_is_not():
+    says = r"the loader normalises: pass X as the network.*each column of every row is that of X"
+    with pytest.warns(UserWarning, match=says):
         trajectory = record(*right()).trajectory
     assert trajectory.identity_finding is None
     assert epk.attribute(trajectory, normalised(data()[0][:2])).certified
-
-
-def test_right_indices_of_augmented_rows_pass_in_silence():
     assert record(*right(), augmented).trajectory.identity_finding is None
 
 
@@ -198,30 +189,26 @@ def test_rows_that_cannot_be_matched_are_said_once_and_by_every_result(monkeypat
 
 @pytest.mark.filterwarnings("ignore:the loader normalises")
 def test_accumulated_and_resumed_runs_are_checked(tmp_path):
-    X, y = data()
-
-    def run(steps, order):
-        net = network()
-        optimizer = torch.optim.Adam(net.parameters(), lr=0.01)
-        with epk.Recorder(net, optimizer, X, y, folder=tmp_path / "run", resume=True) as recorder:
-            for step in recorder.until(steps):
-                optimizer.zero_grad()
-                for half in range(2):
-                    rows = (torch.arange(16) * 7 + 13 * step + 5 * half) % 600
-                    (0.5 * F.cross_entropy(net(normalised(X[rows])), y[rows])).backward()
-                    recorder.batch(order[rows], weight=0.5)
-                optimizer.step()
-
-    run(6, torch.arange(600))
+    rows, halves = torch.randperm(600)[:512].view(16, 2, 16), {"folder": tmp_path / "run", "resume": True}
+    record_changed(network(), *data(), rows[:6], rows[:6], lambda x, _: normalised(x), **halves)
+    others = torch.randperm(600)[rows[6:]]
     with pytest.raises(epk.StepMismatchError, match="must get the indices"):
-        run(16, torch.randperm(600))
+        record_changed(network(), *data(), rows[6:], others, lambda x, _: normalised(x), **halves)
 
 
-def judged(recipe, wrong, X, y, count):
+def judged(recipe, X, y, count, wrong="right"):
     bench = benchmark()
     identity = RowIdentity(X, y, CrossEntropy())
     errors = [identity.look_at(step) for step in bench.steps_of(X, y, recipe, bench.loops(y)[wrong], count)]
     return identity, [error for error in [*errors, identity.finish()] if error is not None]
+
+
+def assert_judged(recipe, X, y, count, wrong=("another row, the label of the announced one",)):
+    """Right indices pass, and wrong ones do not; return how many judgements were made of the right ones."""
+    identity, errors = judged(recipe, X, y, count)
+    assert (identity.doubt, errors) == (None, [])
+    assert all(judged(recipe, X, y, count, each)[1] for each in wrong)
+    return identity.num_judged
 
 
 TEN = ("normalisation", "flips", "crops and flips", "colour", "noise", "rotation, shear", "RandAugment", "cutout")
@@ -229,23 +216,16 @@ TEN = ("normalisation", "flips", "crops and flips", "colour", "noise", "rotation
 
 @pytest.mark.parametrize("name", [*TEN, "mixup", "CutMix"])
 def test_ten_recipes_of_images_are_told_from_wrong_ones(name):
-    X = benchmark().coloured_images(200)[..., ::2, ::2]
-    y, recipe = torch.arange(200) % 10, benchmark().IMAGES[name]
-    count = 8 if name in TEN else 32
-    identity, errors = judged(recipe, "right", X, y, count)
-    assert (identity.num_judged, identity.doubt, errors) == (1, None, [])
-    assert judged(recipe, "another row and its label", X, y, count)[1]
-    assert judged(recipe, "another row, the label of the announced one", X, y, count)[1]
+    X, count = benchmark().coloured_images(200)[..., ::2, ::2], 8 if name in TEN else 32
+    wrong = "another row and its label", "another row, the label of the announced one"
+    assert assert_judged(benchmark().IMAGES[name], X, torch.arange(200) % 10, count, wrong) == 1
 
 
 @pytest.mark.parametrize("kind", ["sentences", "table"])
 def test_recipes_of_sentences_and_tables_are_told_from_wrong_ones(kind):
     X, y = getattr(benchmark(), kind)(400), torch.arange(400) % 10
     for recipe in (benchmark().TEXT if kind == "sentences" else benchmark().of_columns(X)).values():
-        identity, errors = judged(recipe, "right", X, y, 32)
-        assert identity.num_judged
-        assert (identity.doubt, errors) == (None, [])
-        assert judged(recipe, "another row, the label of the announced one", X, y, 32)[1]
+        assert assert_judged(recipe, X, y, 32)
 
 
 @pytest.mark.parametrize("change", [lambda x: x @ torch.randn(40, 40), lambda x: x[:, torch.randperm(40)]])
@@ -254,9 +234,7 @@ def test_a_fixed_map_of_all_rows_is_no_other_data_set(change):
     X = torch.randn(300, 40)
     seen = change(X)
     recipe = benchmark().rows_only(lambda x: seen[(x[:, None] == X[None]).all(dim=2).int().argmax(dim=1)])
-    identity, errors = judged(recipe, "right", X, torch.arange(300) % 10, 16)
-    assert (identity.num_judged, identity.doubt, errors) == (2, None, [])
-    assert judged(recipe, "another row, the label of the announced one", X, torch.arange(300) % 10, 16)[1]
+    assert assert_judged(recipe, X, torch.arange(300) % 10, 16) == 2
 
 
 def test_rows_of_a_subset_have_the_numbers_of_the_whole_data_set():
@@ -319,9 +297,8 @@ def test_batches_of_few_points_augmented_several_times_are_confirmed(points):
     """No batch has enough points to compare; those of several batches are compared."""
     rows = torch.arange(points * 24).reshape(24, points).repeat_interleave(12 // points, dim=1)
     assert announce(rows, rows).identity_finding is None
-    with pytest.raises(
-        (epk.StepMismatchError, epk.CertificateWarning), match="in .* of the comparisons only|something"
-    ):
+    errors = epk.StepMismatchError, epk.CertificateWarning
+    with pytest.raises(errors, match="in .* of the comparisons only|something"):
         announce(rows, rows + 40)
 
 
@@ -335,11 +312,10 @@ WRONG_HALVES = {
 @pytest.mark.parametrize("name", WRONG_HALVES)
 def test_an_error_names_the_places_of_wrong_indices(name):
     """The mean of all comparisons is 75 %, which heavily augmented rows have too."""
-    X, y = data()
     torch.manual_seed(0)
     rows, net = torch.randint(600, (24, 2, 16)), nn.Linear(64, 10).double()
     with pytest.raises(epk.StepMismatchError, match=re.escape(WRONG_HALVES[name])):
-        record_changed(net, X, y, rows, PATTERNS[name](rows, y), lambda x, _: augmented(x))
+        record_changed(net, *data(), rows, PATTERNS[name](rows, data()[1]), lambda x, _: augmented(x))
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -350,7 +326,7 @@ def test_drawn_right_indices_pass_and_drawn_wrong_ones_do_not(seed):
 
 @pytest.mark.slow
 def test_more_drawn_indices():
-    assert count_outcomes(60, first=100)[1] == []
+    assert count_outcomes(24, first=100)[1] == []
 
 
 def test_every_pattern_and_every_change_is_drawn():
@@ -361,13 +337,13 @@ def test_every_pattern_and_every_change_is_drawn():
 
 def record_unstated(said, steps=6):
     """Record a loss that is not stated, of raw rows of which one gets another index in step 4."""
-    X, torch_net = data()[0], nn.Linear(64, 3).double()
-    optimizer = torch.optim.SGD(torch_net.parameters(), lr=0.01)
-    with epk.Recorder(torch_net, optimizer, X, None, loss=None) as recorder:
+    X, net = data()[0], nn.Linear(64, 3).double()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+    with epk.Recorder(net, optimizer, X, None, loss=None) as recorder:
         for step in range(steps):
             rows = torch.arange(8) + 8 * step
             optimizer.zero_grad()
-            torch_net(torch.cat([X[rows], torch.rand(2, 64, dtype=X.dtype)])).square().mean().backward()
+            net(torch.cat([X[rows], torch.rand(2, 64, dtype=X.dtype)])).square().mean().backward()
             indices = torch.cat([rows, torch.tensor([-1, -1])])
             indices[2] = said if step == 4 else indices[2]
             recorder.batch(indices)

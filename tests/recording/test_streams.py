@@ -52,6 +52,18 @@ def call(net, rows):
     return net(**inputs_of(net, rows)) if isinstance(net, Masked) else net(rows)
 
 
+def record_stream(net, first, rows, labels, **options):
+    """Train on a stream of batches of rows."""
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    with epk.Recorder(net, optimizer, epk.Stream(*first), **options) as recorder:
+        for x, y in zip(rows, labels, strict=True):
+            optimizer.zero_grad()
+            LOSS(net(x), y).backward()
+            recorder.batch(targets=y)
+            optimizer.step()
+    return recorder.trajectory
+
+
 def record(net, *, streams, splits=1, stop=None, is_stated=True, y=Y, **options):
     """Train on batches that come in parts whose losses are summed; all parts are announced before the step."""
     optimizer = torch.optim.Adam(net.parameters(), lr=0.01, weight_decay=0.01)
@@ -104,19 +116,11 @@ def test_without_a_stated_loss_rows_need_no_targets(splits):
 
 
 def test_a_row_with_two_targets_is_two_points():
-    torch.manual_seed(0)
-    net, y = mlp(), Y.clone()
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    with epk.Recorder(net, optimizer, epk.Stream(X[:2], Y[:2])) as recorder:
-        for labels in (y[:4], y[:4].roll(2)):
-            optimizer.zero_grad()
-            LOSS(net(X[:4]), labels).backward()
-            recorder.batch(targets=labels)
-            optimizer.step()
-    run = recorder.trajectory
+    labels = Y[:4], Y[:4].roll(2)
+    run = record_stream(mlp(), (X[:2], Y[:2]), [X[:4], X[:4]], labels)
     assert [step.batch.tolist() for step in run.steps] == [[0, 1, 2, 3], [4, 5, 6, 7]]
     assert torch.equal(run.inputs, torch.cat([X[:4], X[:4]]))
-    assert torch.equal(run.targets, torch.cat([y[:4], y[:4].roll(2)]))
+    assert torch.equal(run.targets, torch.cat(labels))
     assert epk.attribute(run, TEST).certified
 
 
@@ -152,21 +156,15 @@ def test_a_run_on_disk_holds_each_row_once(tmp_path):
 @pytest.mark.parametrize("is_image", [True, False])
 def test_images_of_8_bits_are_stored_in_bytes_and_read_as_the_network_saw_them(is_image, tmp_path):
     """Without rounding: what is no image stays as it is."""
-    folder, net = tmp_path / "run", mlp().float()
+    folder = tmp_path / "run"
     images = torch.randint(256, (9, 5), generator=torch.Generator().manual_seed(2), dtype=torch.uint8) / 255
     images = images if is_image else torch.where(torch.arange(5) == 2, -0.0, images)
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    with epk.Recorder(net, optimizer, epk.Stream(images[:3], Y[:3]), folder=folder) as recorder:
-        for rows in torch.arange(9).split(3):
-            optimizer.zero_grad()
-            LOSS(net(images[rows]), Y[rows]).backward()
-            recorder.batch(targets=Y[rows])
-            optimizer.step()
+    seen = record_stream(mlp().float(), (images[:3], Y[:3]), images.split(3), Y[:9].split(3), folder=folder)
     chunk = load_file(folder / "chunk-000001.safetensors")
     assert chunk["rows.inputs"].dtype == (torch.uint8 if is_image else torch.float32)
     run = epk.load_trajectory(folder, mlp().float())
     assert torch.equal(run.inputs, images)
-    assert run.data_digest == recorder.trajectory.data_digest
+    assert run.data_digest == seen.data_digest
 
 
 def test_a_run_that_lost_rows_is_not_loaded(tmp_path):
@@ -189,30 +187,24 @@ def one_step(rows=X[:4], net=None, data=None, **batch):
         optimizer.step()
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"indices": [0, 1, 2, 3]}, "whose rows number themselves"),
-        ({"data": (X, Y), "targets": Y[:4]}, "targets must be what the stated loss takes"),
-        ({"data": (epk.Stream(X, Y[1:]),)}, "X and y must have one row per point"),
-        ({}, "must get the targets of the rows"),
-        ({"targets": Y[:3]}, "rows of a stream .* must be seen: no call of the network on the batch's rows"),
-        ({"targets": Y[:4].double()}, "all rows must have one shape and dtype, and a target"),
-    ],
-)
-def test_what_is_no_batch_of_a_stream_is_refused(arguments, message):
+IDS = torch.ones(2, 6, dtype=torch.int64)
+WORDS = nn.Sequential(nn.Embedding(9, 4), nn.AdaptiveAvgPool2d((5, 4)), nn.Flatten(), nn.Linear(20, 3)).double()
+REFUSED = {
+    "whose rows number themselves": {"indices": [0, 1, 2, 3]},
+    "targets must be what the stated loss takes": {"data": (X, Y), "targets": Y[:4]},
+    "X and y must have one row per point": {"data": (epk.Stream(X, Y[1:]),)},
+    "must get the targets of the rows": {},
+    "rows of a stream .* must be seen: no call of the network on the batch's rows": {"targets": Y[:3]},
+    "all rows must have one shape and dtype, and a target": {"targets": Y[:4].double()},
+    "one shape and dtype.*Pad them to one shape":
+        {"rows": IDS, "net": WORDS, "data": (epk.Stream(IDS[:, :5], Y[:2]),), "targets": Y[:2]},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("message", REFUSED)
+def test_what_is_no_batch_of_a_stream_is_refused(message):
     with pytest.raises((ValueError, epk.StepMismatchError), match=message):
-        one_step(**arguments)
-
-
-def test_padding_to_the_longest_is_refused_with_advice():
-    net = nn.Sequential(nn.Embedding(9, 4), nn.Flatten(), nn.LazyLinear(3)).double()
-    net(torch.zeros(1, 5, dtype=torch.int64))
-    net[1] = nn.AdaptiveAvgPool2d((5, 4))
-    net = nn.Sequential(net[0], net[1], nn.Flatten(), net[2])
-    ids = torch.ones(2, 6, dtype=torch.int64)
-    with pytest.raises(ValueError, match="one shape and dtype.*Pad them to one shape"):
-        one_step(ids, net, (epk.Stream(ids[:, :5], Y[:2]),), targets=Y[:2])
+        one_step(**REFUSED[message])
 
 
 def test_a_stream_over_several_processes_is_refused(monkeypatch):

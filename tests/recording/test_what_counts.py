@@ -9,22 +9,9 @@ from torch.nn.utils import parametrizations, prune
 import epk_gp as epk
 from epk_gp.core.model import functionalize
 from helpers import assert_close
-from loops import data, flat, mlp, record, sgd
+from loops import Attentive, assert_exact, data, flat, mlp, record, sgd
 
 POINTS, ROWS, STEPS = 24, 8, 3
-
-
-class Attention(nn.Module):
-    """Two tokens, with LayerNorm."""
-
-    def __init__(self):
-        super().__init__()
-        self.embed, self.attention = nn.Linear(2, 8), nn.MultiheadAttention(8, 2, batch_first=True)
-        self.norm, self.out = nn.LayerNorm(8), nn.Linear(8, 3)
-
-    def forward(self, x):
-        h = self.embed(x.view(len(x), 2, 2))
-        return self.out(self.norm(h + self.attention(h, h, h, need_weights=False)[0]).mean(dim=1))
 
 
 NETWORKS = {
@@ -33,7 +20,7 @@ NETWORKS = {
     "convolution": lambda: nn.Sequential(
         nn.Unflatten(1, (1, 4)), nn.Conv1d(1, 4, 3), nn.BatchNorm1d(4), nn.Tanh(), nn.Flatten(), nn.Linear(8, 3)
     ),
-    "attention": Attention,
+    "attention": lambda: Attentive(2),
 }
 
 
@@ -50,7 +37,7 @@ def look_at_every_row(loop):
 
 
 def look_backwards(loop):
-    """As ghost clipping: what the first backward pass left is thrown away, where nothing else was accumulated."""
+    """As ghost clipping: what the first backward pass left is thrown away."""
     if not loop.number:
         (2 * loop.loss).backward(retain_graph=True)
         loop.optimizer.zero_grad(set_to_none=loop.step % 2 == 0)
@@ -95,17 +82,14 @@ class Loop:
 LOOKS = [look_at_each_loss, look_at_every_row, look_backwards, look_at_inputs, look_at_outputs]
 
 
+LOOKING = [
+    *(("mlp", False, look) for look in LOOKS), ("attention", True, look_at_every_row), ("dropout", False,
+    look_at_every_row), ("attention", False, look_backwards), ("convolution", True, look_backwards),
+]  # fmt: skip
+
+
 @pytest.mark.parametrize("options", [{}, {"loss": None}], ids=["stated", "unstated"])
-@pytest.mark.parametrize(
-    ("name", "adam", "look"),
-    [
-        *(("mlp", False, look) for look in LOOKS),
-        ("attention", True, look_at_every_row),
-        ("attention", False, look_backwards),
-        ("convolution", True, look_backwards),
-        ("dropout", False, look_at_every_row),
-    ],
-)
+@pytest.mark.parametrize(("name", "adam", "look"), LOOKING)
 def test_backward_passes_that_only_look_are_no_part_of_a_step(name, adam, look, options):
     run, plain = Loop(name, adam, look, **options).trajectory, Loop(name, adam, id, **options).trajectory
     assert run.digest == plain.digest  # the weights, and what is recorded of each pass
@@ -115,15 +99,14 @@ def test_backward_passes_that_only_look_are_no_part_of_a_step(name, adam, look, 
 def record_by_hand(write, loss=None):
     """Record a loop that takes gradients by `torch.autograd.grad` and writes them itself."""
     net, (X, y) = mlp(), data()
-    optimizer = sgd(net)
-    with epk.Recorder(net, optimizer, X, y, loss=loss) as recorder:
-        for rows in (torch.arange(4), torch.arange(4, 9)):
-            gradients = torch.autograd.grad(F.cross_entropy(net(X[rows]), y[rows]), [*net.parameters()])
-            for p, g in zip(net.parameters(), gradients, strict=True):
-                p.grad = write(g)
-            recorder.batch(rows)
-            optimizer.step()
-    return recorder.trajectory
+
+    def backward(z, y):
+        gradients = torch.autograd.grad(F.cross_entropy(z, y), [*net.parameters()])
+        for p, g in zip(net.parameters(), gradients, strict=True):
+            p.grad = write(g)
+        return torch.zeros((), requires_grad=True)
+
+    return record(net, sgd(net), X, y, (torch.arange(4), torch.arange(4, 9)), value=backward, loss=loss).trajectory
 
 
 @pytest.mark.parametrize("loss", [None, epk.CrossEntropy()], ids=["unstated", "stated"])
@@ -136,21 +119,11 @@ def test_where_all_passes_of_a_step_look_the_loop_writes_its_gradients_itself(lo
         record_by_hand(lambda g: g + 0.1, loss)
 
 
-def train(net, change=id, at="begin", X=None, y=None, losses=F.cross_entropy, steps=3, optimizer=None, **options):
+def train(net, change=id, at="before", X=None, losses=F.cross_entropy, optimizer=None, **options):
     """Train on all rows; the second step begins with a change, or has it after `batch()` or after the step."""
-    X, y = data()[0] if X is None else X, data()[1] if y is None else y
-    optimizer = sgd(net) if optimizer is None else optimizer
-    with epk.Recorder(net, optimizer, X, y, check_every=1, **options) as recorder:
-        for step in range(steps):
-            act = lambda place, step=step: change(net) if (step, place) == (1, at) else None  # noqa: E731
-            optimizer.zero_grad()
-            act("begin")
-            losses(net(X), y).backward()
-            recorder.batch()
-            act("announced")
-            optimizer.step()
-            act("end")
-    return recorder
+    act = {at: lambda step: change(net) if step == 1 else None}
+    X, optimizer = data()[0] if X is None else X, sgd(net) if optimizer is None else optimizer
+    return record(net, optimizer, X, data()[1], [None] * 3, value=losses, check_every=1, **act, **options)
 
 
 def last(net):
@@ -174,11 +147,7 @@ def test_a_network_whose_modules_keep_results_is_recorded_after_calls_too(keep, 
     net = mlp() if not dropout else nn.Sequential(*mlp(), nn.Dropout(0.2))
     keep(net)
     net(X)
-    trajectory = train(net).trajectory
-    net.eval()
-    parts = epk.attribute(trajectory, X[:3], head="logits")
-    assert parts.certified
-    assert_close(parts.total, net(X[:3]).detach(), rounding=1e5)
+    assert_exact(train(net).trajectory, X[:3], net)
 
 
 CHANGES = {
@@ -191,10 +160,10 @@ CHANGES = {
 }
 
 
-@pytest.mark.parametrize("at", ["begin", "announced", "end"])
+@pytest.mark.parametrize("at", ["before", "announced", "after"])
 @pytest.mark.parametrize(("change", "name"), CHANGES.values(), ids=CHANGES)
 def test_modules_and_parameters_that_a_loop_changes_are_named(change, name, at):
-    message = f"step {1 + (at == 'end')}: the network must keep its modules and parameters: {name} was added, removed"
+    message = f"step {1 + (at == 'after')}: the network must keep its modules and parameters: {name} was added, removed"
     with pytest.raises(epk.StepMismatchError, match=message):
         train(mlp(), change, at)
 
@@ -228,9 +197,7 @@ def test_complex_weights_may_begin_anywhere_among_the_weights_and_are_read_under
     for make in (sgd, lambda net: torch.optim.Adam(net.parameters(), 0.01)):
         net = Spectrum(before, modes).double()
         trajectory = train(net, optimizer=make(net)).trajectory
-        parts = epk.attribute(trajectory, X[:3], head="logits")
-        assert parts.certified
-        assert_close(parts.total, net(X[:3]).detach(), rounding=1e5)
+        assert_exact(trajectory, X[:3], net)
         assert make is not sgd or epk.reconstruct(trajectory, X[:3], head="logits").certified
     model = functionalize(net, tuple(name for name, _ in net.named_parameters()))
     W = torch.stack([flat(net), 1.5 * flat(net)])
@@ -344,8 +311,7 @@ def test_a_batch_whose_loss_is_0_has_no_weight(zero, batch_norm):
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 def test_rows_that_no_backward_pass_went_through_are_named_on_a_cpu_too(dtype):
     net, (X, y) = mlp(dtype), data(dtype=dtype)
-    optimizer = sgd(net)
-    with epk.Recorder(net, optimizer, X, y) as recorder:
+    with epk.Recorder(net, optimizer := sgd(net), X, y) as recorder:
         for rows in (torch.arange(4), torch.arange(4, 8)):
             loss = F.cross_entropy(net(X[rows]), y[rows])
             if not rows[0]:
@@ -359,44 +325,31 @@ def test_rows_that_no_backward_pass_went_through_are_named_on_a_cpu_too(dtype):
 @pytest.mark.parametrize("make", [lambda net: sgd(net, 0.05), lambda net: torch.optim.Adam(net.parameters())])
 def test_an_optimizer_that_is_made_in_the_loop_is_named(make, steps):
     (X, y), net = data(), mlp()
-    optimizer = sgd(net)
-
-    def loop():
-        own = optimizer
-        with epk.Recorder(net, optimizer, X, y) as recorder:
-            for step in range(steps):
-                own = make(net) if step == 1 else own
-                own.zero_grad()
-                F.cross_entropy(net(X), y).backward()
-                recorder.batch()
-                own.step()
-
-    with pytest.raises(
-        epk.StepMismatchError, match=f"Another {type(make(net)).__name__} stepped: pass the recorder both"
-    ):
-        loop()
-
-
-class Wrapper(torch.optim.Optimizer):
-    """An optimizer whose step is that of the recorder's."""
-
-    def __init__(self, inner):
-        super().__init__(inner.param_groups, {})
-        self.inner = inner
-
-    def step(self, closure=None):
-        self.inner.step()
+    own, message = sgd(net), f"Another {type(make(net)).__name__} stepped: pass the recorder both"
+    says, recorder = pytest.raises(epk.StepMismatchError, match=message), epk.Recorder(net, own, X, y)
+    with says, recorder:
+        for step in range(steps):
+            own = make(net) if step == 1 else own
+            own.zero_grad()
+            F.cross_entropy(net(X), y).backward()
+            recorder.batch()
+            own.step()
 
 
 def test_optimizers_around_the_recorder_s_or_of_other_networks_are_no_others():
     (X, y), net, teacher = data(), mlp(), mlp()
     inner, other = sgd(net), sgd(teacher)
 
+    class Wrapper(torch.optim.Optimizer):
+        def step(self, closure=None):
+            inner.step()
+
     def train_teacher(_):
         F.cross_entropy(teacher(X), y).backward()
         other.step()
 
-    assert record(net, inner, X, y, [None] * 3, before=train_teacher, stepped=Wrapper(inner)).num_steps == 3
+    around = Wrapper(inner.param_groups, {})
+    assert record(net, inner, X, y, [None] * 3, before=train_teacher, stepped=around).num_steps == 3
 
 
 def record_some_empty(net, optimizer, X, y, batches, *, calls=False, **options):
@@ -411,8 +364,7 @@ def record_some_empty(net, optimizer, X, y, batches, *, calls=False, **options):
             recorder.batch(rows)
             optimizer.step()
     assert not torch.equal(before[1], flat(net))  # momentum and decay move the weights all the same
-    parts = epk.attribute(recorder.trajectory, X[:3], head="logits")
-    assert parts.certified
+    assert_exact(recorder.trajectory, X[:3])
     assert not recorder.steps[1].sample_weights.any()
 
 

@@ -1,5 +1,7 @@
 """Which steps have their gradient recomputed: as many as fit into a share of the loop's time, or one out of several."""
 
+import functools
+
 import pytest
 import torch
 from torch.nn import functional as F
@@ -9,8 +11,7 @@ from epk_gp.optimizers.update_rules import ClipNorm
 from epk_gp.recording import check as check_module
 from epk_gp.recording import stretch as stretch_module
 from epk_gp.recording.check import CheckSchedule
-from loops import data, mlp, sgd
-from stored_runs import step
+from loops import data, mlp, record, sgd
 
 MS = 1e-3
 
@@ -97,52 +98,100 @@ def test_one_gradient_of_each_block_of_steps_is_recomputed_and_the_run_is_the_sa
     assert found == digest()
 
 
-def test_a_step_whose_gradient_is_not_recomputed_must_still_follow_the_update_rule():
+def record_acting(act, steps, **options):
+    """Record a loop that acts after `batch()`."""
     net, (X, y) = mlp(), data()
-    recorder = epk.Recorder(net, sgd(net), X, y, check_every=1000)
-    with recorder:
-        step(recorder)
-        recorder.optimizer.zero_grad()
-        F.cross_entropy(net(X), y).backward()
-        recorder.batch(None)
-        with torch.no_grad():
-            net[0].bias += 1e-3
-        with pytest.raises(epk.StepMismatchError, match="step 1: .*on the gradient that backward.. left"):
-            recorder.optimizer.step()
+    return record(net, sgd(net), X, y, [None] * steps, announced=lambda step: act(net, step), **options)
+
+
+def test_a_step_whose_gradient_is_not_recomputed_must_still_follow_the_update_rule():
+    def edit(net, step):
+        net[0].bias.data += 1e-3 * (step == 1)
+
+    with pytest.raises(epk.StepMismatchError, match="step 1: .*on the gradient that backward.. left"):
+        record_acting(edit, 3, check_every=1000)
 
 
 def test_an_error_of_a_step_that_waited_names_that_step_alone():
-    net, (X, y) = mlp(), data()
-    with epk.Recorder(net, sgd(net), X, y, check_every=1000) as recorder:
-        for _ in range(5):
-            step(recorder)
-        recorder.optimizer.zero_grad()
-        F.cross_entropy(net(X), y).backward()
-        net[0].weight.grad[0, 0] = torch.nan
-        recorder.batch(None)
-        recorder.optimizer.step()
-        recorder.optimizer.zero_grad()
-        F.cross_entropy(net(X), y).backward()
-        with pytest.raises(epk.StepMismatchError, match="^step 5: the weights must stay finite") as raised:
-            recorder.batch(None)
+    def edit(net, step):
+        net[0].weight.grad[0, 0] = torch.nan if step == 5 else net[0].weight.grad[0, 0]
+
+    with pytest.raises(epk.StepMismatchError, match="^step 5: the weights must stay finite") as raised:
+        record_acting(edit, 7, check_every=1000)
     assert raised.value.step == 5
-    assert recorder.num_steps == 5
 
 
 @pytest.mark.parametrize("stated", [True, False])
 def test_a_clipped_step_between_two_checks_needs_none(stated, monkeypatch, recomputed):
-    clipped = []
+    norms = []
     monkeypatch.setattr(CheckSchedule, "is_due", lambda schedule, index: index == 0)
-    net, (X, y) = mlp(), data()
-    recorder = epk.Recorder(net, sgd(net), X, y, clip=ClipNorm(0.31) if stated else None)
-    with recorder:
-        for index in range(8):
-            recorder.optimizer.zero_grad()
-            F.cross_entropy(net(X), y).backward()
-            norm = torch.nn.utils.clip_grad_norm_(net.parameters(), 0.31)
-            clipped += [index] if norm > 0.31 else []
-            recorder.batch(None)
-            recorder.optimizer.step()
-    assert 0 < len(clipped) < 8
+    clip = lambda net, step: norms.append(torch.nn.utils.clip_grad_norm_(net.parameters(), 0.31))  # noqa: E731
+    recorder = record_acting(clip, 8, clip=ClipNorm(0.31) if stated else None)
+    assert 0 < sum(float(norm) > 0.31 for norm in norms) < 8
     assert recomputed == [0, 7]
-    assert epk.reconstruct(recorder.trajectory, X).certified
+    assert epk.reconstruct(recorder.trajectory, data()[0]).certified
+
+
+# Steps of a small network wait, and are checked and recorded together.
+
+LONG = 100
+INPUTS, LABELS = data()
+
+
+def record_waiting(wrong=None, optimizer=lambda params: torch.optim.Adam(params, lr=0.01), **options):
+    """Record a loop; in the step `wrong` other rows than those that the network saw are announced."""
+    net = mlp()
+    recorder = epk.Recorder(net, optimizer(net.parameters()), INPUTS, LABELS, **options)
+    try:
+        with recorder:
+            for step in range(LONG):
+                rows = torch.arange(len(INPUTS)).roll(3 * step)[:6]
+                recorder.optimizer.zero_grad()
+                F.cross_entropy(net(INPUTS[rows]), LABELS[rows]).backward()
+                recorder.batch(rows.roll(1) if step == wrong else rows)
+                recorder.optimizer.step()
+    except (ValueError, KeyboardInterrupt) as error:
+        return recorder, str(error)
+    return recorder, ""
+
+
+@functools.cache
+def whole_run():
+    return record_waiting()[0].trajectory
+
+
+# The first steps of RAdam are those of SGD: its numbers become vectors while steps wait.
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.RAdam, torch.optim.Adadelta])
+def test_a_run_is_the_same_however_many_steps_wait(kind, monkeypatch):
+    digests = []
+    for most in (64, 7, 1):
+        monkeypatch.setattr(stretch_module, "MOST_STEPS", most)
+        recorder, _ = record_waiting(optimizer=lambda params: kind(params, lr=0.01, weight_decay=0.01))
+        digests.append(recorder.trajectory.digest)
+    assert len(set(digests)) == 1
+    assert epk.attribute(recorder.trajectory, INPUTS[:2]).certified
+
+
+@pytest.mark.parametrize("wrong", [0, 2, 3, 40, 66, 67, LONG - 1])
+@pytest.mark.parametrize("on_disk", [True, False])
+def test_an_error_names_its_step_and_the_steps_before_it_are_kept(wrong, on_disk, tmp_path):
+    recorder, error = record_waiting(wrong, folder=tmp_path / "run" if on_disk else None)
+    assert error.startswith(f"step {wrong}: recorder.batch() must get the indices of the rows")
+    assert recorder.num_steps == wrong
+    assert not recorder.optimizer._optimizer_step_post_hooks
+    run = epk.load_trajectory(tmp_path / "run", mlp()) if on_disk else recorder.trajectory
+    assert run.digest == whole_run().until(wrong).digest
+
+
+def test_an_interrupt_leaves_the_steps_that_wait_to_be_recorded(monkeypatch):
+    expected, real, calls = whole_run(), stretch_module.Stretch._record_step, iter(range(LONG))
+
+    def interrupted(*args):
+        real(*args)
+        if next(calls) == 20:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(stretch_module.Stretch, "_record_step", interrupted)
+    recorder, _ = record_waiting()
+    assert recorder.num_steps == 67  # the first three by themselves, then 64
+    assert recorder.trajectory.digest == expected.until(67).digest
