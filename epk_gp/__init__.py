@@ -2,6 +2,7 @@
 
 from importlib import import_module
 from importlib.util import find_spec
+from pkgutil import iter_modules
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -109,8 +110,9 @@ else:
         return value
 
     def __dir__() -> list[str]:
-        """List the public names and folders, imported or not."""
-        return sorted({*__all__, *_FOLDERS, *(name for name in globals() if name.startswith("__"))})
+        """List the public names and the modules, imported or not."""
+        modules = {module.name for module in iter_modules(__path__)}
+        return sorted({*__all__, *modules, *(name for name in globals() if name.startswith("__"))})
 
 
 __version__ = "0.2.0"

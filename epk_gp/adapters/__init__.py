@@ -4,6 +4,13 @@ Start with `scores`, which defines the numbers. Only `cleanlab` imports its libr
 """
 
 from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from epk_gp.adapters.captum import EPKInfluence as EPKInfluence
+    from epk_gp.adapters.cleanlab import EPKLabelIssues as EPKLabelIssues
+    from epk_gp.adapters.cleanlab import label_issues as label_issues
+    from epk_gp.adapters.dattri import EPKAttributor as EPKAttributor
 
 # name of the adapter: its module
 _ADAPTERS = {

@@ -88,7 +88,7 @@ def column_plane(
         rows = table.trajectory.inputs[labelled_points(table.trajectory, table.points, "column_plane")[0]]
         known = getattr(table, "feature_names_in_", None)
     rows = as_numbers(rows, "table") if is_array(rows) else rows
-    validate_tensor(rows, "table", ndim=2)
+    validate_tensor(rows, "a table, over two of whose columns a map is drawn,", ndim=2)
     X = cast(Tensor, rows).double().cpu()
     (n, D), given = X.shape, known if names is None else names
     labels = _numbered(D) if given is None else list(given)

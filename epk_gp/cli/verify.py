@@ -31,7 +31,7 @@ def verify(
     points: opt.PointsFile = None,
     network: opt.Network = None,
 ) -> None:
-    """Check all files of a run, then rebuild the network's outputs from its training data.
+    """Check all files of a recording, then rebuild the network's outputs from its training data.
 
     The exit status is 1 if a file is damaged, or if outputs differ by more than --tol.
     """
@@ -77,7 +77,7 @@ def _describe(summary: RunSummary) -> tuple[str, str]:
     return (
         f"run {summary.chunks[-1].digest}: {summary.num_steps} steps of {header['law']['name']} on "
         f"{header['num_points']} points, {sum(chunk_schema(header).sizes)} weights, {ended}",
-        f"all {summary.files} files are those that were written",
+        f"all {summary.files} files of the recording are those that were written",
     )
 
 

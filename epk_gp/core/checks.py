@@ -377,17 +377,22 @@ def parse_options(call: str, unsupported: tuple[str, ...] = (), **settings: Unpa
     return ComputeOptions(**settings)
 
 
+_INDEXED = " A loader over epk_gp.callbacks.IndexedDataset(data) gives the indices of its rows."
+
+
 def parse_batch(indices: Any, num_points: int, index: int, least: int) -> Int64[Tensor, " B"]:
     """Return the indices of a step's batch as a tensor of int64; none may be below `least`."""
     try:
         batch = as_tensor(indices)
     except (TypeError, ValueError, RuntimeError) as error:
-        raise TypeError(f"step {index}: a batch must hold integer indices into X: got {indices!r}.") from error
+        got = f"{indices!r:.60}"
+        raise TypeError(f"step {index}: a batch must hold integer indices into X: got {got}.{_INDEXED}") from error
     if batch.ndim != 1 or (batch.numel() == 0 and least < 0):
-        advice = " With loss=None, leave out batch() and optimizer.step() where no rows were drawn." * (batch.ndim == 1)
+        no_rows = " With loss=None, leave out batch() and optimizer.step() where no rows were drawn."
+        advice = no_rows if batch.ndim == 1 else _INDEXED
         raise ValueError(f"step {index}: a batch must be a list of indices: got shape {tuple(batch.shape)}.{advice}")
     if batch.numel() and (batch.is_floating_point() or batch.dtype == torch.bool):
-        raise TypeError(f"step {index}: a batch must hold integer indices into X: got {batch.dtype}.")
+        raise TypeError(f"step {index}: a batch must hold integer indices into X: got {batch.dtype}.{_INDEXED}")
     low, high = (int(index) for index in batch.aminmax()) if batch.numel() else (0, 0)
     if low < least or high >= num_points:
         advice = " -1, for a row that is no training point, needs Recorder(..., loss=None)." if low == -1 else ""

@@ -288,7 +288,8 @@ def new_bar(items: Iterable[Any] | None, desc: str, *, shown: bool, **options: A
     In a notebook it is a widget, or text where ipywidgets is not installed.
     """
     in_notebook = type(sys.stderr).__module__.startswith("ipykernel.")  # which is no terminal, but is seen
-    shown = shown and (in_notebook or getattr(sys.stderr, "isatty", bool)())
+    is_closed = getattr(sys.stderr, "closed", False)
+    shown = shown and not is_closed and (in_notebook or getattr(sys.stderr, "isatty", bool)())
     is_widget = shown and in_notebook and find_spec("ipywidgets") is not None
     kind: Any = import_module("tqdm.notebook").tqdm if is_widget else std_tqdm
     return kind(items, desc, disable=not shown, dynamic_ncols=True, **options)  # type: ignore[no-any-return]

@@ -47,8 +47,8 @@ def leave_one_out(gp: LogitGP) -> LeaveOneOut:
         gp: A process over N points.
 
     Returns:
-        Predictions and scores, float64. The mean of `log_density` is a score of hyperparameters; pass the posterior to
-        `softmax_uncertainty`.
+        Predictions and scores, float64. The mean of `log_density` is a score of hyperparameters; see also its
+        `posterior.softmax_uncertainty`.
 
     Raises:
         TypeError: `gp` is not a `LogitGP`.

@@ -301,7 +301,7 @@ class UncertainClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
 
         Returns:
             Mean (n, C), a_1 f + a_2 m limited to the certainty that the labels support, and covariances (n, C, C),
-            max(a_2, b)^2 times those of m with b the weight of the process alone; float64, for `softmax_uncertainty`.
+            max(a_2, b)^2 times those of m with b the weight of the process alone; float64.
 
         Raises:
             TypeError, ValueError: The network cannot take the points.

@@ -46,8 +46,9 @@ def nodes_trajectory(
 
         K(x, x') = sum_s eta_s int J_st(x) J_st(x')^T dt  =  sum_j (sum_s eta_s / n) J_{w_j}(x) J_{w_j}(x')^T + error
 
-    Evaluate it with `left_endpoint()`, which takes each step at its start; training and test copies are then the same.
-    Its last state is the trained network. For a run with one state (`tangent_trajectory`), all nodes are that state.
+    Evaluate it with `QuadratureRule.left_endpoint()`, which takes each step at its start; training and test copies are
+    then the same. Its last state is the trained network. For a run with one state (`tangent_trajectory`), all nodes are
+    that state.
 
     Args:
         trajectory: The run, with S steps.

@@ -5,8 +5,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Unpack, cast
+from typing import Any, Unpack
 
+import numpy as np
 import torch
 from jaxtyping import Float, Float64, Int64, Shaped
 from torch import Tensor
@@ -101,9 +102,9 @@ class Influence(Tabular):
 
     Attributes:
         outputs: The numbers, (n, K): the network's outputs, or the results of `function`.
-        values: Their derivatives, (n, K, M), or (n, K, G_1, G_2, ...) over the axes' groups. A weight multiplies the
-            loss terms of its sample; the divisor of a mean over a batch stays. `-values` predicts the effect of leaving
-            a sample out.
+        values: Their derivatives, (n, K, M), or (n, K, G_1, G_2, ...) over the axes' groups; with `own` those of each
+            sample's loss in its own weight, (n, 1, 1). A weight multiplies the loss terms of its sample; the divisor of
+            a mean over a batch stays. `-values` predicts the effect of leaving a sample out.
         adjoint_norms: Norm of the derivative of each number in the weights w_0 .. w_S of the run, (n, K, S + 1). If it
             grows by orders of magnitude towards the beginning, training amplifies small changes, and the derivative
             says little about large ones.
@@ -148,7 +149,9 @@ class Influence(Tabular):
             ValueError: The values are not split by samples alone.
         """
         if not self._is_by_sample:
-            raise ValueError("std needs the derivative in each sample's weight: it is split by others. Leave by= out.")
+            raise ValueError(
+                "std needs the derivative in each sample's weight: it is split by others. Leave by= and own= out."
+            )
         return self.values.square().sum(dim=2).sqrt()
 
     def predict(self, weights: Float[Tensor, "... M"]) -> Float[Tensor, "... n K"]:
@@ -165,8 +168,8 @@ class Influence(Tabular):
         M = self.values.shape[2]
         if not self._is_by_sample or weights.ndim == 0 or weights.shape[-1] != M:
             raise ValueError(
-                "predict() needs the derivative in each sample's weight (leave by= out), and one weight per sample, "
-                f"(..., {M}): got shape {tuple(weights.shape)}."
+                "predict() needs the derivative in each sample's weight (leave by= and own= out), and one weight per "
+                f"sample, (..., {M}): got shape {tuple(weights.shape)}."
             )
         if not torch.isfinite(weights).all():
             raise ValueError("weights must be finite: they hold NaN or infinity.")
@@ -174,8 +177,14 @@ class Influence(Tabular):
         return self.outputs + changes
 
     @property
+    def _is_own(self) -> bool:
+        """Whether each number is the loss of a sample, differentiated in this sample's own weight."""
+        return [axis.names for axis in self.axes] == [_ITSELF.names]
+
+    @property
     def _is_by_sample(self) -> bool:
-        return [axis.kind for axis in self.axes] == ["sample"] and len(self.axes[0].names) == len(self.axes[0].group)
+        each = [axis.kind for axis in self.axes] == ["sample"] and len(self.axes[0].names) == len(self.axes[0].group)
+        return each and not self._is_own
 
     def _frame(self) -> tuple[Any, ...]:
         terms = {"outputs": self.outputs, "values": self.values}
@@ -187,9 +196,12 @@ class Influence(Tabular):
         head = replace(self, **{name: getattr(self, name)[: len(table.places)] for name in by_point})
         deviations = [table.row("jackknife standard deviation", head.std)] if self._is_by_sample else []
         rows = [table.row("value", head.outputs), *deviations, table.row("growth along the run", head.growth)]
-        rows += table.largest("largest derivatives", head.values, partial(group_name, self.axes))
+        name_of = partial(group_name, self.axes)
+        rows += [] if self._is_own else table.largest("largest derivatives", head.values, name_of)
+        rows += [table.row("derivative in its own weight", head.values[..., 0])] if self._is_own else []
         every = "every recorded step is the one that the training gradients give, and nothing of it is held"
         title = f"Influence of {in_words(self.axes)} on {count(n, 'point')} × {count(K, self.explained)}"
+        title = f"Influence of {count(n, 'training sample')}, each on its own loss" if self._is_own else title
         entries = (
             certificate_entry(self.findings, every),
             Entry("largest mismatch of a step", number(self.max_step_mismatch), "recorded against replayed weights"),
@@ -257,7 +269,8 @@ def influence(
             network only once.
     """
     parsed = checks.parse_options("influence", ("accumulate",), **options)
-    if own is not False and any(given is not None for given in (X, head, classes, function, by, smoothing)):
+    is_own = not (isinstance(own, bool | np.bool_) and not own)
+    if is_own and any(given is not None for given in (X, head, classes, function, by, smoothing)):
         raise ValueError(
             "own= asks for the losses of training samples: X, head, classes, function, by and smoothing "
             "must be left out."
@@ -265,11 +278,13 @@ def influence(
     validate_trajectory(trajectory)
     retrain.require_loss_as_function(trajectory, "epk_gp.influence")
     warn_unless_live(trajectory)
-    if own is not False:
+    if is_own:
         result = _own_influence(trajectory, own, truncate, parsed)
         warn_unless_certified("the influence", result.findings)
         return result
-    X = parse_inputs(trajectory, cast(Inputs, X)).detach()
+    if X is None:
+        raise TypeError("influence() must be given the inputs X whose outputs it explains, or own=True: got neither.")
+    X = parse_inputs(trajectory, X).detach()
     axes = parse_axes(trajectory, [by_sample(trajectory)] if by is None else by)
     if any(axis.kind == "parameter" for axis in axes):
         raise ValueError(
@@ -319,13 +334,13 @@ def influence(
 def _own_influence(trajectory: Trajectory, own: Any, truncate: int | None, options: checks.ComputeOptions) -> Influence:
     """Differentiate the loss of each sample in its own weight, for `influence(own=)`."""
     M = trajectory.num_points
-    rows = torch.arange(M) if own is True else own
-    checks.validate_labels(rows, rows.numel() if isinstance(rows, Tensor) else 0, M, name="own")
-    rows = rows.to(trajectory.inputs.device, torch.int64)
+    every = isinstance(own, bool | np.bool_)  # not False, as the caller has made sure
+    rows = checks.parse_indices(torch.arange(M) if every else own, M, "own", trajectory.inputs.device)
     X, y = trajectory.inputs[rows], trajectory.targets[rows]
     losses = RowFunction(partial(loss_terms, trajectory.model.signature, trajectory.loss), y)
     question = _question(trajectory, X, None, None, losses)
-    return _differentiate(question, options, axes=(by_sample(trajectory),), own=rows, truncate=truncate)
+    found = _differentiate(question, options, axes=(by_sample(trajectory),), own=rows, truncate=truncate)
+    return found.labelled(point=rows.tolist())
 
 
 def _differentiate(

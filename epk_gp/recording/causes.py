@@ -22,6 +22,7 @@ from epk_gp.core.losses import (
     ignored_class,
 )
 from epk_gp.core.model import FunctionalModel
+from epk_gp.core.show import count
 
 _REGRESSION = "For other targets, state loss=nn.MSELoss(), loss=nn.BCEWithLogitsLoss() or the loss of your loop."
 
@@ -114,8 +115,10 @@ def _validate_classes(loss: ClassLoss, targets: Tensor, sample_shape: tuple[int,
         raise ValueError("at least one sample must not be ignored: all class labels are ignore_index.")
     low, high = (int(label) for label in torch.stack(torch.cat(ends).aminmax()))
     if low < 0 or high >= num_classes:
+        of_one = " For one logit of class 1 pass loss=torch.nn.BCEWithLogitsLoss() and y.double()." * (num_classes == 1)
         raise ValueError(
-            f"class labels must lie in 0..{num_classes - 1} (the network has {num_classes} outputs): got {low}..{high}."
+            f"class labels must lie in 0..{num_classes - 1} (the network has {count(num_classes, 'output')}): "
+            f"got {low}..{high}.{of_one}"
         )
 
 

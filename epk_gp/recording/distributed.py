@@ -19,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from epk_gp.core.gradients import passes_of
+from epk_gp.core.model import uncompiled
 from epk_gp.core.step import Step
 from epk_gp.optimizers.torch_rules import Optimizers, as_optimizers
 from epk_gp.recording.causes import StepMismatchError
@@ -66,6 +67,11 @@ class Ranks:
         self.rank, self.size, self._first, self.group, self.is_writer = 0, 1, 0, None, True
         self.warning = cast("str | None", None)
         self._sends_states, self._loaded = False, cast("list[Any] | None", None)
+        ddp = uncompiled(ddp)
+        if ddp is not None and not isinstance(ddp, DistributedDataParallel):
+            raise TypeError(f"ddp must be a DistributedDataParallel: got {type(ddp).__name__}.")
+        if ddp is not None and self.net is not net and ddp is not net:
+            raise ValueError("ddp must be left out where the network itself is wrapped: it is another wrapper.")
         self._wrapper = cast("Any", net if self.net is not net else ddp)
         count = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 0
         if count:
@@ -77,8 +83,6 @@ class Ranks:
                     "network that DistributedDataParallel has wrapped, or ddp= where it has wrapped a larger module"
                 )
             return
-        if not isinstance(self._wrapper, DistributedDataParallel):
-            raise TypeError(f"ddp must be a DistributedDataParallel: got {type(ddp).__name__}.")
         if all(part is not self.net for part in self._wrapper.modules()):
             raise ValueError("ddp must hold the network that is recorded: it holds another one.")
         members = dist.get_process_group_ranks(self._wrapper.process_group)

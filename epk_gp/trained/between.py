@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from epk_gp.autodiff.dense import PlannedModel
 from epk_gp.autodiff.scalars import Function
 from epk_gp.autodiff.verification import observed_plan, probe_rows, with_plan, without_errors_of_a_trial
-from epk_gp.core.checks import ComputeOptions, ComputeSettings, door, parse_options, validate_positive
+from epk_gp.core.checks import ComputeOptions, ComputeSettings, door, parse_options, validate_integer, validate_positive
 from epk_gp.core.gradients import passes_of
 from epk_gp.core.graphs import tensors_of
 from epk_gp.core.inputs import Inputs
@@ -509,11 +509,18 @@ def _cuts(layout: HeadLayout, model: FunctionalModel) -> dict[str, _Cut]:
         ValueError: There is no such parameter, or it cannot be divided so.
     """
     shapes, cuts = dict(zip(model.names, model.shapes, strict=True)), dict[str, _Cut]()
+    form = "heads must be {module: {parameter: (before, heads)}}, with two whole numbers: got"
+    if not isinstance(layout, Mapping):
+        raise TypeError(f"{form} {layout!r}.")
     for module, parameters in layout.items():
+        if not isinstance(parameters, Mapping):
+            raise TypeError(f"{form} {parameters!r} for {module!r}.")
         for parameter, pair in parameters.items():
-            if not isinstance(pair, tuple) or len(pair) != 2 or not all(isinstance(n, int) for n in pair):
-                raise TypeError(f"heads must say (before, heads) for each parameter, two whole numbers: got {pair!r}.")
-            name, (before, heads) = f"{module}.{parameter}".lstrip("."), pair
+            if not isinstance(pair, tuple) or len(pair) != 2:
+                raise TypeError(f"{form} {pair!r} for {parameter!r}.")
+            for number in pair:
+                validate_integer(number, f"heads, a number of {parameter!r},")
+            name, (before, heads) = f"{module}.{parameter}".lstrip("."), map(int, pair)
             if name not in shapes or before < 1 or heads < 1 or shapes[name].numel() % (before * heads):
                 got = f"{tuple(shapes[name])}" if name in shapes else "no such parameter"
                 raise ValueError(

@@ -34,7 +34,7 @@ def test_verify_says_which_run_it_is_that_its_files_are_whole_and_passes(recorde
     out = capsys.readouterr().out.splitlines()
     digest = open_run(recorded, None).digest
     assert out[0] == f"run {digest}: 4 steps of SGD on 24 points, 523 weights, finished"
-    assert out[1] == f"all {len(list(recorded.glob('[!hnw]*')))} files are those that were written"
+    assert out[1] == f"all {len(list(recorded.glob('[!hnw]*')))} files of the recording are those that were written"
     assert out[-1].startswith("verified: the largest error is ")
     said = json.loads((tmp_path / "verify.json").read_text())
     assert said["results"]["passed"]

@@ -32,6 +32,10 @@ def test_nothing_is_written_unless_progress_is_wanted_and_a_person_sees_it(monke
         monkeypatch.setattr("sys.stderr", stream)
         assert list(tracked(range(3), "parts")) == [0, 1, 2]
         assert stream is None or stream.getvalue() == ""
+    closed = io.StringIO()
+    closed.close()
+    monkeypatch.setattr("sys.stderr", closed)
+    assert list(tracked(range(3), "parts")) == [0, 1, 2]
 
 
 @pytest.mark.slow

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from datamodel_cases import Loop, internals, margin
-from scipy.stats import linregress, spearmanr, t
+from scipy.stats import spearmanr, t
 from torch import Tensor
 
 import epk_gp as epk
@@ -79,10 +79,10 @@ def test_the_forecast_is_that_of_a_hand_computation(forecast_model: Any) -> None
     found = forecast_model.forecast
     predicted = changes(LOOP.model, found.sample_weights)[found.method]
     assert found.lds == pytest.approx(mean_spearman(predicted, found.measured), abs=1e-10)
-    x, y = (value - value.mean(dim=0) for value in (predicted, found.measured))
-    fitted = linregress(x.flatten(), y.flatten())
-    assert found.slope == pytest.approx(fitted.slope)
-    assert found.scatter == pytest.approx(float((y - fitted.slope * x).square().mean().sqrt()))
+    x, y = predicted, found.measured - forecast_model.outputs
+    slope = float(torch.linalg.lstsq(x.reshape(-1, 1), y.reshape(-1, 1)).solution)
+    assert found.slope == pytest.approx(slope) != 1
+    assert found.scatter == pytest.approx(float((y - slope * x).square().mean().sqrt()))
     without = []
     for pair in range(PAIRS):
         rest = torch.arange(2 * PAIRS) // 2 != pair
@@ -106,6 +106,26 @@ def random(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
+def test_a_slope_is_that_of_whole_changes_and_is_taken_only_if_it_helps_on_other_pairs() -> None:
+    """A shift that all halves share belongs to the change: of the differences alone, the first slope would be 2."""
+    forecast, halves, x = internals("model")._forecast, torch.zeros(8, 5), random(8, 6)
+    outputs = random(6, seed=4)
+    for predicted, measured, slope in (
+        (x + 10, 2 * x + 10, pytest.approx(1, abs=0.05)),
+        (x + 10, 3 * x + 30, pytest.approx(3)),
+        (x, random(8, 6, seed=5) * torch.tensor([100.0, 100, 0, 0, 0, 0, 0, 0])[:, None] + x, 1),
+    ):
+        found = forecast({"path training": predicted}, measured + outputs, halves, outputs).slope
+        assert found == slope
+    assert abs(float((predicted * measured).sum() / predicted.square().sum()) - 1) > 0.1  # a fit to all pairs
+
+
+def test_a_forecast_shows_itself(forecast_model: Any) -> None:
+    found, text = forecast_model.forecast, str(forecast_model.forecast)
+    assert f"{found.lds:.2f} (95 % [{found.interval[0]:.2f}" in text
+    assert "tensor" not in text
+
+
 def test_the_other_method_counts_only_if_it_is_better_beyond_chance() -> None:
     forecast, halves = internals("model")._forecast, torch.zeros(8, 5)
     measured = random(8, 6)
@@ -113,7 +133,7 @@ def test_the_other_method_counts_only_if_it_is_better_beyond_chance() -> None:
     nearly = measured + 0.06 * random(8, 6, seed=3)
     names = ("path training", "path ridge")
     for first, second, best in ((good, bad, 0), (bad, good, 1), (good, nearly, 0), (nearly, good, 0)):
-        found = forecast(dict(zip(names, (first, second), strict=True)), measured, halves)
+        found = forecast(dict(zip(names, (first, second), strict=True)), measured, halves, torch.zeros(6))
         assert found.method == names[best]
 
 

@@ -128,7 +128,14 @@ def test_the_own_influence_is_each_samples_own_derivative(run):
     every = epk.influence(run, inputs, function=epk.RowFunction.loss_value(y))
     own = epk.influence(run, own=True).values[:, 0, 0]
     assert close(own, every.values[:, 0].diagonal())
-    assert close(epk.influence(run, own=torch.tensor([4, 1])).values[:, 0, 0], own[[4, 1]])
+    some = epk.influence(run, own=[4, 1])
+    assert close(some.values[:, 0, 0], own[[4, 1]])
+    assert "2 training samples, each on its own loss" in str(some)
+    assert "jackknife" not in str(some)
+    assert [row[0] for row in some.to_frame().index] == [4, 1]
+    for ask in (lambda: some.std, lambda: some.predict(torch.ones(POINTS))):
+        with pytest.raises(ValueError, match="Leave by= and own= out|leave by= and own= out"):
+            ask()
 
 
 def test_predictions_and_the_jackknife_follow_from_the_values(whole):
@@ -208,7 +215,10 @@ def test_wrong_arguments_are_refused(run, whole):
         (lambda: epk.Smoothing(low=1.0, high=1.0), ValueError, "0 <= low < high: got 1.0 and 1.0"),
         (lambda: whole.predict(torch.ones(3).double()), ValueError, r"one weight per sample, \(..., 12\): got shape"),
         (lambda: epk.influence(run, own=torch.tensor([3, 12])), ValueError, r"own must lie in 0..11: got 3..12"),
-        (lambda: epk.influence(run, own=[3]), TypeError, r"own must be a torch.Tensor: got list"),
+        (lambda: epk.influence(run, own=torch.ones(3) > 0), TypeError, r"own must be indices: .*mask.nonzero"),
+        (lambda: epk.influence(run, own=1), TypeError, "own must be a list or tensor of indices"),
+        (lambda: epk.influence(run, own=[]), ValueError, "own must be a list of at least one index"),
+        (lambda: epk.influence(run), TypeError, r"must be given the inputs X .*, or own=True: got neither"),
         (lambda: epk.influence(run, X, own=True), ValueError, r"own= asks for the losses .*must be left out"),
     ):
         with pytest.raises(kind, match=message):

@@ -534,7 +534,10 @@ def test_wrong_arguments_are_refused(rows, tmp_path: Path):
         epk.between(net, states[0], X)
     with pytest.raises(TypeError, match="model must be a torch.nn.Module: got str"):
         epk.between("net", states, X)
-    with pytest.raises(TypeError, match="heads must say"):
-        epk.between(net, states, X, heads={"0": {"weight": 2}})
+    for heads in ({"0": {"weight": 2}}, {"0": (1, 2)}, "auto"):
+        with pytest.raises(TypeError, match=r"heads must be \{module: \{parameter"):
+            epk.between(net, states, X, heads=heads)
+    with pytest.raises(TypeError, match="heads, a number of 'weight', must be a whole number: got True"):
+        epk.between(net, states, X, heads={"0": {"weight": (True, 2)}})
     with pytest.raises(TypeError, match="a checkpoint must be a state dict"):
         epk.between(net, [1, 2], X)
