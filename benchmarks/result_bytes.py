@@ -44,10 +44,10 @@ from epk_gp.analysis.measures import (
     reliability_bins,
     roc_curve,
 )
-from epk_gp.classifier import EPKClassifier
 from epk_gp.cli import main
 from epk_gp.core.states import averaged_trajectory, averaging_coefficients
 from epk_gp.datasets import three_gaussians
+from epk_gp.estimators import EPKClassifier
 from epk_gp.gp.regression import leave_one_out as process_without_one
 from epk_gp.gp.stacking import conformal_sets
 from epk_gp.kernel_machine.axes import Axis, by_label, by_layer, by_sample, by_step

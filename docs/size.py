@@ -89,7 +89,7 @@ CAPABILITIES = {
     "processes on labels, the classifier": (
         "gp/data.py", "gp/label_*.py", "gp/stacking.py", "gp/uncertain_*.py",
     ),
-    "scikit-learn estimators": ("classifier.py", "estimator.py", "regressor.py"),
+    "scikit-learn estimators": ("estimator.py", "estimators.py"),
     "scores and suspicious labels": (
         "analysis/counterfactual.py", "analysis/labels.py", "analysis/measures.py",
     ),

@@ -10,7 +10,6 @@ if TYPE_CHECKING:
     from epk_gp.analysis.labels import next_to_label as next_to_label
     from epk_gp.analysis.score_check import check_scores as check_scores
     from epk_gp.autodiff.scalars import RowFunction as RowFunction
-    from epk_gp.classifier import EPKClassifier as EPKClassifier
     from epk_gp.core.graphs import Graph as Graph
     from epk_gp.core.graphs import Ragged as Ragged
     from epk_gp.core.inputs import Points as Points
@@ -22,6 +21,8 @@ if TYPE_CHECKING:
     from epk_gp.core.trajectory import Trajectory as Trajectory
     from epk_gp.core.trajectory import network_outputs as network_outputs
     from epk_gp.datamodels.fit import datamodel as datamodel
+    from epk_gp.estimators import EPKClassifier as EPKClassifier
+    from epk_gp.estimators import EPKRegressor as EPKRegressor
     from epk_gp.gp.models import LogitGP as LogitGP
     from epk_gp.gp.uncertain_classifier import UncertainClassifier as UncertainClassifier
     from epk_gp.gram.path_features import path_features as path_features
@@ -45,7 +46,6 @@ if TYPE_CHECKING:
     from epk_gp.recording.causes import StepMismatchError as StepMismatchError
     from epk_gp.recording.recorder import Recorder as Recorder
     from epk_gp.recording.train import train as train
-    from epk_gp.regressor import EPKRegressor as EPKRegressor
     from epk_gp.report.write import write_report as write_report
     from epk_gp.storage.rows import Stream as Stream
     from epk_gp.storage.run import load_trajectory as load_trajectory
@@ -59,7 +59,7 @@ else:
     _MODULES = {
         "analysis.labels": "label_errors next_to_label",
         "analysis.score_check": "check_scores",
-        "classifier": "EPKClassifier",
+        "estimators": "EPKClassifier EPKRegressor",
         "core.graphs": "Graph Ragged",
         "core.inputs": "Points",
         "core.losses": "CrossEntropy MeanSquaredError PerSampleLoss next_words",
@@ -82,7 +82,6 @@ else:
         "recording.causes": "StepMismatchError",
         "recording.recorder": "Recorder",
         "recording.train": "train",
-        "regressor": "EPKRegressor",
         "storage.rows": "Stream",
         "storage.run": "load_trajectory",
         "storage.writer": "Storage",

@@ -19,7 +19,7 @@ ROOT = Path(epk_gp.__file__).parent
 LAYERS = (  # each imports those before it, and itself
     {"optimizers"}, {"core"}, {"storage", "autodiff", "datasets"}, {"provenance", "work", "recording", "quadrature"},
     {"callbacks", "gram"}, {"kernel_machine", "kernels"}, {"trained"}, {"datamodels"}, {"gp"}, {"analysis"},
-    {"estimator"}, {"classifier", "regressor"}, {"plots", "adapters"}, {"report"}, {"cli"},
+    {"estimator"}, {"estimators"}, {"plots", "adapters"}, {"report"}, {"cli"},
 )  # fmt: skip
 RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
 FILES = {".".join(file.relative_to(ROOT).with_suffix("").parts): file for file in sorted(ROOT.rglob("*.py"))}

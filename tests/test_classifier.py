@@ -11,8 +11,8 @@ from sklearn.svm import SVC
 from torch import nn
 
 import epk_gp as epk
-from epk_gp.classifier import EPKClassifier
 from epk_gp.estimator import LinearAndHidden, line
+from epk_gp.estimators import EPKClassifier
 
 
 @pytest.fixture(scope="module")

@@ -27,7 +27,7 @@ from processes import HERE, environment
 from saved import FOLDER, Seconds, row, run_library, save
 
 import epk_gp as epk
-from epk_gp.classifier import EPKClassifier
+from epk_gp.estimators import EPKClassifier
 from epk_gp.provenance import Stopwatch
 
 PACKAGES = ["opendataval", "transformers<4.45"]  # later ones do not import beside its torch 2.1

@@ -1,21 +1,21 @@
-"""Adapters: scores of a recorded run in the interfaces of captum, cleanlab and dattri, one file per library.
+"""Adapters: scores of a recorded run in the interfaces of captum, cleanlab and dattri, whose names they have.
 
-Start with `scores`, which defines the numbers. Only `cleanlab` imports its library.
+`scores` has those of captum and dattri; only `cleanlab` imports its library.
 """
 
 from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from epk_gp.adapters.captum import EPKInfluence as EPKInfluence
     from epk_gp.adapters.cleanlab import EPKLabelIssues as EPKLabelIssues
     from epk_gp.adapters.cleanlab import label_issues as label_issues
-    from epk_gp.adapters.dattri import EPKAttributor as EPKAttributor
+    from epk_gp.adapters.scores import EPKAttributor as EPKAttributor
+    from epk_gp.adapters.scores import EPKInfluence as EPKInfluence
 
 # name of the adapter: its module
 _ADAPTERS = {
-    "EPKAttributor": "dattri",
-    "EPKInfluence": "captum",
+    "EPKAttributor": "scores",
+    "EPKInfluence": "scores",
     "EPKLabelIssues": "cleanlab",
     "label_issues": "cleanlab",
 }

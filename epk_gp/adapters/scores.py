@@ -1,8 +1,8 @@
-"""Scores of training samples for dattri and captum, larger for samples that help; their batches as tensors."""
+"""Scores of training samples in the interfaces of captum and dattri; batches of loaders as inputs and targets."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from hashlib import blake2b
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from jaxtyping import Float, Int64, Shaped
@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.utils.data import RandomSampler, SubsetRandomSampler, WeightedRandomSampler
 
 from epk_gp.autodiff.scalars import RowFunction
+from epk_gp.core.checks import validate_count
 from epk_gp.core.graphs import tensors_of
 from epk_gp.core.inputs import Inputs
 from epk_gp.core.step import fingerprint_data
@@ -128,3 +129,121 @@ def gathered(batches: Iterable[Any]) -> tuple[Inputs, Shaped[Tensor, "n ..."]]:
     joined = {name: torch.cat([parts[name] for parts in found]) for name in found[0]}
     y = joined.pop(target)
     return joined if target == "labels" else joined[0] if target == 1 else tuple(joined.values()), y
+
+
+class MostInfluential(NamedTuple):
+    """The training samples with the highest or lowest scores, like captum's `KMostInfluentialResults`.
+
+    Attributes:
+        indices: Samples, (n, k), the most extreme one first.
+        influence_scores: Their scores, (n, k).
+    """
+
+    indices: Int64[Tensor, "n k"]
+    influence_scores: Float[Tensor, "n k"]
+
+
+class EPKInfluence(SampleScorer):
+    """Scores of training samples in the interface of captum's `TracInCPBase`, without subclassing it.
+
+    Like captum's scores, they are positive for proponents, the samples that lower the loss of an input. By default they
+    are the exact values that TracIn approximates, the decrease of the loss by each sample along the run: TracInCP with
+    a checkpoint of every step is `rule=epk_gp.QuadratureRule.left_endpoint()`.
+
+    Args:
+        trajectory: The recorded run.
+        scores: "contributions" or "influence"; see `SampleScorer`.
+        options: Further arguments of `epk_gp.attribute` or `epk_gp.influence`.
+    """
+
+    def __init__(self, trajectory: Trajectory, *, scores: Scores = "contributions", **options: Any) -> None:
+        """Take a recorded run; errors as in `SampleScorer`."""
+        super().__init__(trajectory, scores=scores, **options)
+
+    def influence(
+        self,
+        inputs: Iterable[Any],
+        k: int | None = None,
+        proponents: bool = True,
+        aggregate: bool = False,
+        show_progress: bool = False,
+    ) -> Float[Tensor, "n M"] | MostInfluential:
+        """Score all training samples for n inputs.
+
+        Args:
+            inputs: A tuple (input, ..., targets), or a loader or list of such tuples.
+            k: Number of samples to return for each input; None returns the scores of all samples.
+            proponents: Whether to return the samples with the highest scores, or those with the lowest.
+            aggregate: Whether to sum the scores of all inputs to one row.
+            show_progress: Not used: pass `progress=True` to the class.
+
+        Raises:
+            TypeError, ValueError: As in `epk_gp.attribute`; or k is not in 1 .. M.
+        """
+        scores = self.scores_of(*ordered(inputs, "inputs"))
+        scores = scores.sum(dim=0, keepdim=True) if aggregate else scores
+        if k is None:
+            return scores
+        validate_count(k, "k")
+        if k > scores.shape[1]:
+            raise ValueError(f"k must be at most {scores.shape[1]}, the number of training samples: got {k}.")
+        found = scores.topk(k, dim=1, largest=proponents)
+        return MostInfluential(found.indices, found.values)
+
+    def self_influence(self, inputs: Iterable[Any] | None = None, show_progress: bool = False) -> Float[Tensor, " m"]:
+        """Score training samples for their own losses.
+
+        Args:
+            inputs: A tuple or loader of training samples with their targets; all by default.
+            show_progress: Not used, as in `influence`.
+
+        Raises:
+            ValueError: An input is not a training sample.
+        """
+        every = torch.arange(self.trajectory.num_points, device=self.trajectory.device)
+        return self.self_scores(every if inputs is None else self.rows_of(inputs, "inputs"))
+
+
+class EPKAttributor(SampleScorer):
+    """Scores of training samples in the interface of `dattri.algorithm.base.BaseAttributor`, without subclassing it.
+
+    Like dattri's own scores for a task whose target is the loss, they are larger for samples that lower the test loss:
+    `dattri.metric.lds` compares their sums with the negative loss, and `loo_corr` compares them with the loss without a
+    sample. They are in units of the loss, not multiplied by the number of samples.
+
+    Args:
+        trajectory: The recorded run.
+        scores: "influence" or "contributions"; see `SampleScorer`.
+        options: Further arguments of `epk_gp.influence` or `epk_gp.attribute`.
+    """
+
+    def cache(self, full_train_dataloader: Iterable[Any]) -> None:
+        """Check that a loader contains the run's training samples in order; nothing needs to be computed.
+
+        Raises:
+            ValueError: It contains other samples.
+        """
+        rows = self.rows_of(full_train_dataloader, "full_train_dataloader")
+        if not torch.equal(rows.cpu(), torch.arange(self.trajectory.num_points)):
+            raise ValueError("full_train_dataloader must hold all samples of the run in their order: got another one.")
+
+    def attribute(self, train_dataloader: Iterable[Any], test_dataloader: Iterable[Any]) -> Float[Tensor, "m n"]:
+        """Score m training samples for the losses of n test points.
+
+        Args:
+            train_dataloader: Training samples of the run, all or some, in any order, with their targets.
+            test_dataloader: Test points with their targets.
+
+        Raises:
+            TypeError, ValueError: As in `epk_gp.influence`; or a row is not a training sample, or a loader shuffles.
+        """
+        rows = self.rows_of(train_dataloader, "train_dataloader")
+        return self.scores_of(*ordered(test_dataloader, "test_dataloader")).T[rows]
+
+    def self_attribute(self, train_dataloader: Iterable[Any]) -> Float[Tensor, " m"]:
+        """Score training samples for their own losses, for `dattri.metric.mislabel_detection_auc`.
+
+        Raises:
+            ValueError: A row is not a training sample.
+        """
+        return self.self_scores(self.rows_of(train_dataloader, "train_dataloader"))

@@ -12,8 +12,7 @@ from torch import nn
 from torch.testing import assert_close
 
 import epk_gp as epk
-from epk_gp.adapters.captum import EPKInfluence, MostInfluential
-from epk_gp.adapters.dattri import EPKAttributor
+from epk_gp.adapters.scores import EPKAttributor, EPKInfluence, MostInfluential
 from epk_gp.analysis.counterfactual import random_subsets
 from gp_cases import gaussian_run, gaussians
 

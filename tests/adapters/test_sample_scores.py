@@ -7,9 +7,7 @@ from torch.testing import assert_close
 from torch.utils.data import DataLoader, Subset, TensorDataset
 
 import epk_gp as epk
-from epk_gp.adapters.captum import EPKInfluence, MostInfluential
-from epk_gp.adapters.dattri import EPKAttributor
-from epk_gp.adapters.scores import SampleScorer
+from epk_gp.adapters.scores import EPKAttributor, EPKInfluence, MostInfluential, SampleScorer
 from epk_gp.analysis.counterfactual import rank_agreement
 from helpers import refusal
 

@@ -10,9 +10,9 @@ from torch import nn
 import epk_gp as epk
 from epk_gp import datasets
 from epk_gp.analysis import maps, measures
-from epk_gp.classifier import EPKClassifier
 from epk_gp.core.checks import parse_options
 from epk_gp.core.model import zero_final_layer
+from epk_gp.estimators import EPKClassifier
 from epk_gp.gp.data import count_seen
 from epk_gp.gp.posterior import LogitPosterior
 from epk_gp.gp.regression import leave_one_out

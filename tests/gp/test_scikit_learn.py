@@ -13,7 +13,7 @@ from sklearn.preprocessing import StandardScaler
 from sklearn.utils.validation import check_is_fitted
 
 import epk_gp as epk
-from epk_gp.classifier import EPKClassifier
+from epk_gp.estimators import EPKClassifier
 from gp_cases import gaussian_net, gaussian_run
 from gp_cases import gaussians as gaussian_tensors
 
