@@ -104,5 +104,5 @@ def _counted(work: AttributionWork) -> Plan:
         disk_bytes=sum(chunk.bytes for chunk in getattr(kept, "chunks", ()))
         + sum(size for size in vectors if size > work.memory_budget),
         memory_bytes=states + sum(size for size in vectors if size <= work.memory_budget),
-        trainings={"states": made, "steps": 1, "test side": test, "training side": blocks + k / (3 * T)},
+        trainings={"states": float(made), "steps": 1.0, "test side": test, "training side": blocks + k / (3 * T)},
     )
