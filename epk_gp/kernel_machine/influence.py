@@ -115,6 +115,8 @@ class Influence(Tabular):
         findings: Reasons that the result is not certified, in words; empty if it is certified.
         clipping: Source of the bound of gradient clipping, in words.
         explained: The kind of the K numbers of an input: "output", or "number" for the results of a function.
+        is_own: Whether each number is the loss of a training sample, and its value the derivative in this sample's own
+            weight (`influence(own=)`).
     """
 
     outputs: Float[Tensor, "n K"]
@@ -127,6 +129,7 @@ class Influence(Tabular):
     findings: tuple[str, ...] = ()
     clipping: str = ""
     explained: str = "output"
+    is_own: bool = False
 
     @property
     def certified(self) -> bool:
@@ -177,14 +180,9 @@ class Influence(Tabular):
         return self.outputs + changes
 
     @property
-    def _is_own(self) -> bool:
-        """Whether each number is the loss of a sample, differentiated in this sample's own weight."""
-        return [axis.names for axis in self.axes] == [_ITSELF.names]
-
-    @property
     def _is_by_sample(self) -> bool:
         each = [axis.kind for axis in self.axes] == ["sample"] and len(self.axes[0].names) == len(self.axes[0].group)
-        return each and not self._is_own
+        return each and not self.is_own
 
     def _frame(self) -> tuple[Any, ...]:
         terms = {"outputs": self.outputs, "values": self.values}
@@ -196,12 +194,16 @@ class Influence(Tabular):
         head = replace(self, **{name: getattr(self, name)[: len(table.places)] for name in by_point})
         deviations = [table.row("jackknife standard deviation", head.std)] if self._is_by_sample else []
         rows = [table.row("value", head.outputs), *deviations, table.row("growth along the run", head.growth)]
-        name_of = partial(group_name, self.axes)
-        rows += [] if self._is_own else table.largest("largest derivatives", head.values, name_of)
-        rows += [table.row("derivative in its own weight", head.values[..., 0])] if self._is_own else []
+        if self.is_own:
+            rows.append(table.row("derivative in its own weight", head.values[..., 0]))
+        else:
+            rows += table.largest("largest derivatives", head.values, partial(group_name, self.axes))
         every = "every recorded step is the one that the training gradients give, and nothing of it is held"
-        title = f"Influence of {in_words(self.axes)} on {count(n, 'point')} × {count(K, self.explained)}"
-        title = f"Influence of {count(n, 'training sample')}, each on its own loss" if self._is_own else title
+        title = (
+            f"Influence of {count(n, 'training sample')}, each on its own loss"
+            if self.is_own
+            else f"Influence of {in_words(self.axes)} on {count(n, 'point')} × {count(K, self.explained)}"
+        )
         entries = (
             certificate_entry(self.findings, every),
             Entry("largest mismatch of a step", number(self.max_step_mismatch), "recorded against replayed weights"),
@@ -380,6 +382,7 @@ def _differentiate(
             values=split(values, "step", "sample") if own is None else values[:, :, 0],
             adjoint_norms=norms.reshape(*shown.shape, -1),
             axes=axes if own is None else (_ITSELF,),
+            is_own=own is not None,
             findings=tuple(_findings(trajectory, mismatches, held, error, values)),
             clipping=work.law.clipping,
             explained="number" if is_asked else "output",

@@ -70,9 +70,8 @@ class RecorderCallback(RunOfCallback, Callback):
         first, *rest = trainer.optimizers
         own = trainer.optimizers if rest else first
         wrapper = trainer.strategy.model
-        if isinstance(wrapper, DistributedDataParallel):
-            self._options["ddp"] = wrapper
-        self._recorder = Recorder(self._net, own, *self._data, clip=clip, **self._options)
+        options = self._options | ({"ddp": wrapper} if isinstance(wrapper, DistributedDataParallel) else {})
+        self._recorder = Recorder(self._net, own, *self._data, clip=clip, **options)
         self._recorder.__enter__()
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:

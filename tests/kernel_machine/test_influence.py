@@ -17,7 +17,7 @@ from weighted_loops import CLASSES, INPUTS, POINTS, Apply, WeightedLoop, mlp, op
 import epk_gp as epk
 from epk_gp.core.plans import MemoryPlan
 from epk_gp.core.states import averaged_trajectory, averaging_coefficients
-from epk_gp.kernel_machine.axes import by_label, by_parameter, by_sample, by_step
+from epk_gp.kernel_machine.axes import Axis, by_label, by_parameter, by_sample, by_step
 from epk_gp.kernel_machine.influence import Influence
 from epk_gp.optimizers.torch_rules import rule_for
 
@@ -132,6 +132,8 @@ def test_the_own_influence_is_each_samples_own_derivative(run):
     assert close(some.values[:, 0, 0], own[[4, 1]])
     assert "2 training samples, each on its own loss" in str(some)
     assert "jackknife" not in str(some)
+    named = Axis("sample", torch.zeros(POINTS, dtype=torch.int64), ("itself",))  # a name says nothing
+    assert "each on its own loss" not in str(epk.influence(run, inputs, by=[named]))
     assert [row[0] for row in some.to_frame().index] == [4, 1]
     for ask in (lambda: some.std, lambda: some.predict(torch.ones(POINTS))):
         with pytest.raises(ValueError, match="Leave by= and own= out|leave by= and own= out"):
