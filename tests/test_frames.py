@@ -13,8 +13,8 @@ import torch
 from odd_frames import CHANGES, KINDS, draw_case, models, outcome, table, values_of
 
 import epk_gp as epk
-from epk_gp.analysis.counterfactual import rank_agreement
 from epk_gp.analysis.maps import uncertainty_on_plane
+from epk_gp.analysis.score_check import rank_agreement
 from epk_gp.core.show import Tabular
 from epk_gp.estimator import line
 from epk_gp.gp import regression

@@ -13,7 +13,7 @@ from torch.testing import assert_close
 
 import epk_gp as epk
 from epk_gp.adapters.scores import EPKAttributor, EPKInfluence, MostInfluential
-from epk_gp.analysis.counterfactual import random_subsets
+from epk_gp.analysis.score_check import random_subsets
 from gp_cases import gaussian_run, gaussians
 
 pytestmark = pytest.mark.filterwarnings("default")  # the libraries use what others deprecate

@@ -8,7 +8,7 @@ from torch.utils.data import DataLoader, Subset, TensorDataset
 
 import epk_gp as epk
 from epk_gp.adapters.scores import EPKAttributor, EPKInfluence, MostInfluential, SampleScorer
-from epk_gp.analysis.counterfactual import rank_agreement
+from epk_gp.analysis.score_check import rank_agreement
 from helpers import refusal
 
 KINDS = ["classes", "numbers"]

@@ -6,20 +6,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-import epk_gp as epk
 from commands import SMALL, refused, run
-from epk_gp.cli.networks import NetworkSpec, network_and_output
 from epk_gp.recording.observer import StepObserver
 from epk_gp.storage.journal import read_journal
 from epk_gp.storage.schema import read_header
-
-
-def test_a_recorded_run_is_the_library_s(recorded):
-    spec = json.loads((recorded / "network.json").read_text())["network"]
-    net, _ = network_and_output(NetworkSpec(**spec))
-    trajectory = epk.load_trajectory(recorded, net.double())
-    assert (trajectory.num_steps, trajectory.num_points, trajectory.num_outputs) == (4, 24, 3)
-    assert load_file(recorded / "held_out.safetensors")["inputs"].shape == (6, 100)
 
 
 def test_one_seed_gives_one_run_and_another_seed_another(tmp_path):

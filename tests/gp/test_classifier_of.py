@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import epk_gp as epk
 from epk_gp.adapters.scores import EPKInfluence
-from epk_gp.analysis.counterfactual import leave_one_out
+from epk_gp.analysis.score_check import leave_one_out
 from epk_gp.gram import sketch
 from epk_gp.gram.path_features import path_features
 

@@ -113,8 +113,6 @@ def test_contributions_are_those_of_separate_backward_passes(recipe):
 
 
 @pytest.mark.slow
-@pytest.mark.compiled
-@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")  # torch's own call
 def test_a_compiled_network_is_recorded():
     parts, expected = attributed(programs.compiled_nanogpt), brute_force(programs.compiled_nanogpt)
     assert parts.certified
