@@ -18,7 +18,7 @@ from epk_gp.analysis.score_check import rank_agreement
 from epk_gp.core.show import Tabular
 from epk_gp.estimator import line
 from epk_gp.gp import regression
-from epk_gp.kernel_machine.axes import by_label, by_layer, by_sample, by_step
+from epk_gp.kernel_machine.axes import by_label, by_layer, by_step
 from epk_gp.kernel_machine.baselines import single_machine
 from gp_cases import gaussian_net, gaussian_run, gaussians
 from page_code import pages_tool
@@ -90,13 +90,6 @@ def test_numbers_that_a_function_gave_are_no_outputs(run, X):
     bound = epk.attribute(run, X, function=lambda z: z[:, 0] - z[:, 1]).labelled(output=OUTPUTS, point=POINTS)
     assert bound.to_frame().index.names == ["point", "number"]
     assert list(bound.to_frame().index) == [("first", 0), ("second", 0)]
-
-
-def test_influence_has_the_numbers_and_their_derivatives(run, X):
-    effect = epk.influence(run, X, by=[by_step(run), by_sample(run)])
-    frame = effect.to_frame(sample=range(100, 100 + run.num_points))
-    np.testing.assert_array_equal(frame["outputs"].to_numpy().ravel(), effect.outputs.flatten())
-    assert frame[("values", 3, 107)].loc[(1, 2)] == float(effect.values[1, 2, 3, 7])
 
 
 def test_suspicious_labels_come_worst_first_under_the_names_of_their_rows(run):

@@ -166,20 +166,14 @@ def path_nodes(run: Trajectory, count: int = NUM_STATES) -> PathNodes:
 
 
 def _mean_weights(run: Trajectory, rates: Float64[Tensor, " S"]) -> Float64[Tensor, " M"]:
+    """Average the weights of the samples' losses over the time of the run."""
     total = torch.zeros(run.num_points + 1, dtype=torch.float64)  # the last entry is for rows outside the training data
-    for samples, weights, rate in _batches(run, rates):
-        total.index_add_(0, samples, weights * rate)
-    return total[:-1] / rates.sum()
-
-
-def _batches(run: Trajectory, rates: Float64[Tensor, " S"]) -> Iterator[tuple[Tensor, Tensor, float]]:
-    """Yield samples of each step, the weights of their losses, and the learning rate."""
     every, targets = torch.arange(run.num_points), run.targets.cpu()
     for step, rate in zip(run.steps, rates.tolist(), strict=True):
-        samples = every if step.batch is None else step.batch.cpu()
-        weights = step.sample_weights
+        samples, weights = every if step.batch is None else step.batch.cpu(), step.sample_weights
         weights = sample_weights(run.loss, targets[samples]) if weights is None else weights.cpu()
-        yield samples, weights.double(), rate
+        total.index_add_(0, samples, weights.double() * rate)
+    return total[:-1] / rates.sum()
 
 
 @dataclass(frozen=True, eq=False)
