@@ -297,7 +297,7 @@ def test_the_trained_network_takes_rows_in_their_units_and_can_be_exported(regre
 
 def test_a_constant_target_is_predicted():
     X = table(20, 0)[0]
-    model = epk.EPKRegressor(steps=100, random_state=0).fit(X, np.full(20, 0.1))
+    model = epk.EPKRegressor(LinearAndHidden, steps=100, random_state=0).fit(X, np.full(20, 0.1))
     np.testing.assert_allclose(model.predict(X), 0.1, atol=0.05)
 
 
