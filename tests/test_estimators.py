@@ -383,12 +383,8 @@ def test_one_target_of_each_row_is_chosen_by_its_name_or_number(regressor, class
 def test_pipelines_grids_and_column_transformers_take_data_frames():
     X, kind, targets = table(60, 0)
     X["habitat"] = np.where(X["eye"] > 0, "wood", "field")
-    columns = ColumnTransformer(
-        [
-            ("number", StandardScaler(), make_column_selector(dtype_include="number")),
-            ("word", OneHotEncoder(), ["habitat"]),
-        ]
-    ).set_output(transform="default")
+    numbers = ("number", StandardScaler(), make_column_selector(dtype_include="number"))
+    columns = ColumnTransformer([numbers, ("word", OneHotEncoder(), ["habitat"])]).set_output(transform="default")
     for model, y in (
         (epk.EPKClassifier(steps=20, random_state=0), kind),
         (epk.EPKRegressor([line, LinearAndHidden], steps=60, random_state=0), targets),
@@ -490,15 +486,9 @@ def test_wrong_weights_and_calls_are_refused(classifier, regressor, unchecked):
         ("none of its 0 folds does", lambda: epk.EPKRegressor(cv=[]).fit(X, targets)),
         ("cv must give rows to train on", lambda: epk.EPKRegressor(cv=[([0, 1], [])]).fit(X, targets)),
         ("positions of the 45 rows: index 45", lambda: epk.EPKRegressor(cv=[([0], [45])]).fit(X, targets)),
-        (
-            "training diverged: after no number of steps",
-            lambda: epk.EPKRegressor([line, line], lr=1e9, steps=20, cv=2).fit(X, targets),
-        ),
+        ("after no number of", lambda: epk.EPKRegressor([line, line], lr=1e9, steps=20, cv=2).fit(X, targets)),
         ("samples that differ", lambda: epk.EPKRegressor().fit(X * 0, targets * 0)),
-        (
-            r"class or target of y, 2: it maps 2 rows to shape \(2, 3\)",
-            lambda: epk.EPKRegressor(nn.Linear(3, 3)).fit(X, targets),
-        ),
+        (r"y, 2: it maps 2 rows to shape \(2, 3\)", lambda: epk.EPKRegressor(nn.Linear(3, 3)).fit(X, targets)),
         ("classes must hold classes .*: got 'dog'", lambda: classifier.attribute(new, classes=["dog"] * 4)),
         ("feature names", lambda: classifier.attribute(new[["wing"]])),
         ("one entry per point", lambda: classifier.report("r.html", new, ["ant"])),

@@ -91,15 +91,8 @@ def test_captums_tracin_has_the_same_scores_proponents_and_opponents(run, checkp
         model.load_state_dict(checkpoints[step])
         return cases.LR / cases.M
 
-    theirs = influence.TracInCP(
-        net,
-        train,
-        [*range(cases.STEPS)],
-        load,
-        loss_fn=nn.CrossEntropyLoss(reduction="none"),
-        batch_size=5,
-        sample_wise_grads_per_batch=False,
-    )
+    options = {"loss_fn": nn.CrossEntropyLoss(reduction="none"), "batch_size": 5, "sample_wise_grads_per_batch": False}
+    theirs = influence.TracInCP(net, train, [*range(cases.STEPS)], load, **options)
     ours = EPKInfluence(run, **TRACIN)
     assert_close(ours.influence(test.tensors), theirs.influence(test.tensors))
     assert_close(ours.influence(test.tensors, aggregate=True), theirs.influence(test.tensors, aggregate=True))

@@ -14,7 +14,6 @@ from commands import refused, run
 from epk_gp.analysis.maps import principal_plane
 from epk_gp.cli.data import read_labelled
 from epk_gp.cli.networks import open_run
-from epk_gp.gp.data import count_seen
 from epk_gp.gp.stacking import Stacking
 
 
@@ -118,18 +117,13 @@ def test_scores_are_mapped_over_the_principal_directions(people, tmp_path):
     assert arrays["probability"].shape == (3, 3)
 
 
-def test_halves_share_no_point_and_training_points_are_recognised(judged):
+def test_halves_share_no_point(judged):
     trajectory = open_run(judged / "run", None)
     source = read_labelled("held-out", judged / "run", trajectory)
     first, second = source.halves(0)
     assert sorted(torch.cat([first.rows, second.rows]).tolist()) == list(range(60))
     assert torch.equal(source.X[second.rows], second.X)
     assert not torch.equal(source.halves(1)[0].rows, first.rows)
-    X = trajectory.inputs[5:9]
-    with pytest.warns(UserWarning, match="4 of 8 validation points are equal to training points"):
-        assert count_seen(torch.cat([X, X + 1e-9]), trajectory) == 4
-    with pytest.raises(ValueError, match="must be unseen: 4 of 7 are training points"):
-        count_seen(torch.cat([X, X[:3] + 1e-9]), trajectory)
 
 
 def test_only_classifiers_are_judged(tmp_path, capsys, monkeypatch):
