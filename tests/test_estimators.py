@@ -116,7 +116,8 @@ def test_answers_do_not_depend_on_the_units_of_the_columns(kind):
     X, classes, targets = table(45, 0)
     new = table(20, 1)[0]
     y = pd.Series(classes, index=X.index) if kind is epk.EPKClassifier else targets["mass"]
-    models = [kind(steps=25, random_state=0).fit(own, y) for own in (X.assign(constant=0.0), in_other_units(X))]
+    given = {"network": [LinearAndHidden, waves], "steps": 25, "random_state": 0, "cv": 2}
+    models = [kind(**given).fit(own, y) for own in (X.assign(constant=0.0), in_other_units(X))]
     expected, found = (
         m.attribute(own) for m, own in zip(models, (new.assign(constant=0.0), in_other_units(new)), strict=True)
     )
@@ -125,7 +126,7 @@ def test_answers_do_not_depend_on_the_units_of_the_columns(kind):
     assert found.certified
     if kind is epk.EPKRegressor:  # as on the run itself, on the rows as they are
         np.testing.assert_allclose(found.network[:, 0], models[1].predict(in_other_units(new)), rtol=1e-12)
-    raw = kind(steps=25, random_state=0, standardize=False).fit(X.assign(constant=0.0), y)  # the control
+    raw = kind(**given, standardize=False).fit(X.assign(constant=0.0), y)  # the control
     assert (raw.attribute(new.assign(constant=0.0)).samples - expected.samples).abs().max() > 1e-3 * scale
     own = epk.attribute(models[1].trajectory_, torch.tensor(in_other_units(new).to_numpy()))
     torch.testing.assert_close(own.samples, found.samples)
@@ -305,7 +306,7 @@ def test_a_constant_target_is_predicted():
 def test_a_weight_of_two_is_the_row_twice(kind):
     X, classes, targets = table(45, 0)
     y = pd.Series(classes, index=X.index) if kind is epk.EPKClassifier else targets
-    model = kind(steps=25, random_state=0)
+    model = kind([line, waves], steps=25, random_state=0, cv=2)
     weighted = clone(model).fit(X, y, sample_weight=WEIGHTS / 3)
     repeated = clone(model).fit(X.loc[X.index.repeat(WEIGHTS)], y.loc[X.index.repeat(WEIGHTS)])
     new = table(10, 1)[0]

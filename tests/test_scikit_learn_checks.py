@@ -48,7 +48,7 @@ REASONS = {
     "check_fit2d_predict1d": "the error says which shape points must have, in other words than 'Reshape your data'",
     "check_dtype_object": "an array of Python objects is refused: points are as the network takes them",
 }
-# Folds, which both share, are in the checks of the classifier. A name of a test must not hold an address, as `line` has.
+# Folds, which both share, are in the classifier's checks. No function: its address would be in the tests' names.
 CLASSIFIER = epk.EPKClassifier([LinearAndHidden, LinearAndHidden], steps=15, cv=2)
 ESTIMATORS = [CLASSIFIER, epk.EPKRegressor(LinearAndHidden, steps=15), HeldOutUncertainty()]
 
