@@ -19,10 +19,10 @@ from epk_gp.core.step import ForwardPass, SeenRows, Step, fingerprint_data, fing
 from epk_gp.optimizers.update_rules import FIELDS, LinearStep, UpdateCoefficients, stack_coefficients
 from epk_gp.recording.history import CommitSchedule, RunHistory
 from epk_gp.storage.files import checksum, checksummed_json, read_checksummed_json
-from epk_gp.storage.journal import Chunk, to_json_line
-from epk_gp.storage.run import check_run, create_run
-from epk_gp.storage.schema import run_header
+from epk_gp.storage.run import check_run
+from epk_gp.storage.schema import Chunk, run_header, to_json_line
 from epk_gp.storage.training_state import TrainingState
+from epk_gp.storage.writer import create_run
 from loops import data, mlp, sgd
 
 JOURNAL, HEADER = "journal.jsonl", "run.json"

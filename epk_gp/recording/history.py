@@ -12,9 +12,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from epk_gp.core.moves import Move, StateSamples, share_of_way
 from epk_gp.core.states import recomputation_of
-from epk_gp.core.step import Step, fingerprint_step, tensor_bytes
+from epk_gp.core.step import Move, StateSamples, Step, fingerprint_step, share_of_way, tensor_bytes
 from epk_gp.core.trajectory import States, Trajectory, Updates
 from epk_gp.core.update_law import compact_update
 from epk_gp.optimizers.update_rules import UpdateCoefficients, relative_rounding

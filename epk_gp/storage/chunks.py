@@ -19,18 +19,29 @@ from jaxtyping import Float, Int64, Shaped, UInt8
 from torch import Tensor
 
 from epk_gp.core.checks import is_finite
-from epk_gp.core.moves import Move
 from epk_gp.core.states import Recomputation, recomputed_run
-from epk_gp.core.step import DIGEST_BYTES, Step, tensor_bytes
+from epk_gp.core.step import DIGEST_BYTES, Move, Step, tensor_bytes
 from epk_gp.core.trajectory import FirstOf, Trajectory
 from epk_gp.core.update_law import compact_update
 from epk_gp.optimizers.torch_rules import OptimizerGroup
 from epk_gp.optimizers.update_rules import BY_PARAMETER, FIELDS, SECOND, UpdateCoefficients, broadcast_to_params
 from epk_gp.storage.files import SAFETENSORS_DTYPES, open_tensors, pack, parse_json, unpack, validate_places
-from epk_gp.storage.journal import Chunk, chunk_file, opened_chunk, read_journal, verify_chunk
-from epk_gp.storage.passes import PASS_LAYOUT, PASSES, pass_tensors, validate_passes, with_stored_passes
+from epk_gp.storage.passes import PASS_LAYOUT, PASSES, pass_tensors, with_stored_passes
 from epk_gp.storage.rows import Rows, from_bytes, num_seen
-from epk_gp.storage.schema import INPUTS, TARGETS, ChunkSchema, Count, GroupRecord, Record, validated
+from epk_gp.storage.schema import (
+    INPUTS,
+    TARGETS,
+    Chunk,
+    ChunkSchema,
+    Count,
+    GroupRecord,
+    Record,
+    chunk_file,
+    opened_chunk,
+    read_journal,
+    validated,
+    verify_chunk,
+)
 from epk_gp.storage.training_state import CHECKSUM, REPLAY, decoded_state
 
 GROUPS = "groups"  # the tensor of parameter groups
@@ -200,10 +211,7 @@ def read_steps(path: str | os.PathLike[str], schema: ChunkSchema, chunk: Chunk) 
             validate_places(places, actual[name][0][0], name, where)
             for row in range(len(places) if name == MATRICES_NAME else 0):
                 _read_matrices(tensors, schema, row, where)
-        if PASSES not in actual:
-            return steps
-        validate_passes(tensors, steps, schema, where)
-    return with_stored_passes(Path(path), chunk, schema, steps)
+    return with_stored_passes(Path(path), chunk, schema, steps) if PASSES in actual else steps
 
 
 _Layout = tuple[tuple[int, ...], str]  # shape and dtype of a tensor

@@ -14,8 +14,7 @@ from torch import Tensor
 
 from epk_gp.core.step import ForwardPass, SeenRows, Step
 from epk_gp.storage.files import SAFETENSORS_DTYPES, pack, unpack, validate_places
-from epk_gp.storage.journal import Chunk, chunk_file, opened_chunk
-from epk_gp.storage.schema import ChunkSchema
+from epk_gp.storage.schema import Chunk, ChunkSchema, chunk_file, opened_chunk
 
 # The fields of a pass that are tensors.
 _VECTORS = {
@@ -37,15 +36,6 @@ PASSES, COUNTS, _ROWS = "passes", "passes.counts", "passes.rows"
 PASS_LAYOUT = {PASSES: "U8", f"{PASSES}.at": "I64", COUNTS: "I64", _ROWS: "I64"}
 
 
-def _tensors_of(forward: ForwardPass) -> dict[str, Tensor]:
-    """Return the tensors of a pass by their names in `PARTS`."""
-    tensors = {name: getattr(forward, name) for name in _VECTORS}
-    for name in _SEEN:
-        if (seen := getattr(forward, name)) is not None:
-            tensors |= {f"{name}.index": seen.index, f"{name}.values": seen.values}
-    return {name: value for name, value in tensors.items() if value is not None}
-
-
 def pass_tensors(steps: Sequence[Step], schema: ChunkSchema) -> dict[str, Tensor]:
     """Return the tensors with the passes of consecutive steps, by name; empty if there is no pass.
 
@@ -59,8 +49,13 @@ def pass_tensors(steps: Sequence[Step], schema: ChunkSchema) -> dict[str, Tensor
     rows = []
     for forward in passes:
         validate_pass(forward, schema)
-        autocast = {} if forward.autocast is None else {"autocast": torch.tensor(_DTYPES.index(forward.autocast))}
-        rows.append(_tensors_of(forward) | autocast)
+        row = {name: value for name in _VECTORS if (value := getattr(forward, name)) is not None}
+        for name in _SEEN:
+            if (seen := getattr(forward, name)) is not None:
+                row |= {f"{name}.index": seen.index, f"{name}.values": seen.values}
+        if forward.autocast is not None:
+            row["autocast"] = torch.tensor(_DTYPES.index(forward.autocast))
+        rows.append(row)
     tensors = {
         COUNTS: torch.tensor([len(step.passes) for step in steps]),
         _ROWS: torch.tensor([forward.num_rows for forward in passes]),
@@ -124,28 +119,24 @@ class StoredPasses(Sequence[ForwardPass]):
 
 
 def with_stored_passes(path: Path, chunk: Chunk, schema: ChunkSchema, steps: Sequence[Step]) -> list[Step]:
-    """Return the steps of a chunk with its passes; a step without passes has an empty tuple."""
-    with opened_chunk(path, chunk) as tensors:
-        counts, rows = (tensors.get_tensor(name).tolist() for name in (COUNTS, _ROWS))
-    stored, first = [], 0
-    for step, count in zip(steps, counts, strict=True):
-        passes = StoredPasses(path, chunk, schema, first, rows[first : first + count]) if count else ()
-        stored.append(replace(step, passes=passes))
-        first += count
-    return stored
-
-
-def validate_passes(tensors: Any, steps: Sequence[Step], schema: ChunkSchema, where: str) -> None:
-    """Raise if an open chunk does not hold passes of its steps, as far as this shows without reading them.
+    """Return the steps of a chunk with its passes; a step without passes has an empty tuple.
 
     The content of a pass is checked when it is indexed: reading all passes at every opening is too slow.
 
     Raises:
         ValueError: Numbers of passes or rows do not fit the steps, or offsets lie outside the file's tensor.
     """
-    tables = {name: tensors.get_tensor(name) for name in PASS_LAYOUT if name != PASSES}
+    with opened_chunk(path, chunk) as tensors:
+        tables = {name: tensors.get_tensor(name) for name in PASS_LAYOUT if name != PASSES}
+        size, where = tensors.get_slice(PASSES).get_shape()[0], chunk_file(path, chunk)[1]
     _validate_counts(tables, steps, schema, where)
-    validate_places(tables[f"{PASSES}.at"], tensors.get_slice(PASSES).get_shape()[0], PASSES, where)
+    validate_places(tables[f"{PASSES}.at"], size, PASSES, where)
+    stored, first, rows = list[Step](), 0, tables[_ROWS].tolist()
+    for step, count in zip(steps, tables[COUNTS].tolist(), strict=True):
+        passes = StoredPasses(path, chunk, schema, first, rows[first : first + count]) if count else ()
+        stored.append(replace(step, passes=passes))
+        first += count
+    return stored
 
 
 def _validate_counts(tensors: Mapping[str, Tensor], steps: Sequence[Step], schema: ChunkSchema, where: str) -> None:

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from jaxtyping import Float
 from torch import Tensor, nn
 
 from epk_gp.core import losses
@@ -24,20 +23,23 @@ from epk_gp.core.trajectory import Trajectory, flat_state
 from epk_gp.optimizers.torch_rules import OptimizerGroup
 from epk_gp.optimizers.update_rules import clip_from_json, step_tolerance
 from epk_gp.storage import chunks
-from epk_gp.storage.files import pack, regular_file_size
-from epk_gp.storage.journal import JOURNAL, Chunk, read_journal, resume_name
+from epk_gp.storage.files import regular_file_size
 from epk_gp.storage.schema import (
     DATA,
     HEADER,
+    JOURNAL,
     WEIGHT_DTYPES,
+    Chunk,
     RunHeader,
     chunk_schema,
     describe_loss,
     read_data,
     read_header,
+    read_journal,
+    resume_name,
 )
-from epk_gp.storage.training_state import REPLAY, TrainingState, read_training_state
-from epk_gp.storage.writer import RunWriter, create_run_dir, open_for_writing, write_header
+from epk_gp.storage.training_state import TrainingState, read_training_state
+from epk_gp.storage.writer import RunWriter, open_for_writing
 
 _KNOWN_LOSSES: dict[str, Any] = {
     kind.__name__: kind for kind in (CrossEntropy, NegativeLogLikelihood, MeanSquaredError, UnstatedLoss)
@@ -187,44 +189,6 @@ def is_run(folder: str | os.PathLike[str]) -> bool:
     """Return whether a folder holds a run, damaged or not."""
     file = Path(folder) / HEADER
     return regular_file_size(file, str(file)) is not None
-
-
-def create_run(
-    folder: str | os.PathLike[str],
-    header: Mapping[str, Any],
-    data: Mapping[str, Tensor],
-    training: TrainingState,
-    weights: Float[Tensor, " P"],
-    digest: str,
-    *,
-    statistics: Float[Tensor, " Q"] | None,
-) -> RunWriter:
-    """Create a run without steps in a new or empty folder.
-
-    Args:
-        folder: The folder.
-        header: Description of the run (`schema.run_header`), with `check_every` and `modules`.
-        data: Tensors `inputs`, `targets`, `probe` (the fingerprint outputs), `constant.NAME` for the frozen state, and
-            `graph.KEY` for the tensors of a graph.
-        training: The optimizers and other objects.
-        weights: The initial weights.
-        digest: Digest of the run.
-        statistics: The initial moving statistics; None for a network without them.
-
-    Raises:
-        FileExistsError: The folder already holds something.
-        BlockingIOError: Another process creates a run there.
-        OSError: The folder cannot be written.
-        TypeError: The training state contains an object that only pickle could store.
-    """
-    tensors = training.state_dict()
-    writer, full_header = create_run_dir(folder, {**header, **training.header()}, data)
-    with writer.closed_on_error():
-        rows = pack(REPLAY, [training.replay_row((), is_kept=True)]) if writer.schema.thins else {}
-        kept = () if statistics is None else (statistics,)
-        writer.append([weights], [], [], [digest], tensors, kept, rows=rows)
-        write_header(writer, full_header)
-    return writer
 
 
 def resume_run(

@@ -25,8 +25,7 @@ from epk_gp.core.replay import load_optimizer
 from epk_gp.core.step import tensor_bytes
 from epk_gp.optimizers.torch_rules import OptimizerGroup
 from epk_gp.storage.files import load_tensors, parse_json, read_checked
-from epk_gp.storage.journal import Chunk, resume_name
-from epk_gp.storage.schema import Record, validated
+from epk_gp.storage.schema import Chunk, Record, resume_name, validated
 
 # Names of the tensors in a resume file, in addition to `tensor.N` for the tensors of the JSON text.
 REPLAY, CHECKSUM = "replay", "checksum"  # in a chunk: the replay data of steps, and the weights' checksum

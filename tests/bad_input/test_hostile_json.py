@@ -13,8 +13,7 @@ import torch
 from safetensors.torch import load, save
 
 import epk_gp as epk
-from epk_gp.storage.files import checksum, checksum_json, checksummed_json, read_checksummed_json
-from epk_gp.storage.partial_sums import PartialSums
+from epk_gp.storage.files import PartialSums, checksum, checksum_json, checksummed_json, read_checksummed_json
 from epk_gp.storage.schema import read_header
 from loops import data, mlp, sgd
 from stored_runs import record

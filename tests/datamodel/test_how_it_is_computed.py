@@ -12,7 +12,7 @@ from datamodel_cases import Loop, error, internals, mlp, vectors
 
 import epk_gp as epk
 from epk_gp.kernel_machine.influence import Influence
-from epk_gp.storage import partial_sums
+from epk_gp.storage import files as partial_sums
 from helpers import assert_close
 
 pytestmark = pytest.mark.filterwarnings("ignore:the datamodel is not certified")  # of few steps

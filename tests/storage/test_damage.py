@@ -11,8 +11,8 @@ from safetensors.torch import load_file, save
 
 import epk_gp as epk
 from epk_gp.storage.files import MAX_JSON_BYTES, checksum
-from epk_gp.storage.journal import MAX_CHUNKS, read_journal
 from epk_gp.storage.run import check_run
+from epk_gp.storage.schema import MAX_CHUNKS, read_journal
 from loops import data, mlp, sgd
 from stored_runs import (
     CHUNK,

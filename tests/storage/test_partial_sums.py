@@ -13,8 +13,8 @@ from torch import nn
 import epk_gp as epk
 from epk_gp.core.plans import MemoryPlan
 from epk_gp.kernel_machine.axes import Axis
-from epk_gp.storage import partial_sums as checkpoints
-from epk_gp.storage.partial_sums import PartialSums
+from epk_gp.storage import files as checkpoints
+from epk_gp.storage.files import PartialSums
 from helpers import gram_block_per_class, surprising_run
 from stored_runs import flip
 
@@ -134,7 +134,7 @@ SCRIPT = """
     import os, signal, sys, torch
     from pathlib import Path
     import epk_gp as epk
-    from epk_gp.storage import partial_sums as checkpoint
+    from epk_gp.storage import files as checkpoint
 
     torch.set_num_threads(1)
     checkpoint.SECONDS = 0.0

@@ -10,7 +10,7 @@ from torch import nn
 import epk_gp as epk
 from epk_gp.core.trajectory import has_memory
 from epk_gp.storage import chunks
-from epk_gp.storage.journal import read_journal
+from epk_gp.storage.schema import read_journal
 from loops import CASES, data, file_hashes, mlp, sgd, squares, trained
 from stored_runs import HEADER, chunk_files, opened, record, refused
 
