@@ -52,7 +52,7 @@ def test_passes_and_statistics_are_read_as_they_were_written(tmp_path, statistic
     assert sum(len(step.passes) for step in check_run(tmp_path / "run").steps) == len(passes)
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=6, deadline=None)
 @given(seed=st.integers(0, 1 << 30), num_rows=st.integers(1, 30), num_passes=st.integers(1, 4))
 def test_passes_of_any_dtypes_are_read_as_they_were_written(tmp_path_factory, seed, num_rows, num_passes):
     """Rows of one part may have several dtypes in a chunk."""
