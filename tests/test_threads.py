@@ -72,7 +72,7 @@ def test_every_call_takes_and_returns_what_its_annotations_say(shares):
 @pytest.mark.parametrize("name", ["transformer"])  # `make faults` takes all networks
 def test_many_calls_at_once_on_a_new_run_change_nothing(name):
     """In another order in each thread, from a network of which nothing is known yet; `make faults` takes all calls."""
-    calls = tuple(call for call in CALLS if call in QUICK | {"reconstruct", "attribute", "influence"})
+    calls = tuple(call for call in CALLS if call in QUICK | {"attribute"})
     count = count_faults(name, calls, expected_results(name, calls), count=3, seed=0)
     assert count.calls == 3 * len(calls)
     assert count.faults == []
@@ -187,7 +187,7 @@ def interrupt(work: Callable[[], object], line: int) -> bool:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("call", ["gram_block, adaptive", "EPKKernel full", "network_outputs", "attribute, adaptive"])
+@pytest.mark.parametrize("call", ["EPKKernel full", "network_outputs", "attribute, adaptive"])
 def test_an_interrupt_anywhere_leaves_nothing_wrong_behind(call, tmp_path):
     expected = expected_results("tied", (call,))[call]
     shared = share("tied", tmp_path)
@@ -290,7 +290,7 @@ def test_a_cache_can_be_measured_while_it_is_filled():
     stop = threading.Event()
 
     def fill() -> None:
-        for number in range(3000):
+        for number in range(1000):
             cache.put(number, torch.zeros(1))
         stop.set()
 

@@ -264,12 +264,3 @@ def test_training_points_in_another_dtype_were_seen(f):
         message = "must be unseen: 10 of 10 are training points"
         assert refusal(ValueError, message, count_seen, f.t.inputs.to(dtype), f.t) is None
         assert count_seen((f.t.inputs + 0.1).to(dtype), f.t) == 0
-
-
-def test_a_chunk_that_is_removed_while_the_run_is_used_is_named(tmp_path):
-    net = mlp()
-    run = epk.train(net, X, Y, optimizer=sgd(net), steps=2, folder=tmp_path / "run")
-    for file in (tmp_path / "run").glob("chunk-*"):
-        file.unlink()
-    with pytest.raises(FileNotFoundError, match=r"chunk-00000\d.safetensors \(states \d..\d\) does not exist"):
-        epk.reconstruct(run, X)

@@ -140,6 +140,7 @@ WITHOUT_MEANING = {
     "lazy layers. Call it once": {"net": nn.Sequential(mlp(), nn.LazyLinear(3)), "optimizer": lambda net: sgd(net[0])},
     "remove batch statistics from .* compute in the precision of the weig": {"net": Single()},
     "weights of '2.bias' must be finite: .* Initialise them": {"net": poisoned(NAN)},
+    "must take one gradient a step": {"optimizer": lambda net: torch.optim.LBFGS(net.parameters())},
     "steps must be at least 1: got 0": {"steps": 0},
     "batch_size must be at least 1: got 0": {"batch_size": 0},
     "reduction must be .* got 'none'": {"loss": nn.MSELoss(reduction="none")},

@@ -169,23 +169,19 @@ def test_the_output_function_must_be_given_again():
         signature_from_json(entry)
 
 
-class BatchSecond(nn.Module):
+class BatchSecond(nn.RNN):
     """A recurrent layer that takes texts in rows, and returns places first."""
 
-    def __init__(self):
-        super().__init__()
-        self.rnn = nn.RNN(4, 3)
-
     def forward(self, x):
-        return self.rnn(x.transpose(0, 1))[0]
+        return super().forward(x.transpose(0, 1))[0]
 
 
 def test_a_batch_in_the_second_dimension_is_named():
     X, y = torch.randn(6, 5, 4).double(), torch.arange(6) % 3
-    options = {"optimizer": lambda net: torch.optim.SGD(net.parameters(), lr=0.1)}
-    for net, own in ((BatchSecond(), {"loss": None}), (nn.RNN(4, 3), {"output": lambda returned: returned[0][-1]})):
-        net = net.double()
-        given = {"output": lambda returned: returned[-1]} | own
-        targets = None if "loss" in own else y
+    for kind, targets, given in (
+        (BatchSecond, None, {"loss": None, "output": lambda returned: returned[-1]}),
+        (nn.RNN, y, {"output": lambda returned: returned[0][-1]}),
+    ):
+        net = kind(4, 3).double()
         with pytest.raises(ValueError, match=r"in the first dimension \(batch_first=True, or a module"):
-            epk.Recorder(net, options["optimizer"](net), X, targets, **given)
+            epk.Recorder(net, torch.optim.SGD(net.parameters(), lr=0.1), X, targets, **given)

@@ -286,13 +286,6 @@ def test_a_loss_that_is_none_is_refused(run, change):
     refused(run, "loss must be", openings=[opened])
 
 
-def test_a_file_that_is_cut_short_while_it_is_used_is_no_crash(run):
-    trajectory = epk.load_trajectory(run, mlp())
-    os.truncate(chunk_files(run)[3], 99)
-    with pytest.raises(ValueError, match=r"\(states 5..6\) must have \d+ bytes: it has 99"):
-        epk.network_outputs(trajectory, data()[0])
-
-
 @pytest.mark.parametrize("state", [b" ", b"{}", b"[" * 100_000, b'{"dict": 3}', b'{"tensor": "../x"}'], ids=repr)
 def test_a_training_state_is_not_trusted_either(run, state):
     content = save(load_file(run / RESUME) | {"state": torch.frombuffer(bytearray(state), dtype=torch.uint8)})
