@@ -251,7 +251,7 @@ def pack(name: str, rows: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
 def validate_places(at: Tensor, size: int, name: str, where: str) -> None:
     """Raise if rows of packed tensors lie outside the `size` bytes that hold them."""
     start, length = at.unbind(1)
-    if (start < 0).any() or (length < 0).any() or (start > size).any() or (length > size - start).any():
+    if (start < 0).any() or (length < 0).any() or (length > size - start).any():
         raise ValueError(f"{where} must hold {name!r} where `{name}.at` says: a row lies outside.")
 
 
