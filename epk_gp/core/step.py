@@ -440,16 +440,17 @@ class LiveWeights:
 
     def copy(self) -> Float[Tensor, " P"]:
         """Return a copy of the weights."""
-        held: list[Any] = [module._parameters[leaf] for _, module, leaf in self._owners]
-        w = flattened(held)
+        w = flattened(self._held())
         if self._model.num_weights > FEW_WEIGHTS:
             self._known = w, *self._marks(self.named())
         return w
 
     def versions(self) -> list[int]:
         """Return torch's write count of each parameter."""
-        held: list[Any] = [module._parameters[leaf] for _, module, leaf in self._owners]
-        return [p._version for p in held]
+        return [p._version for p in self._held()]
+
+    def _held(self) -> list[Any]:
+        return [module._parameters[leaf] for _, module, leaf in self._owners]
 
     def know_copy(self, w: Float[Tensor, " P"], copy: Float[Tensor, " P"]) -> None:
         """Use a copy in place of weights that the network is known to have had."""

@@ -19,29 +19,16 @@ from jaxtyping import Float, Int64, Shaped, UInt8
 from torch import Tensor
 
 from epk_gp.core.checks import is_finite
-from epk_gp.core.states import Recomputation, recomputed_run
+from epk_gp.core.states import recomputed_run
 from epk_gp.core.step import DIGEST_BYTES, Move, Step, tensor_bytes
-from epk_gp.core.trajectory import FirstOf, Trajectory
+from epk_gp.core.trajectory import Trajectory
 from epk_gp.core.update_law import compact_update
 from epk_gp.optimizers.torch_rules import OptimizerGroup
 from epk_gp.optimizers.update_rules import BY_PARAMETER, FIELDS, SECOND, UpdateCoefficients, broadcast_to_params
-from epk_gp.storage.files import SAFETENSORS_DTYPES, open_tensors, pack, parse_json, unpack, validate_places
+from epk_gp.storage.files import SAFETENSORS_DTYPES, pack, parse_json, unpack, validate_places
 from epk_gp.storage.passes import PASS_LAYOUT, PASSES, pass_tensors, with_stored_passes
 from epk_gp.storage.rows import Rows, from_bytes, num_seen
-from epk_gp.storage.schema import (
-    INPUTS,
-    TARGETS,
-    Chunk,
-    ChunkSchema,
-    Count,
-    GroupRecord,
-    Record,
-    chunk_file,
-    opened_chunk,
-    read_journal,
-    validated,
-    verify_chunk,
-)
+from epk_gp.storage.schema import INPUTS, TARGETS, Chunk, ChunkSchema, GroupChanges, chunk_file, opened_chunk, validated
 from epk_gp.storage.training_state import CHECKSUM, REPLAY, decoded_state
 
 GROUPS = "groups"  # the tensor of parameter groups
@@ -94,19 +81,6 @@ def step_tensors(steps: Sequence[Step]) -> dict[str, Tensor]:
     return tensors
 
 
-class _Change(Record):
-    """The parameter groups from this step of the chunk on."""
-
-    step: Count
-    groups: list[GroupRecord]
-
-
-class _Changes(Record):
-    """The parameter groups of a chunk, at the steps where they change."""
-
-    changes: list[_Change]
-
-
 def read_groups(content: UInt8[Tensor, " bytes"], count: int, where: str) -> dict[int, tuple[OptimizerGroup, ...]]:
     """Return the parameter groups in a chunk of `count` steps, by the step in the chunk.
 
@@ -114,7 +88,7 @@ def read_groups(content: UInt8[Tensor, " bytes"], count: int, where: str) -> dic
         ValueError: The tensor does not have the form that `step_tensors` makes.
     """
     message = f"{where} must hold {GROUPS!r} that describe the optimizers' parameter groups"
-    held = validated(_Changes, parse_json(bytes(tensor_bytes(content)), message), message)
+    held = validated(GroupChanges, parse_json(bytes(tensor_bytes(content)), message), message)
     if any(change.step >= count for change in held.changes):
         raise ValueError(f"{message}: they are those of other steps.")
     return {c.step: tuple(OptimizerGroup.from_json(group.model_dump()) for group in c.groups) for c in held.changes}
@@ -191,9 +165,8 @@ def read_steps(path: str | os.PathLike[str], schema: ChunkSchema, chunk: Chunk) 
         FileNotFoundError: The file is missing.
         ValueError: The file is damaged, or does not hold the states and steps that the schema describes.
     """
-    verify_chunk(path, chunk)
-    file, where = chunk_file(path, chunk)
-    with open_tensors(file, where) as tensors:
+    where = chunk_file(path, chunk)[1]
+    with opened_chunk(path, chunk, verify=True) as tensors:
         slices = {name: tensors.get_slice(name) for name in tensors.keys()}  # noqa: SIM118  # not a mapping
         actual = {name: (tuple(part.get_shape()), part.get_dtype()) for name, part in slices.items()}
         _validate_layout(actual, schema, chunk, where)
@@ -452,19 +425,3 @@ def with_computed_states(trajectory: Trajectory) -> Trajectory:
     if not isinstance(kept, StoredStates) or not isinstance(updates, StoredUpdates) or not kept.schema.thins:
         return trajectory
     return recomputed_run(trajectory, kept, updates)
-
-
-def require_same_run(trajectory: Trajectory) -> None:
-    """Raise if the folder of a run on disk has changed since the trajectory was loaded.
-
-    Raises:
-        FileNotFoundError: The folder holds no run.
-        ValueError: It holds another run.
-    """
-    states: Any = trajectory.trained.states
-    while isinstance(states, FirstOf | Recomputation):  # for a run up to a state
-        states = states.whole if isinstance(states, FirstOf) else states.kept
-    if not isinstance(states, StoredStates):
-        return
-    if read_journal(states.path).chunks[: len(states.chunks)] != states.chunks:
-        raise ValueError(f"{states.path} must hold the run with digest {trajectory.digest[:12]}: it holds another.")

@@ -17,9 +17,9 @@ from epk_gp.core.model import FunctionalModel, fingerprint_outputs, functionaliz
 from epk_gp.core.plans import TensorSpec
 from epk_gp.core.replayed_steps import RunReplay, replayed_steps
 from epk_gp.core.show import tracked
-from epk_gp.core.states import recomputation_of
+from epk_gp.core.states import Recomputation, recomputation_of
 from epk_gp.core.step import Step, fingerprint_data
-from epk_gp.core.trajectory import Trajectory, flat_state
+from epk_gp.core.trajectory import FirstOf, Trajectory, flat_state
 from epk_gp.optimizers.torch_rules import OptimizerGroup
 from epk_gp.optimizers.update_rules import clip_from_json, step_tolerance
 from epk_gp.storage import chunks
@@ -304,6 +304,22 @@ def load_trajectory(
     trajectory = chunks.with_computed_states(trajectory)
     validate_loss_function(trajectory)
     return trajectory
+
+
+def require_same_run(trajectory: Trajectory) -> None:
+    """Raise if the folder of a run on disk has changed since the trajectory was loaded.
+
+    Raises:
+        FileNotFoundError: The folder holds no run.
+        ValueError: It holds another run.
+    """
+    states: Any = trajectory.trained.states
+    while isinstance(states, FirstOf | Recomputation):  # for a run up to a state
+        states = states.whole if isinstance(states, FirstOf) else states.kept
+    if not isinstance(states, chunks.StoredStates):
+        return
+    if read_journal(states.path).chunks[: len(states.chunks)] != states.chunks:
+        raise ValueError(f"{states.path} must hold the run with digest {trajectory.digest[:12]}: it holds another.")
 
 
 @dataclass(frozen=True)

@@ -58,6 +58,19 @@ class GroupRecord(Record):
         return self
 
 
+class GroupChange(Record):
+    """The parameter groups from this step of a chunk on."""
+
+    step: Count
+    groups: list[GroupRecord]
+
+
+class GroupChanges(Record):
+    """The parameter groups of a chunk, at the steps where they change."""
+
+    changes: list[GroupChange]
+
+
 class RunDescription(Record):
     """The result of `run_header`: `loss` has a `kind` and its options, `law` is the update rule."""
 
@@ -434,7 +447,7 @@ def chunk_file(path: str | os.PathLike[str], chunk: Chunk) -> tuple[Path, str]:
     return file, f"{file} (states {chunk.first}..{chunk.last})"
 
 
-def verify_chunk(path: str | os.PathLike[str], chunk: Chunk) -> None:
+def _verify_chunk(path: str | os.PathLike[str], chunk: Chunk) -> None:
     """Compare the file of a chunk with its committed checksum.
 
     Raises:
@@ -448,16 +461,17 @@ def verify_chunk(path: str | os.PathLike[str], chunk: Chunk) -> None:
 
 
 @contextmanager
-def opened_chunk(path: str | os.PathLike[str], chunk: Chunk) -> Iterator[Any]:
+def opened_chunk(path: str | os.PathLike[str], chunk: Chunk, *, verify: bool = False) -> Iterator[Any]:
     """Map the file of a chunk that was verified when the run was opened, and has not changed since.
 
-    A file that this process has not compared with its checksum, or that changed since, is compared once.
+    A file that this process has not compared with its checksum, or that changed since, is compared once; with `verify`,
+    as when the run is opened, any file is compared.
 
     Raises:
         FileNotFoundError: The file was removed since the run was opened.
         ValueError: It was replaced or damaged since the run was opened.
     """
-    _require_unchanged(path, chunk)
+    (_verify_chunk if verify else _require_unchanged)(path, chunk)
     with files.open_tensors(*chunk_file(path, chunk)) as tensors:
         _require_unchanged(path, chunk)  # again, because it may have been replaced before it was mapped
         yield tensors
@@ -468,7 +482,7 @@ def _require_unchanged(path: str | os.PathLike[str], chunk: Chunk) -> None:
     if _COMPARED.get((str(file), chunk.blake2b)) == _stamp(file):
         return
     try:
-        verify_chunk(path, chunk)
+        _verify_chunk(path, chunk)
     except ValueError as error:
         raise ValueError(f"{error} Or another run was recorded there: load it again.") from error
 
