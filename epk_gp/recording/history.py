@@ -19,9 +19,8 @@ from epk_gp.core.update_law import compact_update
 from epk_gp.optimizers.update_rules import UpdateCoefficients, relative_rounding
 from epk_gp.recording.seen import MadeStep
 from epk_gp.recording.setup import TrainingSetup
-from epk_gp.storage.chunks import StoredStates, StoredUpdates, read_digests
+from epk_gp.storage.chunks import StoredStates, StoredUpdates, read_digests, validate_pass, with_stored_passes
 from epk_gp.storage.files import pack
-from epk_gp.storage.passes import validate_pass, with_stored_passes
 from epk_gp.storage.rows import as_bytes, num_seen
 from epk_gp.storage.schema import INPUTS, TARGETS, ChunkSchema
 from epk_gp.storage.training_state import CHECKSUM, REPLAY, TrainingState

@@ -1,12 +1,13 @@
 """Create, resume, open and check a run on disk; check that network, loss, data and optimizer are the recorded ones."""
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from jaxtyping import Shaped
 from torch import Tensor, nn
 
 from epk_gp.core import losses
@@ -24,15 +25,19 @@ from epk_gp.optimizers.torch_rules import OptimizerGroup
 from epk_gp.optimizers.update_rules import clip_from_json, step_tolerance
 from epk_gp.storage import chunks
 from epk_gp.storage.files import regular_file_size
+from epk_gp.storage.rows import Rows, from_bytes, num_seen
 from epk_gp.storage.schema import (
     DATA,
     HEADER,
+    INPUTS,
     JOURNAL,
+    TARGETS,
     WEIGHT_DTYPES,
     Chunk,
     RunHeader,
     chunk_schema,
     describe_loss,
+    opened_chunk,
     read_data,
     read_header,
     read_journal,
@@ -297,7 +302,7 @@ def load_trajectory(
     )
     validate_forward_function(trajectory, data["probe"])
     if schema.is_stream:
-        X, y = chunks.stream_data(path, data, committed, steps)
+        X, y = _stream_data(path, data, committed, steps)
         trajectory = replace(trajectory, inputs=X, targets=y, data_digest=fingerprint_data(X, y))
     initial = flat_state(trajectory, 0, data["inputs"])
     trajectory = replace(trajectory, model=with_kept_activations(model, initial, data["inputs"]))
@@ -320,6 +325,27 @@ def require_same_run(trajectory: Trajectory) -> None:
         return
     if read_journal(states.path).chunks[: len(states.chunks)] != states.chunks:
         raise ValueError(f"{states.path} must hold the run with digest {trajectory.digest[:12]}: it holds another.")
+
+
+def _stream_data(
+    path: str | os.PathLike[str], data: Mapping[str, Tensor], committed: Sequence[Chunk], steps: Sequence[Step]
+) -> tuple[Shaped[Tensor, "M ..."], Shaped[Tensor, "M ..."]]:
+    """Return inputs and targets of a stream, from the header and the chunks, mapped from temporary files.
+
+    Raises:
+        ValueError: The chunks do not hold the points of their steps.
+    """
+    rows = Rows()
+    rows.append(data["inputs"], data["targets"])
+    for chunk in committed:
+        with opened_chunk(path, chunk) as tensors:
+            if {INPUTS, TARGETS} <= {*tensors.keys()}:
+                X = from_bytes(tensors.get_tensor(INPUTS), data["inputs"].dtype)
+                rows.append(X, tensors.get_tensor(TARGETS))
+    if len(rows) < num_seen(steps):
+        raise ValueError(f"{path} must hold all rows of the stream that its steps saw: it holds {len(rows)}.")
+    X, y = rows.mapped()
+    return X, y
 
 
 @dataclass(frozen=True)

@@ -15,8 +15,8 @@ import stored_runs
 from epk_gp.core.step import ForwardPass, SeenRows, Step, fingerprint_step
 from epk_gp.optimizers.update_rules import LinearStep, broadcast_to_params, stack_coefficients
 from epk_gp.recording.history import RunHistory
-from epk_gp.storage import passes as passes_module
-from epk_gp.storage.passes import StoredPasses
+from epk_gp.storage import chunks as passes_module
+from epk_gp.storage.chunks import StoredPasses
 from epk_gp.storage.run import check_run
 from loops import data
 from stored_runs import CHUNK, add, begin, equal_values, finish, norm_net, random_pass, same_passes, write_by_hand

@@ -47,7 +47,7 @@ def test_loading_unpickles_nothing_and_changes_neither_files_nor_the_given_netwo
 
 def test_what_a_run_is_like_is_read_from_its_files_once(run, monkeypatch):
     reads, opened_before = [], chunks.opened_chunk
-    monkeypatch.setattr(chunks, "opened_chunk", lambda *args: reads.append(args) or opened_before(*args))
+    monkeypatch.setattr(chunks, "opened_chunk", lambda *args, **own: reads.append(args) or opened_before(*args, **own))
     trajectory = epk.load_trajectory(run, mlp())
     assert trajectory.dtype == torch.float64
     assert not has_memory(trajectory)
