@@ -96,14 +96,11 @@ def step(recorder, batch=None):
     recorder.optimizer.step()
 
 
-def read_journal_lines(run):
-    return [json.loads(line) for line in (run / JOURNAL).read_text().splitlines()]
-
-
 def rewrite_journal(run, change):
     """Edit the lines of a journal, and write all checksums anew as an insider would."""
     chunks, before = [], ""
-    for number, line in enumerate(read_journal_lines(run)):
+    for number, text in enumerate((run / JOURNAL).read_text().splitlines()):
+        line = json.loads(text)
         chunk = Chunk.model_construct(**(line | change(number, line)))
         before = chunk.line_after(before)
         chunks.append(chunk.model_copy(update={"line": before}))

@@ -103,10 +103,8 @@ def test_a_door_explains_the_head_of_the_run_s_loss(door: Door) -> None:
 
 LOSSES = {
     "cross_entropy": (epk.CrossEntropy(), "log_softmax"),
-    "cross_entropy_with_options": (epk.CrossEntropy("sum", (1.0, 2.0, 3.0), 0.1), "log_softmax"),
     "torch_cross_entropy": (as_loss(nn.CrossEntropyLoss()), "log_softmax"),
     "squared_error": (epk.MeanSquaredError(), "logits"),
-    "torch_squared_error": (as_loss(nn.MSELoss()), "logits"),
     "log_probabilities": (NegativeLogLikelihood(), "logits"),
     "function": (epk.PerSampleLoss(F.cross_entropy, reduction="mean"), "logits"),
     "torch_module": (as_loss(nn.HuberLoss()), "logits"),

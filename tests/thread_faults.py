@@ -74,10 +74,6 @@ class Shared:
     def points(self) -> tuple[epk.Points, epk.Points]:
         return epk.Points(self.test, False), epk.Points(self.run.inputs, True)
 
-    def single(self, is_train: bool) -> epk.Points:
-        """The test points in float32, if they are numbers."""
-        return epk.Points(self.test.float() if self.test.is_floating_point() else self.test, is_train)
-
 
 RULE = epk.gauss_legendre(2)
 MODES: tuple[Any, ...] = ("full", "independent", "trace", 1)
@@ -194,15 +190,9 @@ def _asked(door: Door) -> Callable[[Shared], object]:
 
 CALLS: dict[str, Callable[[Shared], object]] = {
     **{name: _asked(door) for name, door in DOORS.items() if name not in ("write_report", "EPKKernel", "LogitGP")},
-    "gram_block, float32 summed in float64": lambda s: epk.gram_block(
-        s.run, s.single(False), s.single(False), accumulate=torch.float64
-    ),
     "gram_block, adaptive": lambda s: epk.gram_block(s.run, *s.points, rule=epk.adaptive(1e-8)),
     "gram_block, stored": lambda s: epk.gram_block(s.stored, *s.points, rule=RULE),
     "gram_block, fewer states": lambda s: epk.gram_block(s.fewer, *s.points, rule=RULE),
-    "PathKernel, step weights": lambda s: epk.PathKernel(
-        s.run, rule=QuadratureRule.midpoint(2), step_weights=torch.ones(3, dtype=torch.float64)
-    ).block(*s.points),
     "network_outputs": lambda s: [
         epk.network_outputs(s.run, s.test, state=n, head=head) for n in (0, 1, -1) for head in ("logits", "log_softmax")
     ],

@@ -108,7 +108,7 @@ class Counted(Segments):
         return w + 1, memory + 1, None
 
 
-@pytest.mark.parametrize("every", [100, 7, 464, MANY])
+@pytest.mark.parametrize("every", [100, 20, 464, MANY])
 def test_no_step_is_made_more_than_twice_and_some_roots_of_states_are_held(every, monkeypatch):
     """On the way up, as the comparison of steps reads them, and on the way down, as adjoints do, by chords too."""
     monkeypatch.setattr(replay, "HELD_BYTES", 0)

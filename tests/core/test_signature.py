@@ -55,16 +55,6 @@ def test_the_order_of_a_dictionary_does_not_count_and_only_floats_follow_the_com
     assert dtypes == {"ids": torch.int64, "mask": torch.bool, "scale": torch.float32}
 
 
-def test_one_tensor_stays_itself():
-    X = torch.randn(4, 3)
-    packed, signature = parse_signature(X, None)
-    assert packed is X
-    assert signature == ONE_TENSOR
-    assert signature.structure(X) is X
-    assert signature.unpack(X)[0][0] is X
-    assert signature.to_json() is None
-
-
 def test_a_model_calls_its_network_as_the_user_does_in_any_dtype_copied_or_pickled():
     X, net = tagger_inputs(), Tagger().double()
     packed, signature = parse_signature(X, mean_logits)
@@ -124,8 +114,11 @@ def test_a_call_with_the_inputs_is_packed_as_they_are_and_another_is_not():
     assert all(torch.equal(found[name], packed) for name in of_inputs)
 
 
-def test_a_call_with_one_tensor_is_that_tensor():
+def test_one_tensor_and_a_call_with_one_stay_themselves():
     X = torch.randn(3, 2)
+    packed, own = parse_signature(X, None)
+    assert packed is own.structure(X) is own.unpack(X)[0][0] is X
+    assert (own, own.to_json()) == (ONE_TENSOR, None)
     assert ONE_TENSOR.pack_call((X,), {}) is X
     assert ONE_TENSOR.pack_call((), {"flag": True, "x": X}) is X
     assert ONE_TENSOR.pack_call((), {}) is None
