@@ -8,8 +8,7 @@ from safetensors.torch import load_file, save_file
 
 from commands import SMALL, refused, run
 from epk_gp.recording.observer import StepObserver
-from epk_gp.storage.journal import read_journal
-from epk_gp.storage.schema import read_header
+from epk_gp.storage.schema import read_header, read_journal
 
 
 def test_one_seed_gives_one_run_and_another_seed_another(tmp_path):
