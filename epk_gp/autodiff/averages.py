@@ -17,7 +17,6 @@ from torch import Tensor
 Pull = Callable[[Tensor], Tensor]
 Ends = tuple[Tensor, Tensor]
 Outputs = tuple[Tensor, ...]
-_Held = tuple[Callable[..., Any], Tensor, int]  # a function, its result, and the result's version at that time
 
 # Gauss-Legendre nodes on [-1, 1], for the derivative of functions without a closed form.
 _NODES, _WEIGHTS = np.polynomial.legendre.leggauss(4)
@@ -73,37 +72,6 @@ def pulled(value: Tensor, *arms: tuple[Tensor, Pull]) -> Tensor:
     nodes = (apply_pulled(x, [value.new_empty(()).expand(value.shape)], pull) for x, pull in differentiable)
     joined: Any = _Joined.apply
     return cast(Tensor, joined([value], *nodes))
-
-
-class HeldProducts:
-    """The products of a forward pass, in the order of its calls: the next stretch ends in this pass's state.
-
-    Args:
-        ends: The held products of a pass with the weights at the end, if any.
-        max_bytes: Largest number of bytes that are held.
-    """
-
-    def __init__(self, ends: "HeldProducts | None", max_bytes: int) -> None:
-        self._held: list[_Held | None] = []
-        self._ends, self._room = [] if ends is None else ends._held[::-1], max_bytes
-
-    def end(self, func: Callable[..., Any], shape: torch.Size) -> Tensor | None:
-        """Return the next product of a function, with the weights at the end; None if it is not held."""
-        held = self._ends.pop() if self._ends else None
-        if held is None or held[0] is not func or held[1].shape != shape or held[1]._version != held[2]:
-            return None
-        return held[1]
-
-    def hold(self, func: Callable[..., Any], value: Tensor) -> None:
-        """Hold the next product with the weights at the start, if there is room."""
-        has_room = value.nbytes <= self._room
-        self._room -= has_room * value.nbytes
-        self._held.append((func, value.detach(), value._version) if has_room else None)
-
-    @property
-    def nbytes(self) -> int:
-        """Number of bytes that are held."""
-        return sum(held[1].nbytes for held in self._held if held is not None)
 
 
 class SegmentSecant(torch.autograd.Function):

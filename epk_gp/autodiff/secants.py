@@ -22,7 +22,6 @@ from epk_gp.autodiff.averages import (
     SLOPES,
     Ends,
     Exponentials,
-    HeldProducts,
     Outputs,
     Pull,
     SegmentSecant,
@@ -35,24 +34,21 @@ from epk_gp.autodiff.averages import (
     pulled,
     quotient_slope,
 )
-from epk_gp.autodiff.functions import (
+from epk_gp.autodiff.interception import (
     ADDED_PRODUCTS,
     CASTS,
+    CHANNELS_LAST,
     CONSTANT,
     IN_PLACE,
+    JOINTLY_LINEAR,
     KINKED,
     LINEAR,
     POOLS,
     PRELU,
-    SCALED,
-    SMOOTH,
-)
-from epk_gp.autodiff.interception import (
-    CHANNELS_LAST,
-    CONVOLUTIONS,
-    JOINTLY_LINEAR,
     PRODUCTS,
     QUOTIENTS,
+    SCALED,
+    SMOOTH,
     WRITTEN_OUT,
     FunctionCall,
     ParameterInterception,
@@ -65,9 +61,6 @@ from epk_gp.autodiff.interception import (
 )
 from epk_gp.core.model import BATCH_MARK
 from epk_gp.core.torch_overrides import normalise_by_statistics
-
-# The functions that take most of a pass: their results are held for the stretch before.
-_MATRIX_PRODUCTS = {F.linear, *CONVOLUTIONS, *ADDED_PRODUCTS, *functions_named("matmul", "__matmul__", "mm", "bmm")}
 
 # Attributes of a tensor: its value at the end, and the mean of both, with the tensor version of that mean.
 _END, _MIDDLE = "_epk_gp_end", "_epk_gp_middle"
@@ -161,7 +154,6 @@ class SecantDerivatives(ParameterInterception):
         watch: Receives the calls that take a parameter, or a tensor made only of parameters. Moving tensors with rows
             are replaced in these calls by the mean of both ends; for a normalisation, its scaled input is replaced.
         statistics: Moving statistics of every row at the start, (n, ...), which replace those in `params`.
-        held: Receives the products at the start, and may contain those at the end.
     """
 
     def __init__(
@@ -171,10 +163,8 @@ class SecantDerivatives(ParameterInterception):
         num_rows: int,
         watch: Watch | None = None,
         statistics: Mapping[str, Tensor] | None = None,
-        held: HeldProducts | None = None,
     ) -> None:
         super().__init__(params, watch)
-        self.held = held
         self.num_rows = num_rows
         for name, step in direction.items():
             moves_to(params[name], params[name].detach() + step)
@@ -256,8 +246,6 @@ class SecantDerivatives(ParameterInterception):
         result = func(*args, **kwargs)
         if func not in LINEAR and not any(True for _ in tensors_in((result,))):
             return result  # a shape or a dtype
-        if func in _MATRIX_PRODUCTS:
-            return self._carry(result, self._end_of_product(func, args, kwargs, result))
         return self._carry(result, _at_end(func, args, kwargs))
 
     def _carry(self, result: Any, end: Any) -> Any:
@@ -290,15 +278,7 @@ class SecantDerivatives(ParameterInterception):
         else:
             sums = [(term, partial(torch.Tensor.sum_to_size, size=term.shape)) for term in added]
             result = pulled(value, (a, pulls[0]), (b, pulls[1]), *sums)
-        return moves_to(result, self._end_of_product(func, args, kwargs, result))
-
-    def _end_of_product(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Tensor) -> Tensor:
-        """Return a product at the end of the stretch, where the next stretch began."""
-        end = None
-        if self.held is not None:
-            end = self.held.end(func, result.shape)
-            self.held.hold(func, result)
-        return _at_end(func, args, kwargs) if end is None else end
+        return moves_to(result, _at_end(func, args, kwargs))
 
     def _normalise(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Make a call that normalises its input, then scales and shifts it by the middles of its weights."""

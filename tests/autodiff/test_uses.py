@@ -9,9 +9,8 @@ from torch import Tensor, nn
 
 from epk_gp.autodiff.dense import Cotangents, PlannedModel, all_outputs, dense_jacobian, flat_columns, pulled_back
 from epk_gp.autodiff.jacobians import WeightLocation, layer_jacobians
-from epk_gp.autodiff.products import ParameterGradients, by_parameter
 from epk_gp.autodiff.representations import ContractionCost, NodeWeights, to_flat_order
-from epk_gp.autodiff.uses import EmbeddingJacobian
+from epk_gp.autodiff.uses import EmbeddingJacobian, ParameterGradients, by_parameter
 from epk_gp.autodiff.verification import build_plan, plan_for
 from epk_gp.core.inputs import Signature
 from epk_gp.core.model import FunctionalModel, functionalize
