@@ -18,22 +18,8 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.hooks import RemovableHandle
 
-from epk_gp.autodiff.averages import (
-    SLOPES,
-    Ends,
-    Exponentials,
-    Outputs,
-    Pull,
-    SegmentSecant,
-    identity,
-    log_softmax,
-    matmul_pulls,
-    normalised,
-    power_slope,
-    product_pulls,
-    pulled,
-    quotient_slope,
-)
+from epk_gp.autodiff import averages
+from epk_gp.autodiff.averages import Ends, Outputs, Pull, identity, pulled
 from epk_gp.autodiff.interception import (
     ADDED_PRODUCTS,
     CASTS,
@@ -125,13 +111,32 @@ def _cross_entropy(x: Tensor, target: Tensor, weight: Tensor | None = None, **op
     return F.nll_loss(F.log_softmax(x, dim=x.ndim > 1), target, weight, **options)
 
 
+def _prelu(x: Tensor, slope: Tensor) -> Tensor:
+    positive = torch.relu(x)
+    return positive + slope.view(-1, *[1] * (x.ndim - 2)) * (x - positive)
+
+
+def _quotient(x: Any, y: Any = None, **options: Any) -> Any:
+    """Compute a quotient whose divisor moves by a product."""
+    return NotImplemented if options or not hasattr(y, _END) else torch.mul(y.reciprocal(), x)
+
+
+def _overwrite(function: Callable[..., Any], x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    return x.copy_(function(x, *args, **kwargs))
+
+
+# Functions that are made of others. Each returns NotImplemented for a call that it does not cover.
 _WRITTEN_OUT: dict[Callable[..., Any], Callable[..., Any]] = {
     **WRITTEN_OUT,
+    **dict.fromkeys(PRELU, _prelu),
+    **dict.fromkeys(QUOTIENTS, _quotient),
+    **{func: partial(_overwrite, IN_PLACE[name]) for name in IN_PLACE for func in functions_named(name)},
     F.scaled_dot_product_attention: _attention,
     F.cross_entropy: _cross_entropy,
     Tensor.register_hook: lambda *_: RemovableHandle(OrderedDict()),  # hooks of gradients, which averages do not use
     Tensor.retain_grad: lambda *_: None,
 }
+_OF_TWO_FACTORS = {*PRODUCTS, *QUOTIENTS, *JOINTLY_LINEAR, *ADDED_PRODUCTS}
 _SOFTMAX = {*functions_named("softmax", "log_softmax", "logsumexp"), F.softmax, F.log_softmax}
 _SCALES = {
     F.layer_norm: ("input", "normalized_shape", "weight", "bias", "eps"),
@@ -193,17 +198,6 @@ class SecantDerivatives(ParameterInterception):
                 result = _WRITTEN_OUT[func](*args, **kwargs)
             if result is not NotImplemented:
                 return result
-        if name in IN_PLACE:
-            with self:
-                return args[0].copy_(IN_PLACE[name](*args, **kwargs))
-        if func in QUOTIENTS and not kwargs and hasattr(args[1], _END):
-            with self:
-                return torch.mul(args[1].reciprocal(), args[0])
-        if func in PRELU:
-            x, slope = args
-            with self:
-                positive = torch.relu(x)
-                return positive + slope.view(-1, *[1] * (x.ndim - 2)) * (x - positive)
         if func in _SCALES and not all(value is not _input(args, kwargs) for value in moving):
             return self._normalise(func, args, kwargs)
         if func in _SOFTMAX and (result := self._softmax(name, args, kwargs)) is not None:
@@ -212,11 +206,10 @@ class SecantDerivatives(ParameterInterception):
             return x
         if func is F.embedding:
             args, kwargs = (args[0], FunctionCall(func, args, kwargs, {}, []).held["weight"]), {}
-        if any(not (value.is_floating_point() or value.is_complex()) for value in moving):
-            result = self._secant(func, args, kwargs, moving)
-        elif func in PRODUCTS or func in QUOTIENTS or func in JOINTLY_LINEAR or func in ADDED_PRODUCTS:
+        are_numbers = all(value.is_floating_point() or value.is_complex() for value in moving)
+        if are_numbers and func in _OF_TWO_FACTORS:
             result = self._product(func, args, kwargs, moving)
-        elif func in LINEAR or name == "__get__":
+        elif are_numbers and (func in LINEAR or name == "__get__"):
             result = self._linear(func, args, kwargs)
         else:
             result = self._secant(func, args, kwargs, moving)
@@ -328,7 +321,7 @@ class SecantDerivatives(ParameterInterception):
         return result
 
     def _normalised(self, x: Tensor, dims: tuple[int, ...], eps: float, *, centres: bool) -> Tensor:
-        (start, end), pull = normalised((x.detach(), end_of(x)), dims, eps, centres=centres)
+        (start, end), pull = averages.normalised((x.detach(), end_of(x)), dims, eps, centres=centres)
         return moves_to(pulled(start, (x, pull)), end)
 
     def _by_statistics(self, x: Tensor, given: Mapping[str, Any], eps: float) -> Tensor:
@@ -348,12 +341,13 @@ class SecantDerivatives(ParameterInterception):
             return None
         ends = x.detach(), end_of(x)
         if name == "logsumexp":
-            (start, end), weights = Exponentials(ends, dim).log_sum()
+            (start, end), weights = averages.Exponentials(ends, dim).log_sum()
             result = moves_to(pulled(start, (x, partial(torch.mul, weights))), end)
             keeps = kwargs.get("keepdim", args[2] if len(args) > 2 else False)
             with self:
                 return result if keeps else result.squeeze(dim)
-        (start, end), pull = Exponentials(ends, dim).softmax() if name == "softmax" else log_softmax(ends, dim)
+        is_log = name != "softmax"
+        (start, end), pull = averages.log_softmax(ends, dim) if is_log else averages.Exponentials(ends, dim).softmax()
         return moves_to(pulled(start, (x, pull)), end)
 
     def _secant(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], moving: list[Tensor]) -> Any:
@@ -412,7 +406,7 @@ class SecantDerivatives(ParameterInterception):
             return tuple(value for value, is_float in zip(tensors_in((again,)), floats, strict=True) if is_float)
 
         kept = [both for both, is_float in zip(results, floats, strict=True) if is_float]
-        apply_segment: Any = SegmentSecant.apply
+        apply_segment: Any = averages.SegmentSecant.apply
         found = iter(apply_segment(function, ends, (kept, any(rows)), *inputs))
         values = [next(found) if is_float else value for (value, _), is_float in zip(results, floats, strict=True)]
         self._carry(values, [end for _, end in results])
@@ -473,28 +467,29 @@ def _product_pulls(func: Any, kwargs: Mapping[str, Any], a: Tensor, b: Tensor) -
     """Return the functions that pull back to two factors, from their middles; None to ask torch."""
     name = func.__name__
     if name in {"mul", "multiply", "__mul__", "__rmul__"}:
-        return product_pulls(a, b)
+        return averages.product_pulls(a, b)
     if func is F.linear:
-        to_x, to_W = matmul_pulls(a, b.mT)
+        to_x, to_W = averages.matmul_pulls(a, b.mT)
         return to_x, lambda grad: to_W(grad).mT
     is_addmm = name == "addmm" and not kwargs
     if (name in {"matmul", "__matmul__", "mm", "bmm"} or is_addmm) and min(a.ndim, b.ndim) > 1:
-        return matmul_pulls(a, b)
+        return averages.matmul_pulls(a, b)
     return None
 
 
 def _slope(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], x: Tensor, call: Any, y: Ends) -> Tensor:
     """Return the slope of an elementwise function between both ends."""
     name, ends = func.__name__, (x.detach(), end_of(x))
-    if name in SLOPES:
-        return SLOPES[name](ends, y)
-    if name == "pow" and args[0] is x and (slope := power_slope(ends, args[1] if len(args) > 1 else None)) is not None:
+    if name in averages.SLOPES:
+        return averages.SLOPES[name](ends, y)
+    exponent = args[1] if name == "pow" and args[0] is x and len(args) > 1 else None
+    if (slope := averages.power_slope(ends, exponent)) is not None:
         return slope
     limit: Tensor | float = 0.0 if func in KINKED else torch.finfo(x.dtype).eps ** (1 / 3)
     if name in SCALED:
         limit = limit * ends[0].abs()
     fits = len(list(tensors_in((args, kwargs)))) == 1
-    return quotient_slope(call, ends, y, limit, fits=fits)
+    return averages.quotient_slope(call, ends, y, limit, fits=fits)
 
 
 def _call_with(
