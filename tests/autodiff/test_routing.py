@@ -99,16 +99,16 @@ def check(run: epk.Trajectory, X: Tensor, head: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("head", HEADS)
-@pytest.mark.parametrize("build", [Experts, OnlyAsked, Sorted, ScaledSometimes])
+@pytest.mark.parametrize(
+    ("build", "head"), [*zip([Experts, OnlyAsked, Sorted, ScaledSometimes], 2 * HEADS, strict=True)]
+)
 def test_rows_that_go_different_ways_are_differentiated_row_by_row(build: Callable[[], nn.Module], head: str) -> None:
     trajectory = trained(build(), inputs(8))
     check(trajectory, inputs(3), head)
     assert not plan_for(trajectory, trajectory.model_for(trajectory.inputs)).plan.supports_interpolation
 
 
-@pytest.mark.parametrize("head", HEADS)
-@pytest.mark.parametrize("build", [OnlyAsked, ScaledSometimes])
+@pytest.mark.parametrize(("build", "head"), [*zip([OnlyAsked, ScaledSometimes], HEADS, strict=True)])
 @pytest.mark.parametrize("ask", ASKED)
 def test_only_the_questions_own_rows_go_another_way(build: Callable[[], nn.Module], head: str, ask: str) -> None:
     """Training rows between the probe's, or only the points asked about: the plan is made once more."""
@@ -187,8 +187,7 @@ KINDS: dict[str, tuple[Callable[[], nn.Module], tuple[bool, bool, bool]]] = {
 }
 
 
-@pytest.mark.parametrize("head", HEADS)
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize(("name", "head"), [*zip(KINDS, HEADS, strict=True)])
 def test_what_torch_cannot_do_is_done_another_way(name: str, head: str) -> None:
     """One backward pass is enough; of the second, through the places of the rows on the step."""
     make, supported = KINDS[name]

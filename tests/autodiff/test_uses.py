@@ -93,8 +93,7 @@ def test_gradients_require_none_unless_a_graph_is_asked_for() -> None:
 POSITIONS = ("none", "embedded", "embedded in one row", "types", "added", "sliced", "joined")
 
 
-@pytest.mark.parametrize("ties", [False, True])
-@pytest.mark.parametrize("positions", POSITIONS)
+@pytest.mark.parametrize(("positions", "ties"), [("none", True), *zip(POSITIONS, [False, True] * 4, strict=False)])
 def test_every_parameter_of_a_language_model_has_its_rows_gradients(positions: str, ties: bool) -> None:
     """Among the numbers of rows is that of the positions, so that neither can be taken for the other."""
     torch.manual_seed(0)

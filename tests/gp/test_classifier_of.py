@@ -211,28 +211,29 @@ ONE_LOGIT = {  # what the network makes of its logit, and the output that takes 
 }
 
 
-@pytest.mark.parametrize("name", ONE_LOGIT)
-def test_output_is_judged_by_the_logits_that_it_takes(tmp_path, name):
-    """Whatever the network itself returns: the classifier is that of a network that returns the logits."""
+@pytest.fixture(scope="module")
+def one_logit():
+    """A network of one logit, its data, the classifier of [0, z], and its order of suspicious labels."""
     net, X, y, V, labels = small_problem(1)
     optimizer = torch.optim.Adam(net.parameters(), lr=5e-2)
     for _ in range(30):
         optimizer.zero_grad()
         nn.functional.binary_cross_entropy_with_logits(net(X)[:, 0], y.double()).backward()
         optimizer.step()
-    change, output = ONE_LOGIT[name]
-    changed = Changed(net, change).double()
     expected = epk.UncertainClassifier.of(Changed(net, pair).double(), X, y).fit(V, labels)
-    data = DataLoader(TensorDataset(X, y), batch_size=16)
-    for judged in (
-        epk.UncertainClassifier.of(changed, X, y, output=output),
-        epk.UncertainClassifier.of(changed, data, output=output),
-    ):
-        judged.fit(V, labels)
-        torch.testing.assert_close(judged.predict_proba(V), expected.predict_proba(V), rtol=0, atol=1e-9)
-        torch.testing.assert_close(judged.uncertainty(V).error, expected.uncertainty(V).error, rtol=0, atol=1e-9)
-    found, order = (epk.label_errors(own.trajectory).indices.tolist() for own in (judged, expected))
-    assert found == order
+    return net, X, y, V, labels, expected, epk.label_errors(expected.trajectory).indices.tolist()
+
+
+@pytest.mark.parametrize("name", ONE_LOGIT)
+def test_output_is_judged_by_the_logits_that_it_takes(one_logit, tmp_path, name):
+    """Whatever the network itself returns: the classifier is that of a network that returns the logits."""
+    (net, X, y, V, labels, expected, order), (change, output) = one_logit, ONE_LOGIT[name]
+    changed = Changed(net, change).double()
+    data = (DataLoader(TensorDataset(X, y), batch_size=16),) if name.startswith("(n, 1)") else (X, y)
+    judged = epk.UncertainClassifier.of(changed, *data, output=output).fit(V, labels)
+    torch.testing.assert_close(judged.predict_proba(V), expected.predict_proba(V), rtol=0, atol=1e-9)
+    torch.testing.assert_close(judged.uncertainty(V).error, expected.uncertainty(V).error, rtol=0, atol=1e-9)
+    assert epk.label_errors(judged.trajectory).indices.tolist() == order
     judged.save(tmp_path / "saved")
     again = epk.UncertainClassifier.load(tmp_path / "saved", changed, output=output)
     torch.testing.assert_close(again.predict_proba(V), judged.predict_proba(V), rtol=0, atol=1e-9)

@@ -10,7 +10,9 @@ from torch.nn import functional as F
 from weighted_loops import Apply
 
 import epk_gp as epk
-from epk_gp.autodiff.dense import WeightSegment, directional_derivatives
+from epk_gp.autodiff.dense import PlannedModel, WeightSegment, directional_derivatives
+from epk_gp.autodiff.verification import build_plan
+from epk_gp.core.model import functionalize
 from epk_gp.datasets import three_gaussians
 from epk_gp.quadrature.adaptive import Integral, integrate, union_mesh
 from epk_gp.quadrature.rules import QuadratureStatus
@@ -293,16 +295,13 @@ def test_a_located_kink_costs_a_fraction_of_a_blind_one(name: str, monkeypatch: 
     X = torch.randn(6, 3, dtype=torch.float64)
     net = nn.Sequential(nn.Linear(3, 16), Kinked(KINKED[name]), nn.LazyLinear(2)).double()
     net(X)
-    optimizer = torch.optim.SGD(net.parameters(), lr=8.0)
-    trajectory = epk.train(net, X, torch.arange(6) % 2, optimizer=optimizer, steps=1)
-    evaluations = []
-    for locates in (True, False):
-        if not locates:
-            none = lambda line, x, pair, a, b: (a[:0].long(), a[:0], torch.ones_like(a, dtype=torch.bool))  # noqa: E731
-            monkeypatch.setattr("epk_gp.quadrature.adaptive.locate_kinks", none)
-        found = epk.reconstruct(trajectory, X, head="logits", rule=epk.adaptive(1e-12, order=2))
-        assert found.certified
-        # hundreds of intervals about a kink that is not located add roundings of their own
-        assert found.max_error < (1e-13 if locates else 1e-11) * found.network.abs().max()
-        evaluations.append(found.evaluations)
-    assert evaluations[1] > 10 * evaluations[0]
+    model = functionalize(net)
+    w, d = model.flatten(dict(net.named_parameters())), torch.randn(model.num_weights, dtype=torch.float64)
+    line = WeightSegment(PlannedModel(model, build_plan(model, w, X)), w, d, "logits", 1 << 26)
+    found = integrate(line, X, epk.adaptive(1e-12, order=2), 1)
+    assert found.status.max() <= QuadratureStatus.ROUNDING
+    assert (found.end - found.start - found.total).abs().max() < 1e-13 * found.end.abs().max()
+    none = lambda line, x, pair, a, b: (a[:0].long(), a[:0], torch.ones_like(a, dtype=torch.bool))  # noqa: E731
+    monkeypatch.setattr("epk_gp.quadrature.adaptive.locate_kinks", none)
+    ten_times = epk.adaptive(1e-12, order=2, max_evaluations=round(10 * float(found.evaluations.mean())))
+    assert integrate(line, X, ten_times, 1).status.max() == QuadratureStatus.EVALUATION_LIMIT
