@@ -158,7 +158,7 @@ def test_a_kink_that_is_not_located_costs_more_and_more_than_a_small_bound() -> 
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_evaluations_never_pass_their_bound(name: str) -> None:
     X = torch.linspace(-1, 1, 8, dtype=DOUBLE)[:, None]
-    for bound in (4, 50, 300):
+    for bound in (4, 50):
         found = integrate(segment(FUNCTIONS[name]), X, epk.adaptive(max_evaluations=bound), 1)
         assert float(found.evaluations.max()) <= bound
         weights = torch.zeros(8, dtype=DOUBLE).index_add_(0, found.point, found.weight)
