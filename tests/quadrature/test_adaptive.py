@@ -53,19 +53,14 @@ def segment(function: Callable[[Tensor], Tensor], dtype: torch.dtype = DOUBLE) -
 
 
 FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "tanh": torch.tanh,
-    "relu": F.relu,
-    "root": lambda h: h.abs().sqrt(),
-    "root_at_the_start": lambda h: (h + 1).abs().sqrt(),
-    "cancellation": lambda h: torch.sin(3 * h) + 1e4 - 1e4,
+    "tanh": torch.tanh, "relu": F.relu, "root": lambda h: h.abs().sqrt(),
+    "root_at_the_start": lambda h: (h + 1).abs().sqrt(), "cancellation": lambda h: torch.sin(3 * h) + 1e4 - 1e4,
     "straight_through": lambda h: torch.tanh(h + ((4 * h).round() / 4 - h).detach()),  # rounds in the forward pass
-    "stop_gradient": lambda h: h * torch.exp(h).detach(),
-    "bfloat16": lambda h: torch.tanh(h.bfloat16()).to(h.dtype),
-    "jump": lambda h: torch.where(h > 0, 1 + h, h),
+    "stop_gradient": lambda h: h * torch.exp(h).detach(), "bfloat16": lambda h: torch.tanh(h.bfloat16()).to(h.dtype),
+    "jump": lambda h: torch.where(h > 0, 1 + h, h), "many_jumps": lambda h: torch.frac(1e5 * h),
     "blind_kink": lambda h: torch.where(h > 0, torch.exp(h), 1 - h),
     "many_kinks": lambda h: torch.where((50 * h).sin() > 0, (50 * h).sin(), 0 * h),
-    "many_jumps": lambda h: torch.frac(1e5 * h),
-}
+}  # fmt: skip
 INCONSISTENT = QuadratureStatus.INCONSISTENT_DERIVATIVE
 
 
