@@ -35,7 +35,6 @@ class TablesAndTokens(nn.Module):
 
 
 def assert_rows_have_their_gradients(model: FunctionalModel, net: nn.Module, X: Tensor, sizes: tuple[int, ...]) -> None:
-    """Compare the Jacobians of every parameter with plain backward passes, row by row."""
     w = model.flatten(dict(net.named_parameters()))
     plan = build_plan(model, w, X)
     assert plan.dense_params == ()

@@ -8,6 +8,7 @@ import torch
 from sklearn.base import clone
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
+from weighted_loops import Apply
 
 import epk_gp as epk
 from epk_gp.adapters.scores import EPKInfluence
@@ -162,7 +163,7 @@ def test_data_of_every_kind_give_the_same_classifier():
     rows = epk.UncertainClassifier.of(single, X.numpy(), y.tolist()).fit(V.numpy(), labels.numpy())
     assert rows.trajectory.inputs.dtype == torch.float32
     np.testing.assert_allclose(rows.predict_proba(V.numpy()), expected.numpy(), atol=1e-3)
-    returned = Changed(net, lambda z: {"logits": z})
+    returned = nn.Sequential(net, Apply(lambda z: {"logits": z}))
     taken = epk.UncertainClassifier.of(returned, X, y, output=lambda found: found["logits"]).fit(V, labels)
     torch.testing.assert_close(taken.predict_proba(V), expected, rtol=0, atol=1e-12)
 
@@ -184,15 +185,6 @@ def test_targets_of_data_sets_are_numbers_of_outputs_whatever_the_names(names):
     wrong = DataLoader(TensorDataset(V, labels - 1), 8)  # -1 is no class, though NumPy takes it as the last
     with pytest.raises(ValueError, match=r"y must lie in 0\.\.2: got -1\.\.1"):
         epk.UncertainClassifier.of(net, data, classes=names).fit(wrong)
-
-
-class Changed(nn.Module):
-    def __init__(self, net: nn.Module, change) -> None:
-        super().__init__()
-        self.net, self.change = net, change
-
-    def forward(self, x: torch.Tensor) -> object:
-        return self.change(self.net(x))
 
 
 def pair(z: torch.Tensor) -> torch.Tensor:
@@ -221,7 +213,7 @@ def one_logit():
         optimizer.zero_grad()
         nn.functional.binary_cross_entropy_with_logits(net(X)[:, 0], y.double()).backward()
         optimizer.step()
-    expected = epk.UncertainClassifier.of(Changed(net, pair).double(), X, y).fit(V, labels)
+    expected = epk.UncertainClassifier.of(nn.Sequential(net, Apply(pair)), X, y).fit(V, labels)
     return net, X, y, V, labels, expected, epk.label_errors(expected.trajectory).indices.tolist()
 
 
@@ -229,7 +221,7 @@ def one_logit():
 def test_output_is_judged_by_the_logits_that_it_takes(one_logit, tmp_path, name):
     """Whatever the network itself returns: the classifier is that of a network that returns the logits."""
     (net, X, y, V, labels, expected, order), (change, output) = one_logit, ONE_LOGIT[name]
-    changed = Changed(net, change).double()
+    changed = nn.Sequential(net, Apply(change))
     data = (DataLoader(TensorDataset(X, y), batch_size=16),) if name.startswith("(n, 1)") else (X, y)
     judged = epk.UncertainClassifier.of(changed, *data, output=output).fit(V, labels)
     torch.testing.assert_close(judged.predict_proba(V), expected.predict_proba(V), rtol=0, atol=1e-9)
@@ -257,7 +249,7 @@ def test_probabilities_are_named_and_not_taken_for_logits(by_output):
     net = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3)).double()
 
     def of(change):
-        returned = (net, change) if by_output else (Changed(net, change).double(), None)
+        returned = (net, change) if by_output else (nn.Sequential(net, Apply(change)), None)
         return epk.UncertainClassifier.of(returned[0], X, y, output=returned[1])
 
     for change, got in ((change, got) for got, changes in NO_LOGITS.items() for change in changes):

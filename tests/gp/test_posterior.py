@@ -127,7 +127,6 @@ CHANGES = {
 
 @pytest.mark.parametrize(("outputs", "change"), [*zip(itertools.cycle([*OUTPUTS, "trace"]), CHANGES, strict=False)])
 def test_a_call_is_conditioned_with_what_there_is_now(trajectory, X_test, outputs, change):
-    """Whatever changed since the last call, in whatever way."""
     gp = LogitGP(trajectory, outputs, "constant", "labels", noise=0.03)
     before = joint_prediction(gp, X_test)
     CHANGES[change](gp)

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from weighted_loops import Apply
 
 import epk_gp as epk
 from epk_gp.autodiff.dense import WeightSegment
@@ -23,19 +24,8 @@ DOUBLE, SINGLE = torch.float64, torch.float32
 ONE = torch.ones(1, 1, dtype=DOUBLE)
 
 
-class OneWeight(nn.Module):
-    """A function of h = w x, with one trained weight."""
-
-    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
-        super().__init__()
-        self.linear, self.function = nn.Linear(1, 1, bias=False), function
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.function(self.linear(x))
-
-
 def run_of(function: Callable[[Tensor], Tensor], dtype: torch.dtype = DOUBLE) -> epk.Trajectory:
-    net = OneWeight(function).to(dtype)
+    net = nn.Sequential(nn.Linear(1, 1, bias=False), Apply(function)).to(dtype)
     X, y = torch.linspace(0.5, 1.5, 4, dtype=dtype)[:, None], torch.zeros(4, 1, dtype=dtype)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     with warnings.catch_warnings():
