@@ -14,6 +14,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from epk_gp.autodiff.interception import has_rows
+from epk_gp.core.model import BATCH_MARK
+
 Pull = Callable[[Tensor], Tensor]
 Ends = tuple[Tensor, Tensor]
 Outputs = tuple[Tensor, ...]
@@ -23,6 +26,41 @@ _NODES, _WEIGHTS = np.polynomial.legendre.leggauss(4)
 
 # A remainder below this many eps of the outputs' size is rounding, and is not distributed.
 _ROUNDING = 64
+
+
+# Attributes of a tensor: its value at the end, and the mean of both, with the tensor version of that mean.
+_END, _MIDDLE = "_epk_gp_end", "_epk_gp_middle"
+
+
+def end_of(x: Tensor) -> Tensor:
+    """Return the value at the end of the stretch."""
+    end: Tensor = getattr(x, _END, x)
+    return end
+
+
+def moves(x: object) -> bool:
+    """Return whether a tensor has a value at the end of the stretch."""
+    return hasattr(x, _END)
+
+
+def moves_to(x: Tensor, end: Tensor) -> Tensor:
+    """Attach to a tensor its value at the end of the stretch."""
+    setattr(x, _END, end)
+    setattr(x, _MIDDLE, None)
+    return x
+
+
+def middle_of(x: Tensor) -> Tensor:
+    """Return the mean of a tensor's values at both ends; for whole numbers, the values at the start."""
+    if not x.is_floating_point() and not x.is_complex():
+        return x.detach()
+    known: tuple[int, Tensor] | None = getattr(x, _MIDDLE, None)
+    if known is None or known[0] != x._version:
+        known = (x._version, torch.lerp(x.detach(), end_of(x), 0.5).requires_grad_(x.requires_grad))
+        setattr(x, _MIDDLE, known)
+        if has_rows(x):
+            setattr(known[1], BATCH_MARK, getattr(x, BATCH_MARK))
+    return known[1]
 
 
 class _Pulled(torch.autograd.Function):

@@ -111,6 +111,12 @@ def substituted(values: Any, by_id: Mapping[int, Tensor]) -> Any:
     return by_id.get(id(values), values) if isinstance(values, Tensor) else values
 
 
+def is_in_place(func: Any) -> bool:
+    """Return whether a function writes into its first argument."""
+    name = getattr(func, "__name__", "")
+    return name in {"__setitem__", "__iadd__", "__isub__"} or (name.endswith("_") and not name.endswith("__"))
+
+
 # Functions that are linear in (weight, bias) together: positions of these arguments.
 JOINTLY_LINEAR: dict[Callable[..., Any], dict[str, int]] = {
     F.linear: {"weight": 1, "bias": 2},

@@ -29,6 +29,7 @@ from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 from torch.nn import functional as F
 
+from epk_gp.autodiff.averages import end_of
 from epk_gp.autodiff.dense import (
     Cotangents,
     PlannedModel,
@@ -61,7 +62,7 @@ from epk_gp.autodiff.representations import (
     concat_rows,
     sum_outer_products,
 )
-from epk_gp.autodiff.secants import SecantDerivatives, end_of
+from epk_gp.autodiff.secants import SecantDerivatives
 from epk_gp.autodiff.uses import LayerCall, ParameterUse, ParameterUses, UseBuilder
 from epk_gp.core.losses import Head, apply_head
 from epk_gp.core.model import FunctionalModel

@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from torch.utils.hooks import RemovableHandle
 
 from epk_gp.autodiff import averages
-from epk_gp.autodiff.averages import Ends, Outputs, Pull, identity, pulled
+from epk_gp.autodiff.averages import Ends, Outputs, Pull, end_of, identity, middle_of, moves, moves_to, pulled
 from epk_gp.autodiff.interception import (
     ADDED_PRODUCTS,
     CASTS,
@@ -41,41 +41,13 @@ from epk_gp.autodiff.interception import (
     Watch,
     functions_named,
     has_rows,
+    is_in_place,
     spread_mark,
     substituted,
     tensors_in,
 )
 from epk_gp.core.model import BATCH_MARK
 from epk_gp.core.torch_overrides import normalise_by_statistics
-
-# Attributes of a tensor: its value at the end, and the mean of both, with the tensor version of that mean.
-_END, _MIDDLE = "_epk_gp_end", "_epk_gp_middle"
-
-
-def end_of(x: Tensor) -> Tensor:
-    """Return the value at the end of the stretch."""
-    end: Tensor = getattr(x, _END, x)
-    return end
-
-
-def moves_to(x: Tensor, end: Tensor) -> Tensor:
-    """Attach to a tensor its value at the end of the stretch."""
-    setattr(x, _END, end)
-    setattr(x, _MIDDLE, None)
-    return x
-
-
-def middle_of(x: Tensor) -> Tensor:
-    """Return the mean of a tensor's values at both ends; for whole numbers, the values at the start."""
-    if not x.is_floating_point() and not x.is_complex():
-        return x.detach()
-    known: tuple[int, Tensor] | None = getattr(x, _MIDDLE, None)
-    if known is None or known[0] != x._version:
-        known = (x._version, torch.lerp(x.detach(), end_of(x), 0.5).requires_grad_(x.requires_grad))
-        setattr(x, _MIDDLE, known)
-        if has_rows(x):
-            setattr(known[1], BATCH_MARK, getattr(x, BATCH_MARK))
-    return known[1]
 
 
 def _attention(
@@ -118,7 +90,7 @@ def _prelu(x: Tensor, slope: Tensor) -> Tensor:
 
 def _quotient(x: Any, y: Any = None, **options: Any) -> Any:
     """Compute a quotient whose divisor moves by a product."""
-    return NotImplemented if options or not hasattr(y, _END) else torch.mul(y.reciprocal(), x)
+    return NotImplemented if options or not moves(y) else torch.mul(y.reciprocal(), x)
 
 
 def _overwrite(function: Callable[..., Any], x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -181,7 +153,7 @@ class SecantDerivatives(ParameterInterception):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # torch's protocol
         """Make the call; if weights move any of its arguments, with secants instead of derivatives."""
         kwargs = kwargs or {}
-        moving = [value for value in tensors_in((args, kwargs)) if hasattr(value, _END)]
+        moving = [value for value in tensors_in((args, kwargs)) if moves(value)]
         if not moving or func in CONSTANT:
             result = func(*args, **kwargs)
             if not moving and any(value.requires_grad for value in tensors_in((result,))):
@@ -222,7 +194,7 @@ class SecantDerivatives(ParameterInterception):
         names = [self.name_of[id(value)] for value in tensors if id(value) in self.name_of]
         if not names:
             return
-        by_id = {id(value): middle_of(value) for value in tensors if hasattr(value, _END) and has_rows(value)}
+        by_id = {id(value): middle_of(value) for value in tensors if moves(value) and has_rows(value)}
         call = FunctionCall(func, substituted(args, by_id), substituted(kwargs, by_id), self.name_of, names)
         is_layer = func is not F.embedding and call.in_slots and len(result) == self.num_rows
         if not is_layer and not any(map(has_rows, tensors)):
@@ -234,7 +206,7 @@ class SecantDerivatives(ParameterInterception):
 
     def _linear(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Make a call that is linear in all moving arguments: autograd's derivative is the average."""
-        if is_in_place(func) and not hasattr(args[0], _END):
+        if is_in_place(func) and not moves(args[0]):
             moves_to(args[0], args[0].clone())
         result = func(*args, **kwargs)
         if func not in LINEAR and not any(True for _ in tensors_in((result,))):
@@ -262,7 +234,7 @@ class SecantDerivatives(ParameterInterception):
         with torch.no_grad():
             value = func(*args, **kwargs)
         (a, b), (a_mid, b_mid) = factors, [middle_of(value).detach() for value in factors]
-        added = [term for term in terms if term is not None and hasattr(term, _END)]
+        added = [term for term in terms if term is not None and moves(term)]
         pulls = _product_pulls(func, kwargs, a_mid, b_mid)
         if pulls is None:
             carried = {id(x): pulled(middle_of(x).detach(), (x, identity)) for x in (*factors, *added)}
@@ -444,15 +416,9 @@ def _input(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     return args[0] if args else kwargs["input"]
 
 
-def is_in_place(func: Any) -> bool:
-    """Return whether a function writes into its first argument."""
-    name = getattr(func, "__name__", "")
-    return name in {"__setitem__", "__iadd__", "__isub__"} or (name.endswith("_") and not name.endswith("__"))
-
-
 def _at_end(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Make a call with its arguments' values at the end."""
-    by_id = {id(value): end_of(value) for value in tensors_in((args, kwargs)) if hasattr(value, _END)}
+    by_id = {id(value): end_of(value) for value in tensors_in((args, kwargs)) if moves(value)}
     with torch.no_grad():
         return func(*substituted(args, by_id), **substituted(kwargs, by_id))
 

@@ -26,6 +26,7 @@ from epk_gp.autodiff.interception import (
     ParameterInterception,
     UnsupportedParameterUseError,
     has_rows,
+    is_in_place,
     substituted,
     tensors_in,
 )
@@ -38,7 +39,6 @@ from epk_gp.autodiff.representations import (
     ProductSum,
     expect_representation,
 )
-from epk_gp.autodiff.secants import is_in_place
 from epk_gp.core.model import BATCH_MARK
 
 

@@ -6,7 +6,8 @@ from torch.func import functional_call
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from epk_gp.autodiff.secants import SecantDerivatives, end_of
+from epk_gp.autodiff.averages import end_of
+from epk_gp.autodiff.secants import SecantDerivatives
 from epk_gp.core.model import BATCH_MARK
 from tests.language_models import BY_HAND, BY_TRANSFORMERS, LENGTH, WORDS, Experts
 
