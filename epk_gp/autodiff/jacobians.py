@@ -14,12 +14,8 @@ gradients to (K, E, L, G, n_out), for E samples, K cotangents, and G groups that
 * A normalisation's scale and shift are G groups of one input and one output, one for every scaled number.
 
 A weight that is used by several calls has the positions of all of them.
-
-A max-pool passes each gradient to one position of its window, for every output. The layer's gradient is therefore a sum
-over the pool's windows, and no gradient goes back through the pool, nor through a ReLU before it.
 """
 
-from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -28,27 +24,25 @@ from itertools import islice
 from typing import Any
 
 import torch
-from jaxtyping import Float, Int64, Shaped
+from jaxtyping import Float, Shaped
 from torch import Tensor
-from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
+from torch.autograd.graph import get_gradient_edge
+from torch.nn import functional as F
 
-from epk_gp.autodiff.averages import HeldProducts
+from epk_gp.autodiff.averages import end_of
 from epk_gp.autodiff.dense import (
     Cotangents,
     PlannedModel,
     all_outputs,
     dense_jacobian,
-    graph_nodes,
     group_rows,
     propagate_cotangents,
     pulled_back,
 )
-from epk_gp.autodiff.functions import windows_of
 from epk_gp.autodiff.interception import (
     CHANNELS_LAST,
     CONVOLUTIONS,
     LAYERS,
-    LINEAR,
     NORMALISATIONS,
     FunctionCall,
     ParameterInterception,
@@ -68,11 +62,11 @@ from epk_gp.autodiff.representations import (
     concat_rows,
     sum_outer_products,
 )
-from epk_gp.autodiff.secants import SecantDerivatives, end_of
+from epk_gp.autodiff.secants import SecantDerivatives
 from epk_gp.autodiff.uses import LayerCall, ParameterUse, ParameterUses, UseBuilder
 from epk_gp.core.losses import Head, apply_head
 from epk_gp.core.model import FunctionalModel
-from epk_gp.core.plans import MemoryPlan, cotangents_per_pass, fits_pass, rows_per_pass
+from epk_gp.core.plans import MemoryPlan, cotangents_per_pass, rows_per_pass
 from epk_gp.core.torch_overrides import disable_fused_attention
 
 
@@ -89,14 +83,12 @@ class WeightLocation:
         d: Flat direction, in the same form as `w`, or None.
         t: (E,) with `d`.
         secant_head: The head for secants (`secant_jacobians`): each row stands for both w and w + d.
-        held: The held products of `secant_jacobians`.
     """
 
     w: Float[Tensor, "*G PQ"]
     d: Float[Tensor, "*G PQ"] | None = None
     t: Float[Tensor, " E"] | None = None
     secant_head: Head | None = None
-    held: HeldProducts | None = None
 
     @property
     def first(self) -> Float[Tensor, " PQ"]:
@@ -149,8 +141,6 @@ def secant_jacobians(
     cotangents: Cotangents,
     cost: ContractionCost,
     head: Head,
-    *,
-    held: HeldProducts | None = None,
 ) -> tuple[Float[Tensor, "n 2 C"], list[LayerJacobian], Float[Tensor, "K n Q"]]:
     """Average the derivative of every operation, the head included, between two states (`autodiff.secants`).
 
@@ -161,17 +151,16 @@ def secant_jacobians(
         cotangents: The cotangents of the requested gradients, for the head's outputs.
         cost: Decides the representations.
         head: The head.
-        held: Receives the products at the first state, and may contain those at the second.
 
     Returns:
         The head's outputs at both states; the averaged layer Jacobians and gradients in the moving statistics.
     """
-    at = WeightLocation(*segment, secant_head=head, held=held)
+    at = WeightLocation(*segment, secant_head=head)
     with torch.enable_grad(), disable_fused_attention():
         recorded = _RecordedPass(net, at, X, cotangents, False)
         jacobians = recorded.jacobians(cost)
     if net.plan.dense_params:
-        jacobians.append(_dense_secants(net, replace(at, held=None), X, recorded.values))
+        jacobians.append(_dense_secants(net, at, X, recorded.values))
     z = recorded.z
     return torch.stack([z.detach(), end_of(z)], dim=1), jacobians, torch.cat(recorded.of_statistics)
 
@@ -197,7 +186,7 @@ def _evaluate(
     model, watch = net.model, None if recorder is None else recorder.watch
     mode: ParameterInterception
     if at.secant_head is not None and at.d is not None:
-        mode = SecantDerivatives(params, model.unflatten(at.d), len(X), watch, statistics, at.held)
+        mode = SecantDerivatives(params, model.unflatten(at.d), len(X), watch, statistics)
         with mode:
             return apply_head(model(params, X), at.secant_head), mode
     elif at.t is not None or at.w.ndim > 1:
@@ -382,49 +371,18 @@ class _RecordedPass:
             options = {"create_graph": self.create_graph, "keeps_factors": cost.keeps_factors}
             return UseBuilder(weight, [*uses.items()], **options)
         head, last = self.cotangents.head, own[-1][1]
-        is_linear_last = self.are_last(own) and last.call.function is LINEAR
+        is_linear_last = self.are_last(own) and last.call.function is F.linear
         if is_linear_last and head and cost.factored_last_layer_is_cheaper(self.params[name].shape, head):
             inputs = last.input if self.bias_of[name] is None else append_bias_column(last.input)
             if head == "logits":
                 return LogitsLastLayer(inputs, self.z.shape[1])
             p, is_constant = self.z.detach().softmax(dim=1), last.input_is_constant
             return SoftmaxLastLayer(inputs[:, None], self.values.unsqueeze(2), False, is_constant, False, p)
-        builder = LayerJacobianBuilder(self, name, own, cost)
-        if self.net.plan.supports_pool_windows and not self.create_graph and self.at.secant_head is None:
-            self._see_through_pool(builder, cost)
-        return builder
+        return LayerJacobianBuilder(self, name, own, cost)
 
     def are_last(self, calls: Sequence[tuple[int, LayerCall]]) -> bool:
         """Return whether the network returns the results of these calls."""
         return all(call.edge.node is self.z.grad_fn for _, call in calls)
-
-    @cached_property
-    def _users(self) -> "_Users":
-        """The users of the outputs of each node of the graph: the node and the number of the output, for each use."""
-        users: _Users = defaultdict(list)
-        for node in graph_nodes([self.z]):
-            for source, number in node.next_functions:
-                if source is not None:
-                    users[source].append((node, number))
-        return users
-
-    def _see_through_pool(self, builder: "LayerJacobianBuilder", cost: ContractionCost) -> None:
-        """Let gradients end at a max-pool that is the only user of a convolution's output, if that costs less.
-
-        The convolution must be the only call of its weight, without groups, and its gradients dense.
-        """
-        (number, layer), *others = builder.calls
-        if others or builder.is_factored or builder.num_groups > 1 or layer.call.function not in CONVOLUTIONS:
-            return
-        if (windows := _pool_windows(self._users, layer)) is None:
-            return
-        edge, positions, _ = windows
-        num_outputs = self.net.plan.num_outputs  # the verified number
-        num_cotangents = num_outputs if cost.tries_pool_windows else min(len(self.values), num_outputs)
-        collected = builder.inputs[0].shape[3] * positions.numel()  # versus the numbers that go back through the pool
-        if collected <= num_cotangents * layer.shape.numel() and fits_pass(collected, self.net.itemsize):
-            builder.see_through(windows)
-            self.calls[number] = replace(layer, edge=edge, shape=positions.shape)
 
     def _backward(self) -> Iterator[list[Tensor]]:
         """Propagate the cotangents to the outputs of all calls, as many at a time as fit: (K, E, ...) for each call.
@@ -435,7 +393,7 @@ class _RecordedPass:
         head, has_secants = self.cotangents.head, self.at.secant_head is not None
         last = calls[-1] if calls and isinstance(calls[-1], LayerCall) else None
         is_one_point = self.at.t is None and self.at.w.ndim == 1 and not has_secants
-        ends_in_linear = last is not None and last.call.function is LINEAR and last.edge.node is self.z.grad_fn
+        ends_in_linear = last is not None and last.call.function is F.linear and last.edge.node is self.z.grad_fn
         if last and head and ends_in_linear and not last.input_is_constant and is_one_point and not self.create_graph:
             W = self.params[last.names[0]].detach()
             rows = W[:, None].expand(-1, self.num_rows, -1)
@@ -459,36 +417,6 @@ class _RecordedPass:
                 *grads, of_statistics = grads
                 self.of_statistics.append(of_statistics)
             yield [*grads, *(grad[part] for grad in known)]
-
-
-_POOLS = ("MaxPool2DWithIndicesBackward0", "MaxPool3DWithIndicesBackward0")
-_Users = defaultdict[Node, list[tuple[Node, int]]]
-
-
-# The windows of a max-pool over a convolution's output: the edge for the gradient in the pool's output; the index of
-# the largest entry of each window in the convolution's output, (E, channels, *windows); and the output of a ReLU
-# between both, (E, channels, *positions), or None.
-_PoolWindows = tuple[GradientEdge, Int64[Tensor, "E channels ..."], Float[Tensor, "E channels ..."] | None]
-
-
-def _pool_windows(users: _Users, layer: LayerCall) -> _PoolWindows | None:
-    """Find a max-pool that is the only user of a convolution's output, or of the output of a ReLU after it."""
-    relu, pool = None, _only_user(users, layer.edge.node)
-    if pool is not None and pool.name() == "ReluBackward0":
-        relu, pool = pool, _only_user(users, pool)
-    if pool is None or pool.name() not in _POOLS:
-        return None
-    # torch's names for saved values of nodes: under other names, verification finds that windows are unavailable
-    positions: Tensor = pool._saved_result1  # type: ignore[attr-defined]
-    if positions.dim() != len(layer.shape):
-        return None
-    outputs: Tensor | None = None if relu is None else relu._saved_result.detach()  # type: ignore[attr-defined]
-    return GradientEdge(pool, 0), positions, outputs
-
-
-def _only_user(users: _Users, node: Node) -> Node | None:
-    """Return the node that uses a node's first output, if it is the only user of any output."""
-    return users[node][0][0] if [number for _, number in users[node]] == [0] else None
 
 
 class LayerJacobianBuilder:
@@ -525,7 +453,6 @@ class LayerJacobianBuilder:
         )
         self.inputs = [self._inputs_at_positions(call, shape[2:], recorded.mode) for _, call in calls]
         self.parts: list[Tensor] = []
-        self.patches: Tensor | None = None
 
     def _inputs_at_positions(self, layer: LayerCall, kernel: torch.Size, mode: ParameterInterception) -> Tensor:
         """Bring a call's inputs to (E, L, G, n_in), with the 1 of a bias if they are dense."""
@@ -547,27 +474,8 @@ class LayerJacobianBuilder:
         positions = grads.reshape(*grads.shape[:2], self.num_groups * self.n_out, -1).transpose(2, 3)
         return positions.view(*positions.shape[:3], self.num_groups, self.n_out)
 
-    def see_through(self, windows: _PoolWindows) -> None:
-        """Use the gradients of a max-pool's output from now on, instead of the convolution's.
-
-        Each channel's windows see some of the convolution's patches; zeros where the ReLU returned zero.
-        """
-        _, places, relu = windows
-        x, positions = self.inputs[0].squeeze(2).mT, places.flatten(2)
-        (E, channels, W), n_in = positions.shape, x.shape[1]
-        spread = x.unsqueeze(1).expand(E, channels, -1, -1)
-        self.patches = spread.gather(3, positions.unsqueeze(2).expand(E, channels, n_in, W))
-        if relu is not None:
-            is_zero = relu.flatten(2).gather(2, positions) <= 0
-            self.patches.masked_fill_(is_zero.unsqueeze(2), 0)
-
     def add_cotangents(self, output_grads: Sequence[Tensor]) -> None:
         """Add the next cotangents' gradients with respect to the outputs of all calls."""
-        if self.patches is not None:  # one product per point and channel, for all cotangents
-            grads = output_grads[self.calls[0][0]].flatten(3)
-            product = grads.permute(1, 2, 0, 3) @ self.patches.mT  # E channels K n_in
-            self.parts.append(product.permute(2, 0, 1, 3).flatten(2))
-            return
         own = [self._grads_at_positions(call, output_grads[number]) for number, call in self.calls]
         if self.is_factored:
             self.parts.append((own[0] if len(own) == 1 else torch.cat(own, dim=2)).squeeze(3))
@@ -582,3 +490,28 @@ class LayerJacobianBuilder:
             return DenseJacobian(values)
         a = (self.inputs[0] if len(self.inputs) == 1 else torch.cat(self.inputs, dim=1)).squeeze(2)
         return OuterProductJacobian(a, values, self.has_bias, self.input_is_constant, self.cotangent_is_constant)
+
+
+def windows_of(x: Tensor, options: Mapping[str, Any], kernel: torch.Size) -> Tensor:
+    """Return the inputs of a convolution at each position: (E, channels, *kernel, *positions)."""
+    stride, dilation = (_per_dimension(options.get(key, 1), len(kernel)) for key in ("stride", "dilation"))
+    x = F.pad(x, _padding(options.get("padding", 0), kernel, dilation))
+    for dim, (size, step, spread) in enumerate(zip(kernel, stride, dilation, strict=True), start=2):
+        x = x.unfold(dim, spread * (size - 1) + 1, step)[..., ::spread]
+    dims = len(kernel)
+    return x.permute(0, 1, *range(2 + dims, 2 + 2 * dims), *range(2, 2 + dims))
+
+
+def _per_dimension(value: Any, dims: int) -> tuple[int, ...]:
+    values = tuple(value) if isinstance(value, list | tuple) else (value,)
+    return values * dims if len(values) == 1 else values
+
+
+def _padding(padding: Any, kernel: torch.Size, dilation: tuple[int, ...]) -> list[int]:
+    """Return the zeros before and after each dimension, last dimension first."""
+    if padding == "same":
+        totals = [spread * (size - 1) for size, spread in zip(kernel, dilation, strict=True)]
+        sides = [(total // 2, total - total // 2) for total in totals]
+    else:
+        sides = [(width, width) for width in _per_dimension(0 if padding == "valid" else padding, len(kernel))]
+    return [width for side in reversed(sides) for width in side]
