@@ -9,6 +9,7 @@ from safetensors.torch import load_file, save_file
 from commands import SMALL, refused, run
 from epk_gp.recording.observer import StepObserver
 from epk_gp.storage.schema import read_header, read_journal
+from stored_runs import CHUNK
 
 
 def test_one_seed_gives_one_run_and_another_seed_another(tmp_path):
@@ -17,6 +18,8 @@ def test_one_seed_gives_one_run_and_another_seed_another(tmp_path):
         assert run("record", "--out", tmp_path / name, "--seed", seed, "--batch-size", 7, *SMALL) == 0
     digests = {name: read_journal(tmp_path / name).chunks[-1].digest for name in seeds}
     assert digests["a"] == digests["b"] != digests["c"]
+    orders = {name: load_file(tmp_path / name / CHUNK)["batches"].tolist() for name in seeds}
+    assert orders["a"] == orders["b"] != orders["c"]  # the seed draws the batches, too
 
 
 def test_a_factory_s_map_to_the_outputs_is_that_of_the_recording(tmp_path, monkeypatch):
