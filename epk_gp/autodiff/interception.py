@@ -545,3 +545,28 @@ def require_rows(x: Any, result: Tensor, num_rows: int, name: str) -> None:
     rows = len(x) if isinstance(x, Tensor) and x.ndim else 0
     if rows != num_rows or len(result) != num_rows:
         raise UnsupportedParameterUseError(f"the layer of {name} must see all {num_rows} rows: it saw {rows}.")
+
+
+def windows_of(x: Tensor, options: Mapping[str, Any], kernel: torch.Size) -> Tensor:
+    """Return the inputs of a convolution at each position: (E, channels, *kernel, *positions)."""
+    stride, dilation = (_per_dimension(options.get(key, 1), len(kernel)) for key in ("stride", "dilation"))
+    x = F.pad(x, _padding(options.get("padding", 0), kernel, dilation))
+    for dim, (size, step, spread) in enumerate(zip(kernel, stride, dilation, strict=True), start=2):
+        x = x.unfold(dim, spread * (size - 1) + 1, step)[..., ::spread]
+    dims = len(kernel)
+    return x.permute(0, 1, *range(2 + dims, 2 + 2 * dims), *range(2, 2 + dims))
+
+
+def _per_dimension(value: Any, dims: int) -> tuple[int, ...]:
+    values = tuple(value) if isinstance(value, list | tuple) else (value,)
+    return values * dims if len(values) == 1 else values
+
+
+def _padding(padding: Any, kernel: torch.Size, dilation: tuple[int, ...]) -> list[int]:
+    """Return the zeros before and after each dimension, last dimension first."""
+    if padding == "same":
+        totals = [spread * (size - 1) for size, spread in zip(kernel, dilation, strict=True)]
+        sides = [(total // 2, total - total // 2) for total in totals]
+    else:
+        sides = [(width, width) for width in _per_dimension(0 if padding == "valid" else padding, len(kernel))]
+    return [width for side in reversed(sides) for width in side]

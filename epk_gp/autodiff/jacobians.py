@@ -14,8 +14,12 @@ gradients to (K, E, L, G, n_out), for E samples, K cotangents, and G groups that
 * A normalisation's scale and shift are G groups of one input and one output, one for every scaled number.
 
 A weight that is used by several calls has the positions of all of them.
+
+A max-pool passes each gradient to one position of its window, for every output. The layer's gradient is therefore a sum
+over the pool's windows, and no gradient goes back through the pool, nor through a ReLU before it.
 """
 
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -24,9 +28,9 @@ from itertools import islice
 from typing import Any
 
 import torch
-from jaxtyping import Float, Shaped
+from jaxtyping import Float, Int64, Shaped
 from torch import Tensor
-from torch.autograd.graph import get_gradient_edge
+from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 from torch.nn import functional as F
 
 from epk_gp.autodiff.averages import end_of
@@ -35,6 +39,7 @@ from epk_gp.autodiff.dense import (
     PlannedModel,
     all_outputs,
     dense_jacobian,
+    graph_nodes,
     group_rows,
     propagate_cotangents,
     pulled_back,
@@ -49,6 +54,7 @@ from epk_gp.autodiff.interception import (
     UnsupportedParameterUseError,
     has_tensors,
     require_rows,
+    windows_of,
 )
 from epk_gp.autodiff.moved_weights import MovedWeights
 from epk_gp.autodiff.representations import (
@@ -66,7 +72,7 @@ from epk_gp.autodiff.secants import SecantDerivatives
 from epk_gp.autodiff.uses import LayerCall, ParameterUse, ParameterUses, UseBuilder
 from epk_gp.core.losses import Head, apply_head
 from epk_gp.core.model import FunctionalModel
-from epk_gp.core.plans import MemoryPlan, cotangents_per_pass, rows_per_pass
+from epk_gp.core.plans import MemoryPlan, cotangents_per_pass, fits_pass, rows_per_pass
 from epk_gp.core.torch_overrides import disable_fused_attention
 
 
@@ -378,11 +384,42 @@ class _RecordedPass:
                 return LogitsLastLayer(inputs, self.z.shape[1])
             p, is_constant = self.z.detach().softmax(dim=1), last.input_is_constant
             return SoftmaxLastLayer(inputs[:, None], self.values.unsqueeze(2), False, is_constant, False, p)
-        return LayerJacobianBuilder(self, name, own, cost)
+        builder = LayerJacobianBuilder(self, name, own, cost)
+        if self.net.plan.supports_pool_windows and not self.create_graph and self.at.secant_head is None:
+            self._see_through_pool(builder, cost)
+        return builder
 
     def are_last(self, calls: Sequence[tuple[int, LayerCall]]) -> bool:
         """Return whether the network returns the results of these calls."""
         return all(call.edge.node is self.z.grad_fn for _, call in calls)
+
+    @cached_property
+    def _users(self) -> "_Users":
+        """The users of the outputs of each node of the graph: the node and the number of the output, for each use."""
+        users: _Users = defaultdict(list)
+        for node in graph_nodes([self.z]):
+            for source, number in node.next_functions:
+                if source is not None:
+                    users[source].append((node, number))
+        return users
+
+    def _see_through_pool(self, builder: "LayerJacobianBuilder", cost: ContractionCost) -> None:
+        """Let gradients end at a max-pool that is the only user of a convolution's output, if that costs less.
+
+        The convolution must be the only call of its weight, without groups, and its gradients dense.
+        """
+        (number, layer), *others = builder.calls
+        if others or builder.is_factored or builder.num_groups > 1 or layer.call.function not in CONVOLUTIONS:
+            return
+        if (windows := _pool_windows(self._users, layer)) is None:
+            return
+        edge, positions, _ = windows
+        num_outputs = self.net.plan.num_outputs  # the verified number
+        num_cotangents = num_outputs if cost.tries_pool_windows else min(len(self.values), num_outputs)
+        collected = builder.inputs[0].shape[3] * positions.numel()  # versus the numbers that go back through the pool
+        if collected <= num_cotangents * layer.shape.numel() and fits_pass(collected, self.net.itemsize):
+            builder.see_through(windows)
+            self.calls[number] = replace(layer, edge=edge, shape=positions.shape)
 
     def _backward(self) -> Iterator[list[Tensor]]:
         """Propagate the cotangents to the outputs of all calls, as many at a time as fit: (K, E, ...) for each call.
@@ -419,6 +456,36 @@ class _RecordedPass:
             yield [*grads, *(grad[part] for grad in known)]
 
 
+_POOLS = ("MaxPool2DWithIndicesBackward0", "MaxPool3DWithIndicesBackward0")
+_Users = defaultdict[Node, list[tuple[Node, int]]]
+
+
+# The windows of a max-pool over a convolution's output: the edge for the gradient in the pool's output; the index of
+# the largest entry of each window in the convolution's output, (E, channels, *windows); and the output of a ReLU
+# between both, (E, channels, *positions), or None.
+_PoolWindows = tuple[GradientEdge, Int64[Tensor, "E channels ..."], Float[Tensor, "E channels ..."] | None]
+
+
+def _pool_windows(users: _Users, layer: LayerCall) -> _PoolWindows | None:
+    """Find a max-pool that is the only user of a convolution's output, or of the output of a ReLU after it."""
+    relu, pool = None, _only_user(users, layer.edge.node)
+    if pool is not None and pool.name() == "ReluBackward0":
+        relu, pool = pool, _only_user(users, pool)
+    if pool is None or pool.name() not in _POOLS:
+        return None
+    # torch's names for saved values of nodes: under other names, verification finds that windows are unavailable
+    positions: Tensor = pool._saved_result1  # type: ignore[attr-defined]
+    if positions.dim() != len(layer.shape):
+        return None
+    outputs: Tensor | None = None if relu is None else relu._saved_result.detach()  # type: ignore[attr-defined]
+    return GradientEdge(pool, 0), positions, outputs
+
+
+def _only_user(users: _Users, node: Node) -> Node | None:
+    """Return the node that uses a node's first output, if it is the only user of any output."""
+    return users[node][0][0] if [number for _, number in users[node]] == [0] else None
+
+
 class LayerJacobianBuilder:
     """Builds one weight's Jacobian from the gradients of its calls' outputs, some cotangents at a time.
 
@@ -453,6 +520,7 @@ class LayerJacobianBuilder:
         )
         self.inputs = [self._inputs_at_positions(call, shape[2:], recorded.mode) for _, call in calls]
         self.parts: list[Tensor] = []
+        self.patches: Tensor | None = None
 
     def _inputs_at_positions(self, layer: LayerCall, kernel: torch.Size, mode: ParameterInterception) -> Tensor:
         """Bring a call's inputs to (E, L, G, n_in), with the 1 of a bias if they are dense."""
@@ -474,8 +542,27 @@ class LayerJacobianBuilder:
         positions = grads.reshape(*grads.shape[:2], self.num_groups * self.n_out, -1).transpose(2, 3)
         return positions.view(*positions.shape[:3], self.num_groups, self.n_out)
 
+    def see_through(self, windows: _PoolWindows) -> None:
+        """Use the gradients of a max-pool's output from now on, instead of the convolution's.
+
+        Each channel's windows see some of the convolution's patches; zeros where the ReLU returned zero.
+        """
+        _, places, relu = windows
+        x, positions = self.inputs[0].squeeze(2).mT, places.flatten(2)
+        (E, channels, W), n_in = positions.shape, x.shape[1]
+        spread = x.unsqueeze(1).expand(E, channels, -1, -1)
+        self.patches = spread.gather(3, positions.unsqueeze(2).expand(E, channels, n_in, W))
+        if relu is not None:
+            is_zero = relu.flatten(2).gather(2, positions) <= 0
+            self.patches.masked_fill_(is_zero.unsqueeze(2), 0)
+
     def add_cotangents(self, output_grads: Sequence[Tensor]) -> None:
         """Add the next cotangents' gradients with respect to the outputs of all calls."""
+        if self.patches is not None:  # one product per point and channel, for all cotangents
+            grads = output_grads[self.calls[0][0]].flatten(3)
+            product = grads.permute(1, 2, 0, 3) @ self.patches.mT  # E channels K n_in
+            self.parts.append(product.permute(2, 0, 1, 3).flatten(2))
+            return
         own = [self._grads_at_positions(call, output_grads[number]) for number, call in self.calls]
         if self.is_factored:
             self.parts.append((own[0] if len(own) == 1 else torch.cat(own, dim=2)).squeeze(3))
@@ -490,28 +577,3 @@ class LayerJacobianBuilder:
             return DenseJacobian(values)
         a = (self.inputs[0] if len(self.inputs) == 1 else torch.cat(self.inputs, dim=1)).squeeze(2)
         return OuterProductJacobian(a, values, self.has_bias, self.input_is_constant, self.cotangent_is_constant)
-
-
-def windows_of(x: Tensor, options: Mapping[str, Any], kernel: torch.Size) -> Tensor:
-    """Return the inputs of a convolution at each position: (E, channels, *kernel, *positions)."""
-    stride, dilation = (_per_dimension(options.get(key, 1), len(kernel)) for key in ("stride", "dilation"))
-    x = F.pad(x, _padding(options.get("padding", 0), kernel, dilation))
-    for dim, (size, step, spread) in enumerate(zip(kernel, stride, dilation, strict=True), start=2):
-        x = x.unfold(dim, spread * (size - 1) + 1, step)[..., ::spread]
-    dims = len(kernel)
-    return x.permute(0, 1, *range(2 + dims, 2 + 2 * dims), *range(2, 2 + dims))
-
-
-def _per_dimension(value: Any, dims: int) -> tuple[int, ...]:
-    values = tuple(value) if isinstance(value, list | tuple) else (value,)
-    return values * dims if len(values) == 1 else values
-
-
-def _padding(padding: Any, kernel: torch.Size, dilation: tuple[int, ...]) -> list[int]:
-    """Return the zeros before and after each dimension, last dimension first."""
-    if padding == "same":
-        totals = [spread * (size - 1) for size, spread in zip(kernel, dilation, strict=True)]
-        sides = [(total // 2, total - total // 2) for total in totals]
-    else:
-        sides = [(width, width) for width in _per_dimension(0 if padding == "valid" else padding, len(kernel))]
-    return [width for side in reversed(sides) for width in side]

@@ -44,6 +44,8 @@ class ContractionCost:
         all_dense: Whether every parameter is dense: if the plan does not support interpolation, in Gram blocks with an
             adaptive rule, and in attributions with any rule.
         num_features: k, if gradients are not multiplied but sketched (`autodiff.sketches`).
+        tries_pool_windows: Whether gradients of convolutions end at a max-pool if that costs less for all outputs, even
+            if few are requested; used for verification.
         joins_states: Whether products of several states are taken together: those of constant inputs wait until the
             end.
         keeps_factors: Whether layers are not multiplied but made dense later, some rows of a weight at a time
@@ -55,6 +57,7 @@ class ContractionCost:
     cotangents_are_constant: bool = False
     all_dense: bool = False
     num_features: int | None = None
+    tries_pool_windows: bool = False
     joins_states: bool = False
     keeps_factors: bool = False
 

@@ -50,6 +50,8 @@ class DifferentiationPlan:
         supports_jvp: Forward-mode derivatives work, also for rows at different points of a segment that share calls.
         calls_convolutions: The network calls convolutions. torch maps their second derivatives, and their passes over
             weights, by loops and copies; therefore neither is mapped.
+        supports_pool_windows: Gradients of convolutions may end at the max-pool that is their only user
+            (`autodiff.jacobians`).
         supports_batched_vjp: Several cotangents can be propagated backwards in one call.
         supports_vmap: `torch.func.vmap` works over samples, and over the weights of passes that compute the rows of all
             points. Embeddings prevent it; their cotangents can still be propagated together.
@@ -71,6 +73,7 @@ class DifferentiationPlan:
     supports_jvp: bool
     supports_batched_vjp: bool
     calls_convolutions: bool
+    supports_pool_windows: bool
     supports_vmap: bool
     vmap_chunk_size: int
     activations_per_sample: int
@@ -417,6 +420,11 @@ def cotangents_per_pass(plan: DifferentiationPlan, itemsize: int, num_rows: int,
     """
     pass_bytes = max(1, num_rows) * plan.activations_per_sample * itemsize
     return max(1, min(num_cotangents, PASS_BYTES // pass_bytes - 2))
+
+
+def fits_pass(num_elements: int, itemsize: int) -> bool:
+    """Return whether a pass may hold this many numbers in addition to its own."""
+    return num_elements * itemsize <= PASS_BYTES
 
 
 def weight_rows(budget: int, itemsize: int, num_weights: int) -> int:

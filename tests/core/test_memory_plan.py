@@ -9,7 +9,7 @@ from epk_gp.core.plans import DifferentiationPlan, MemoryPlan, rows_per_pass, we
 
 SUPPORTED = ("interpolation", "stacking", "jvp", "batched_vjp", "vmap")
 PLAN = DifferentiationPlan(
-    **{f"supports_{name}": True for name in SUPPORTED}, calls_convolutions=False,
+    **{f"supports_{name}": True for name in SUPPORTED}, supports_pool_windows=False, calls_convolutions=False,
     bias_of={"0.weight": "0.bias"}, dense_params=(), vmap_chunk_size=64, activations_per_sample=500, num_outputs=3,
 )  # fmt: skip
 FEATURE_BYTES = 4000
