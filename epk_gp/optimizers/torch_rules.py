@@ -404,14 +404,6 @@ def groups_of(optimizer: Optimizer, given: UpdateRule | None, names: Mapping[int
     return tuple(groups)
 
 
-def options_of(optimizer: Optimizer) -> list[Any]:
-    """Return all options of the groups and their numbers of parameters: equal results mean equal `groups_of`."""
-    options = [[*group.values(), len(group["params"])] for group in optimizer.param_groups]
-    for group in options if any(Tensor in set(map(type, group)) for group in options) else ():
-        group[:] = [_plain(option) if isinstance(option, Tensor) else option for option in group]
-    return options
-
-
 def _plain(option: Any) -> Any:
     """Return an option with tensors replaced by numbers; None if it is not a number, text or sequence of them."""
     if isinstance(option, tuple | list):

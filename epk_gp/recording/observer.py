@@ -21,7 +21,7 @@ from epk_gp.core.losses import UnstatedLoss, loss_input, targets_like
 from epk_gp.core.model import FEW_WEIGHTS, as_written, device_random_state, flattened
 from epk_gp.core.step import ForwardPass
 from epk_gp.optimizers.library_rules import NoOptimizer
-from epk_gp.optimizers.torch_rules import GivenRules, OptimizerGroup, groups_of, options_of, state_of, states_before
+from epk_gp.optimizers.torch_rules import GivenRules, OptimizerGroup, groups_of, state_of, states_before
 from epk_gp.optimizers.update_rules import GRADIENT, NO_UPDATE, WEIGHTS, LinearStep
 from epk_gp.recording.causes import StepMismatchError, parse_batch_targets
 from epk_gp.recording.gradient_fit import ArrivedGradient
@@ -71,7 +71,6 @@ class StepObserver:
         self._rules, self._optimizers = {id(own): rule for rule, own in rules}, [own for _, own in rules]
         self._names = {id(p): name for name, p in setup.net.named_parameters()}
         self._groups = {id(own): groups_of(own, rule, self._names) for rule, own in rules}
-        self._options = dict[int, list[Any]]()  # the options from which these groups were read
         self._hooks: list[Any] = []
         self._step = StepInProgress()
         self._inside: list[Optimizer] = []  # optimizers inside whose step() the loop is
@@ -453,9 +452,7 @@ class StepObserver:
         del self._inside[-1:]
         if any(each is optimizer for each in self._inside):
             return
-        if (options := options_of(optimizer)) != self._options.get(id(optimizer)):
-            self._options[id(optimizer)] = options
-            self._groups[id(optimizer)] = groups_of(optimizer, self._rules[id(optimizer)], self._names)
+        self._groups[id(optimizer)] = groups_of(optimizer, self._rules[id(optimizer)], self._names)
         if (joint := self._joint_coefficients(optimizer)) is not None:
             params = optimizer.param_groups[0]["params"]
             self._step.joint = joint
