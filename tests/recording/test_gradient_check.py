@@ -11,7 +11,7 @@ from torch.nn import functional as F
 import epk_gp as epk
 from epk_gp.core.model import zero_final_layer
 from epk_gp.core.show import CertificateWarning
-from loops import data, flat, mlp, record, sgd
+from loops import Net, data, flat, mlp, record, sgd
 from stored_runs import step as make_step
 
 STEPS = 4
@@ -59,17 +59,14 @@ def test_check_every_checks_the_last_step_and_the_first_resumed_one_and_leaves_o
         record_edited(0, 7, **options)
 
 
-class Scaled(nn.Module):
+def scaled():
     """Keeps its activations, which cannot be copied after a backward pass, and counts its calls."""
 
-    def __init__(self):
-        super().__init__()
-        self.inner, self.factor, self.calls = mlp(), 1.0, 0
+    def forward(net, x):
+        net.calls, net.kept = net.calls + 1, net.factor * net.inner(x)
+        return net.kept
 
-    def forward(self, x):
-        self.calls += 1
-        self.kept = self.factor * self.inner(x)
-        return self.kept
+    return Net(forward, inner=mlp(), factor=1.0, calls=0)
 
 
 def average(net, initial):
@@ -90,19 +87,19 @@ ENDS = {
 @pytest.mark.parametrize(("change", "message"), ENDS.values(), ids=ENDS.keys())
 @pytest.mark.parametrize("on_disk", [False, True], ids=["memory", "disk"])
 def test_a_network_that_is_changed_after_the_last_step_is_found_and_no_step_is_lost(change, message, on_disk, tmp_path):
-    net, path = Scaled(), tmp_path / "run" if on_disk else None
+    net, path = scaled(), tmp_path / "run" if on_disk else None
     recorder, initial = epk.Recorder(net, sgd(net), *data(), folder=path), flat(net)
     says = pytest.raises(epk.StepMismatchError, match=f"{message}.* The 2 recorded steps are kept")
     with says, recorder:
         for _ in range(2):
             make_step(recorder)
         change(net, initial)
-    kept = epk.load_trajectory(path, Scaled()) if on_disk else recorder.trajectory
+    kept = epk.load_trajectory(path, scaled()) if on_disk else recorder.trajectory
     assert kept.num_steps == 2
 
 
 def test_a_network_may_keep_its_activations_and_be_changed_after_the_recording():
-    net, (X, y) = Scaled(), data()
+    net, (X, y) = scaled(), data()
     net.inner[1].eval()
     modes = [module.training for module in net.modules()]
     trajectory = epk.train(net, X, y, optimizer=sgd(net), steps=2)
@@ -112,23 +109,17 @@ def test_a_network_may_keep_its_activations_and_be_changed_after_the_recording()
         assert epk.reconstruct(trajectory, X[:2]).certified
 
 
-class Amplifying(nn.Module):
+def amplifying():
     """Amplifies rounding as deep networks do: normalised values are multiplied by a thousand."""
-
-    def __init__(self):
-        super().__init__()
-        self.a, self.norm, self.b = nn.Linear(2, 64), nn.BatchNorm1d(64), nn.Linear(64, 3)
-        self.factor = 1.0
-
-    def forward(self, x):
-        return self.factor * self.b(torch.sin(1e3 * self.norm(self.a(x))))
+    forward = lambda net, x: net.factor * net.b(torch.sin(1e3 * net.norm(net.a(x))))  # noqa: E731
+    return Net(forward, a=nn.Linear(2, 64), norm=nn.BatchNorm1d(64), b=nn.Linear(64, 3), factor=1.0)
 
 
 def test_amplified_rounding_is_no_changed_network():
     """Statistics are written out in another order of operations than torch's own; a tenth more is a change."""
     for change in (0.0, 0.1):
         torch.manual_seed(0)
-        net, X, y = Amplifying(), torch.randn(20, 2), torch.arange(20) % 3
+        net, X, y = amplifying(), torch.randn(20, 2), torch.arange(20) % 3
         recorder = epk.Recorder(net, sgd(net), X, y, unexplained=1.0)
         says = "forward function must stay"
         with pytest.raises(epk.StepMismatchError, match=says) if change else nullcontext(), recorder:
@@ -136,45 +127,25 @@ def test_amplified_rounding_is_no_changed_network():
             net.factor += change
 
 
-class RootOfWeight(nn.Module):
-    """Leaves its domain where weights are moved, as the fingerprint of a network moves them."""
-
-    def __init__(self):
-        super().__init__()
-        self.inner, self.scale = mlp(), nn.Parameter(torch.full((3,), 0.01))
-
-    def forward(self, x):
-        return self.inner(x) * self.scale.sqrt()
-
-
 def test_a_network_that_is_not_defined_everywhere_is_no_false_alarm():
-    net, (X, y) = RootOfWeight().double(), data()
+    """It leaves its domain where weights are moved, as the fingerprint of a network moves them."""
+    scale = nn.Parameter(torch.full((3,), 0.01))
+    net, (X, y) = Net(lambda net, x: net.inner(x) * net.scale.sqrt(), inner=mlp(), scale=scale).double(), data()
     assert epk.train(net, X, y, optimizer=sgd(net, 1e-3), steps=2).num_steps == 2
 
 
-class Mixing(nn.Module):
+def mixing(change):
     """Mixes rows or draws random numbers, in evaluation mode too."""
-
-    def __init__(self, change):
-        super().__init__()
-        self.inner, self.change = mlp(), change
-
-    def forward(self, x):
-        return self.inner(self.change(x))
-
-
-def centred(x):
-    return x - x.mean(0)
+    return Net(lambda net, x: net.inner(change(x)), inner=mlp())
 
 
 NETWORKS = {
-    "no_running_statistics": (
-        lambda: nn.Sequential(mlp(), nn.BatchNorm1d(3, track_running_stats=False)).eval(),
-        r"'1' \(BatchNorm1d\) uses the statistics of the batch",
-    ),
-    "zero_last_layer": (lambda: zero_final_layer(Mixing(centred)), "must depend on its own input alone"),
-    "dropout": (lambda: Mixing(lambda x: F.dropout(x, 0.3)), "deterministic network: two evaluations .* differ"),
-}
+    "no_running_statistics": (lambda: nn.Sequential(mlp(), nn.BatchNorm1d(3, track_running_stats=False)).eval(),
+        r"'1' \(BatchNorm1d\) uses the statistics of the batch"),
+    "zero_last_layer": (lambda: zero_final_layer(mixing(lambda x: x - x.mean(0))),
+        "must depend on its own input alone"),
+    "dropout": (lambda: mixing(lambda x: F.dropout(x, 0.3)), "deterministic network: two evaluations .* differ"),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(("make", "message"), NETWORKS.values(), ids=NETWORKS.keys())
@@ -218,17 +189,6 @@ def test_rows_that_were_gathered_from_two_processes_are_named():
         record(net, sgd(net), X, y, [torch.arange(8)], call=own_rows, value=lambda z, t: F.cross_entropy(z, t[:4]))
 
 
-class NextToken(nn.Module):
-    """Scores of the next token at each position."""
-
-    def __init__(self):
-        super().__init__()
-        self.embed, self.out = nn.Embedding(7, 4), nn.Linear(4, 7)
-
-    def forward(self, ids):
-        return {"logits": self.out(torch.tanh(self.embed(ids)))}
-
-
 def test_a_language_model_is_told_to_shift_its_labels():
     ids = torch.randint(0, 7, (12, 5))
     shifted = torch.cat([ids[:, 1:], torch.full_like(ids[:, :1], -100)], dim=1)
@@ -238,7 +198,9 @@ def test_a_language_model_is_told_to_shift_its_labels():
             t = t[:, :4] if y is shifted else t[:, 1:]
             return F.cross_entropy(z["logits"][:, :4].mT, t)
 
-        net, output = NextToken().double(), lambda returned: returned["logits"][:, -1]
+        net = Net(lambda net, ids: {"logits": net.out(torch.tanh(net.embed(ids)))}, embed=nn.Embedding(7, 4),
+                  out=nn.Linear(4, 7)).double()  # fmt: skip
+        output = lambda returned: returned["logits"][:, -1]  # noqa: E731
         return record(net, sgd(net), ids, y, torch.arange(12).split(4), output=output, value=value)
 
     with pytest.raises(epk.StepMismatchError, match=r"label of the next one, as causal language models do: pass"):
@@ -252,17 +214,6 @@ def test_labels_of_positions_need_scores_of_positions():
         epk.Recorder(net, sgd(net), X, torch.zeros(10, 5, dtype=torch.int64))
 
 
-class Numbered(nn.Module):
-    """Takes a number besides the rows, and holds one in a list."""
-
-    def __init__(self):
-        super().__init__()
-        self.inner, self.table = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3)), [1.0]
-
-    def forward(self, x, scale=1.0):
-        return self.table[0] * self.inner(x) * scale
-
-
 NUMBERS = {
     "the network was called with further arguments": lambda net: {"call": lambda net, x: net(x, scale=1.5)},
     "something else in it changes": lambda net: {"before": lambda step: net.table.__setitem__(0, 1.0 + step)},
@@ -271,6 +222,7 @@ NUMBERS = {
 
 @pytest.mark.parametrize("cause", NUMBERS)
 def test_numbers_that_the_network_gets_beside_the_rows_are_named(cause):
-    net, X, y = Numbered().double(), torch.randn(12, 4).double(), torch.arange(12) % 3
+    net = Net(lambda net, x, scale=1.0: net.table[0] * net.inner(x) * scale, inner=mlp(), table=[1.0])
+    X, y = torch.randn(12, 4).double(), torch.arange(12) % 3
     with pytest.raises(epk.StepMismatchError, match=f"Likely cause: .*{cause}"):
         record(net, sgd(net), X, y, torch.randperm(12).split(6), **NUMBERS[cause](net))

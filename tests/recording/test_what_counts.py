@@ -11,7 +11,7 @@ from torch.nn.utils import parametrizations, prune
 import epk_gp as epk
 from epk_gp.core.model import functionalize
 from helpers import assert_close
-from loops import Attentive, assert_exact, data, flat, mlp, record, sgd
+from loops import Attentive, Net, assert_exact, data, flat, mlp, record, sgd
 
 POINTS, ROWS, STEPS = 24, 8, 3
 
@@ -181,25 +181,23 @@ def test_a_module_that_is_back_before_the_next_batch_is_no_change():
     assert train(mlp(), features).num_steps == 3
 
 
-class Spectrum(nn.Module):
+def spectrum(before, modes):
     """Complex weights as pairs of numbers, after an odd number of others."""
 
-    def __init__(self, before, modes):
-        super().__init__()
-        self.scale = nn.Parameter(torch.ones(before))
-        self.pairs, self.out = nn.Parameter(torch.randn(modes, 2)), nn.Linear(5, 3)
+    def forward(net, x):
+        h = torch.fft.rfft(torch.cat([x, net.scale.sum() * x[:, :1]], dim=1))
+        kept = h[:, :modes] * torch.view_as_complex(net.pairs)
+        return net.out(torch.tanh(torch.fft.irfft(torch.cat([kept, h[:, modes:]], dim=1), n=5)))
 
-    def forward(self, x):
-        h = torch.fft.rfft(torch.cat([x, self.scale.sum() * x[:, :1]], dim=1))
-        kept = h[:, : len(self.pairs)] * torch.view_as_complex(self.pairs)
-        return self.out(torch.tanh(torch.fft.irfft(torch.cat([kept, h[:, len(self.pairs) :]], dim=1), n=5)))
+    scale, pairs = nn.Parameter(torch.ones(before)), nn.Parameter(torch.randn(modes, 2))
+    return Net(forward, scale=scale, pairs=pairs, out=nn.Linear(5, 3)).double()
 
 
 @pytest.mark.parametrize(("before", "modes"), [(1, 2), (2, 3), (3, 1)])
 def test_complex_weights_may_begin_anywhere_among_the_weights_and_are_read_under_vmap(before, modes):
     X = data()[0]
     for make in (sgd, lambda net: torch.optim.Adam(net.parameters(), 0.01)):
-        net = Spectrum(before, modes).double()
+        net = spectrum(before, modes)
         trajectory = train(net, optimizer=make(net)).trajectory
         assert_exact(trajectory, X[:3], net)
         assert make is not sgd or epk.reconstruct(trajectory, X[:3], head="logits").certified
@@ -209,41 +207,37 @@ def test_complex_weights_may_begin_anywhere_among_the_weights_and_are_read_under
     assert_close(together, torch.stack([model(model.unflatten(w), X) for w in W]))
 
 
-class Words(nn.Module):
+def words(*, by_torch, kind=nn.Embedding):
     """An embedding whose rows have a largest norm, by torch, which writes them, or by a factor."""
 
-    def __init__(self, *, by_torch, kind=nn.Embedding):
-        super().__init__()
-        self.embed, self.out = kind(9, 4, max_norm=0.7 if by_torch else None), nn.Linear(4, 3)
+    def forward(net, ids):
+        w = net.embed.weight
+        if not by_torch:
+            w = w * (0.7 / w.norm(dim=1, keepdim=True)).clamp(max=1)
+        h = net.embed(ids) if by_torch else F.embedding(ids, w)
+        return net.out(torch.tanh(h).reshape(len(ids), -1, 4).mean(dim=1))
 
-    def forward(self, ids):
-        if self.embed.max_norm is not None:
-            return self.out(torch.tanh(self.embed(ids)).flatten(1).view(len(ids), -1, 4).mean(dim=1))
-        w = self.embed.weight
-        return self.out(torch.tanh(F.embedding(ids, w * (0.7 / w.norm(dim=1, keepdim=True)).clamp(max=1))).mean(dim=1))
+    return Net(forward, embed=kind(9, 4, max_norm=0.7 if by_torch else None), out=nn.Linear(4, 3)).double()
 
 
 def test_a_forward_pass_that_writes_to_weights_is_refused_and_its_cure_is_exact():
     ids = torch.randint(0, 9, (10, 5))
     for kind in (nn.Embedding, nn.EmbeddingBag):
         with pytest.raises(ValueError, match=r"in place \('embed.weight'\).* for Embedding\(max_norm=...\) a product"):
-            train(Words(by_torch=True, kind=kind).double(), X=ids)
-    net = Words(by_torch=False).double()
+            train(words(by_torch=True, kind=kind), X=ids)
+    net = words(by_torch=False)
     assert epk.attribute(train(net, X=ids).trajectory, ids[:2], head="logits").certified
 
 
-class Counting(nn.Module):
+def counting(dtype, size, *, always):
     """Counts its passes in training, and scales by that: always, or in training alone."""
 
-    def __init__(self, dtype, size=None, *, always=True):
-        super().__init__()
-        self.inner, self.always = mlp(), always
-        self.register_buffer("count", torch.zeros(() if size is None else size, dtype=dtype))
+    def forward(net, x):
+        if net.training:
+            net.count += 1
+        return net.inner(x) * (1 + 0.1 * net.count.sum() if always or net.training else 1)
 
-    def forward(self, x):
-        if self.training:
-            self.count += 1
-        return self.inner(x) * (1 + 0.1 * self.count.sum() if self.always or self.training else 1)
+    return Net(forward, inner=mlp(), count=torch.zeros(() if size is None else size, dtype=dtype))
 
 
 @pytest.mark.parametrize("size", [None, 3])
@@ -251,20 +245,16 @@ class Counting(nn.Module):
 def test_integer_buffers_that_training_moves_are_told_to_be_floating_point(size, always):
     message = r"'count' changed\..* floating-point one \(torch.int64" if always else r"has count=.* floating-point buf"
     with pytest.raises(epk.StepMismatchError, match=message):
-        train(Counting(torch.int64, size, always=always))
-    trajectory = train(Counting(torch.float64, size, always=always)).trajectory
+        train(counting(torch.int64, size, always=always))
+    trajectory = train(counting(torch.float64, size, always=always)).trajectory
     assert epk.attribute(trajectory, trajectory.inputs[:2], head="logits").certified
 
 
-class Temperature(nn.Module):
+def temperature(*, in_forward):
     """CLIP's scale: a parameter that the loss uses, or forward()."""
-
-    def __init__(self, *, in_forward):
-        super().__init__()
-        self.inner, self.scale, self.in_forward = mlp(), nn.Parameter(torch.ones((), dtype=torch.float64)), in_forward
-
-    def forward(self, x):
-        return self.inner(x) * self.scale.exp() if self.in_forward else self.inner(x)
+    scale = nn.Parameter(torch.ones((), dtype=torch.float64))
+    forward = lambda net, x: net.inner(x) * net.scale.exp() if in_forward else net.inner(x)  # noqa: E731
+    return Net(forward, inner=mlp(), scale=scale)
 
 
 @pytest.mark.parametrize("late", [False, True], ids=["before_the_pass", "after_it"])
@@ -275,12 +265,12 @@ def test_a_parameter_that_only_the_loss_uses_is_named_and_both_cures_are_exact(l
     def scale():
         return net.scale.exp()
 
-    net = Temperature(in_forward=False)
+    net = temperature(in_forward=False)
     with pytest.raises(epk.StepMismatchError, match="no gradient comes to 'scale' through the network's outputs"):
         train(net, losses=losses, loss=None)
     X = data()[0]
-    assert epk.attribute(train(Temperature(in_forward=True)).trajectory, X[:2], head="logits").certified
-    net = Temperature(in_forward=False)
+    assert epk.attribute(train(temperature(in_forward=True)).trajectory, X[:2], head="logits").certified
+    net = temperature(in_forward=False)
     own, inner = torch.optim.SGD([net.scale], lr=0.1), sgd(net.inner)
     hook = inner.register_step_post_hook(lambda *args: own.step())
     trajectory = train(net, losses=losses, loss=None, optimizer=inner).trajectory
