@@ -9,7 +9,7 @@ from torch import nn
 
 import epk_gp as epk
 from epk_gp.core.show import CertificateWarning
-from loops import sgd
+from loops import Net, sgd
 
 
 def small_steps(net):
@@ -87,16 +87,11 @@ def test_a_run_is_warned_of_once_as_soon_as_the_fault_shows_and_recorded_all_the
     assert trajectory.num_steps == 6
 
 
-class Centred(nn.Module):
+def centred():
     """A network less its initial self: its outputs begin at 0, and their rounding is that of its terms."""
-
-    def __init__(self):
-        super().__init__()
-        self.net = Base()
-        self.initial = copy.deepcopy(self.net).requires_grad_(False)
-
-    def forward(self, x):
-        return self.net(x) - self.initial(x)
+    net = Base()
+    initial = copy.deepcopy(net).requires_grad_(False)
+    return Net(lambda net, x: net.inner(x) - net.initial(x), inner=net, initial=initial)
 
 
 def dead_outputs():
@@ -126,8 +121,8 @@ class SingleBackward(Base):
 
 QUIET = [
     *((net, *steps) for net in SOUND.values() for steps in STEPS.values()),
-    (Centred, torch.float64, rate(1e-9)),
-    (Centred, torch.float32, rate(1e-5)),
+    (centred, torch.float64, rate(1e-9)),
+    (centred, torch.float32, rate(1e-5)),
     *((dead_outputs, dtype, rate(0.1, weight_decay=0.01)) for dtype in (torch.float64, torch.float32)),
     (Autocast, torch.float64, sgd),  # autocast leaves float64 alone
     (SingleInside, torch.float32, sgd),
