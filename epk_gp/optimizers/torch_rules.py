@@ -423,12 +423,7 @@ def as_optimizers(optimizers: Optimizers) -> tuple[Optimizer, ...]:
     several = tuple(map(_unwrapped, optimizers if isinstance(optimizers, list | tuple) else (optimizers,)))
     for optimizer in several:
         if not isinstance(optimizer, Optimizer):
-            library = type(optimizer).__module__.split(".")[0]
-            advice = {
-                "fastai": " Train with opt_func=partial(OptimWrapper, opt=torch.optim.AdamW), pass learner.opt.opt.",
-                "keras": " Networks of Keras are not recorded: write the network as torch modules.",
-            }.get(library, "")
-            raise TypeError(f"optimizer must be a torch.optim.Optimizer: got {type(optimizer).__name__}.{advice}")
+            raise TypeError(f"optimizer must be a torch.optim.Optimizer: got {type(optimizer).__name__}.")
     if not several:
         raise ValueError("there must be at least one optimizer: got an empty sequence.")
     owners: dict[int, Optimizer] = {}
