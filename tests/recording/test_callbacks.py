@@ -1,4 +1,4 @@
-"""Batches that say which rows they hold, and loops that belong to others: Lightning's and Hugging Face's trainers."""
+"""Batches that say which rows they hold, and loops that belong to others: Lightning, Accelerate, compiled networks."""
 
 import shutil
 import sys
@@ -35,10 +35,6 @@ def assert_exact(trajectory, X, tolerance=1e-12):
     return assert_terms_are_exact(trajectory, X[:3] + 0.1, tolerance=tolerance, head="log_softmax")
 
 
-def items_of(data):
-    return [{"x": x, "labels": int(label)} for x, label in zip(*data, strict=True)]
-
-
 @pytest.mark.parametrize("shift", [0.0, 0.01])
 def test_batches_of_a_shuffled_loader_say_their_rows_and_hidden_augmentation_is_recorded(data, net, shift):
     X, y = data
@@ -73,7 +69,7 @@ def test_callbacks_are_found_others_are_not_and_a_missing_package_is_named_with_
 
 
 def test_dictionaries_hold_their_index_under_the_key_and_what_has_no_numbers_is_refused(data):
-    rows = items_of(data)
+    rows = [{"x": x, "labels": int(label)} for x, label in zip(*data, strict=True)]
     items = IndexedDataset(rows, key="index")
     assert items[-1]["index"] == M - 1
     assert torch.equal(items[3]["x"], data[0][3])
@@ -182,62 +178,6 @@ def test_a_lightning_run_is_exact(data, net, name, tmp_path):
         parts = assert_exact(run, data[0], 1e-10 if has_norm else 1e-12)
         assert bool(parts.statistics.any()) == has_norm
     assert name != "factor_of_the_loss" or epk.influence(trajectory, data[0][:1]).certified
-
-
-class Classifier(nn.Module):
-    """A model of one's own as the trainer takes it: the loss first."""
-
-    fails = False
-
-    def __init__(self, net):
-        super().__init__()
-        self.net = net
-
-    def forward(self, x, labels=None):
-        logits = self.net(x)
-        if self.fails and labels is not None:
-            raise KeyboardInterrupt
-        return {"logits": logits} if labels is None else {"loss": F.cross_entropy(logits, labels), "logits": logits}
-
-
-def train_huggingface(transformers, model, dataset, callback, folder, **arguments):
-    arguments = {"remove_unused_columns": False, "per_device_train_batch_size": 6, "num_train_epochs": 2} | arguments
-    arguments |= {"use_cpu": True, "report_to": [], "save_strategy": "no", "disable_tqdm": True, "learning_rate": 0.01}
-    training = transformers.TrainingArguments(output_dir=str(folder), logging_strategy="no", **arguments)
-    transformers.Trainer(model, training, train_dataset=dataset, callbacks=[callback]).train()
-
-
-@pytest.mark.slow
-def test_a_trainer_that_removes_the_indices_is_refused(data, net, tmp_path):
-    transformers = pytest.importorskip("transformers", reason="needs the extra 'huggingface'")
-    callback = callbacks.HuggingFaceRecorderCallback(*data, output=lambda returned: returned["logits"])
-    callback.close()  # of what has not begun
-    with pytest.raises(RuntimeError, match=r"training has not started. Call trainer.train"):
-        _ = callback.trajectory
-    rows = IndexedDataset(items_of(data), key="index")
-    with pytest.raises(ValueError, match="remove_unused_columns=False"):
-        train_huggingface(transformers, Classifier(net), rows, callback, tmp_path, remove_unused_columns=True)
-
-
-@pytest.mark.slow
-def test_a_trainer_that_an_error_ended_trains_again_with_the_same_model(data, net, tmp_path):
-    """As in a notebook, whose cell is mended and run again."""
-    transformers = pytest.importorskip("transformers", reason="needs the extra 'huggingface'")
-    rows = items_of(data)
-    dataset, model = IndexedDataset(rows, key="index"), Classifier(net)
-    first, second = (
-        callbacks.HuggingFaceRecorderCallback(dataset, output=lambda returned: returned["logits"]) for _ in range(2)
-    )
-    with pytest.raises(ValueError, match="under 'index': got labels, x. Wrap the data in IndexedDataset"):
-        train_huggingface(transformers, model, rows, first, tmp_path)
-    train_huggingface(transformers, model, dataset, second, tmp_path)
-    assert_exact(second.trajectory, data[0])
-    model.fails = True
-    with pytest.raises(KeyboardInterrupt):
-        train_huggingface(transformers, model, dataset, second, tmp_path)
-    model.fails = False
-    train_huggingface(transformers, model, dataset, second, tmp_path)
-    assert_exact(second.trajectory, data[0])
 
 
 # Loops of Accelerate, and networks that torch.compile compiled

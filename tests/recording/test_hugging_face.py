@@ -1,6 +1,7 @@
 """`transformers.Trainer` as it is used: padding, language models, smoothing, LoRA, the best model."""
 
 import math
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -150,7 +151,15 @@ def flat(items):
     return transformers.DataCollatorWithFlattening()(texts) | {"index": torch.tensor([i["index"] for i in items])}
 
 
-def fit(monkeypatch, folder, model, data, collate, *, loss=None, output=logits, trainer=None, **arguments):
+def train(folder, model, items, collate, callback, *, trainer=None, **arguments):
+    arguments = {"per_device_train_batch_size": 4, "num_train_epochs": 1, "save_strategy": "no"} | arguments
+    arguments = {"logging_strategy": "no", "remove_unused_columns": False, "output_dir": str(folder)} | arguments
+    arguments |= {"use_cpu": True, "report_to": [], "disable_tqdm": True, "learning_rate": 0.02, "seed": 1}
+    options = {"train_dataset": IndexedDataset(items, key="index"), "callbacks": [callback], "data_collator": collate}
+    transformers.Trainer(model, transformers.TrainingArguments(**arguments), **options, **(trainer or {})).train()
+
+
+def fit(monkeypatch, folder, model, data, collate, *, loss=None, output=logits, **arguments):
     """Train with a watched recorder; `loss` None is the default, and "unstated" is none."""
     monkeypatch.setattr("epk_gp.recording.huggingface.Recorder", WatchedTrainer)
     X, y, items = data
@@ -158,12 +167,7 @@ def fit(monkeypatch, folder, model, data, collate, *, loss=None, output=logits, 
     unexplained = {"unexplained": 0.05} if arguments.get("bf16") else {}
     options |= {} if output is None else {"output": output}
     callback = HuggingFaceRecorderCallback(X, None if loss else y, **options, **unexplained)
-    arguments = {"per_device_train_batch_size": 4, "num_train_epochs": 1, "save_strategy": "no"} | arguments
-    arguments |= {"use_cpu": True, "report_to": [], "disable_tqdm": True, "learning_rate": 0.02, "seed": 1}
-    arguments |= {"logging_strategy": "no", "remove_unused_columns": False, "output_dir": str(folder)}
-    options = {"train_dataset": IndexedDataset(items, key="index"), "callbacks": [callback], "data_collator": collate}
-    training = transformers.TrainingArguments(**arguments)
-    transformers.Trainer(model, training, **options, **(trainer or {})).train()
+    train(folder, model, items, collate, callback, **arguments)
     X_test = {name: value[:2] for name, value in X.items()}
     return finish(callback._recorder, model, X_test, X, torch.zeros(M), output or last)
 
@@ -287,6 +291,32 @@ def test_in_bf16_the_weights_of_accumulated_batches_are_read(monkeypatch, tmp_pa
     options = TWO | {"bf16": True, "optim": "sgd"}
     result = fit(monkeypatch, tmp_path, bert().float(), sentences(), collator(), **options)
     assert all(abs(float(step.sample_weights.sum()) - len(step.passes)) < 0.02 for step in result.trajectory.steps)
+
+
+def test_a_trainer_that_was_refused_or_that_an_error_ended_trains_again_with_the_same_model(tmp_path):
+    """As in a notebook, whose cell is mended and run again."""
+    (X, y, items), model, collate = sentences(), bert(), collator()
+    first, second = (HuggingFaceRecorderCallback(X, y) for _ in range(2))
+    first.close()  # of what has not begun
+    with pytest.raises(RuntimeError, match=r"training has not started. Call trainer.train"):
+        _ = first.trajectory
+    with pytest.raises(ValueError, match="remove_unused_columns=False"):
+        train(tmp_path, model, items, collate, first, remove_unused_columns=True)
+    without = lambda items: {key: value for key, value in collate(items).items() if key != "index"}  # noqa: E731
+    with pytest.raises(ValueError, match="under 'index': got attention_mask, input_ids, labels.*Wrap the data in"):
+        train(tmp_path, model, items, without, first)
+
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    for fails in (False, True, False):
+        hook = model.register_forward_hook(interrupt) if fails else None
+        with pytest.raises(KeyboardInterrupt) if fails else nullcontext():
+            train(tmp_path, model, items, collate, second)
+        if fails:
+            hook.remove()
+        else:
+            assert_terms_are_exact(second.trajectory, {name: value[:2] for name, value in X.items()})
 
 
 @pytest.mark.slow

@@ -85,13 +85,13 @@ LOOKS = [look_at_each_loss, look_at_every_row, look_backwards, look_at_inputs, l
 
 
 LOOKING = [
-    *(("mlp", False, look) for look in LOOKS), ("attention", True, look_at_every_row), ("dropout", False,
-    look_at_every_row), ("attention", False, look_backwards), ("convolution", True, look_backwards),
+    *(("mlp", False, look, {}) for look in LOOKS), ("dropout", False, look_at_every_row, {}),
+    ("attention", True, look_at_every_row, {"loss": None}), ("convolution", True, look_backwards, {}),
+    ("attention", False, look_backwards, {"loss": None}), ("mlp", False, look_at_inputs, {"loss": None}),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("options", [{}, {"loss": None}], ids=["stated", "unstated"])
-@pytest.mark.parametrize(("name", "adam", "look"), LOOKING)
+@pytest.mark.parametrize(("name", "adam", "look", "options"), LOOKING)
 def test_backward_passes_that_only_look_are_no_part_of_a_step(name, adam, look, options):
     run, plain = Loop(name, adam, look, **options).trajectory, Loop(name, adam, id, **options).trajectory
     assert run.digest == plain.digest  # the weights, and what is recorded of each pass
