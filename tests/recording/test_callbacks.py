@@ -37,11 +37,13 @@ def assert_exact(trajectory, X, tolerance=1e-12):
 
 @pytest.mark.parametrize("shift", [0.0, 0.01])
 def test_batches_of_a_shuffled_loader_say_their_rows_and_hidden_augmentation_is_recorded(data, net, shift):
+    """Without augmentation the loader itself is X."""
     X, y = data
     dataset = IndexedDataset(TensorDataset(X + shift, y))
-    optimizer, seen = torch.optim.SGD(net.parameters(), lr=0.2, momentum=0.9), []
-    with epk.Recorder(net, optimizer, X, y) as recorder:
-        for indices, (inputs, labels) in DataLoader(dataset, batch_size=10, shuffle=True):
+    loader, seen = DataLoader(dataset, batch_size=10, shuffle=True), []
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.2, momentum=0.9)
+    with epk.Recorder(net, optimizer, *((X, y) if shift else (loader,))) as recorder:
+        for indices, (inputs, labels) in loader:
             assert torch.equal(inputs, X[indices] + shift)
             assert torch.equal(labels, y[indices])
             seen.append(indices)
@@ -51,6 +53,8 @@ def test_batches_of_a_shuffled_loader_say_their_rows_and_hidden_augmentation_is_
             optimizer.step()
     assert dataset[-1][0] == M - 1
     assert torch.equal(torch.cat(seen).sort().values, torch.arange(M))
+    assert torch.equal(recorder.X, X)
+    assert torch.equal(recorder.y, y)
     assert_exact(recorder.trajectory, X)
     passes = recorder.trajectory.steps[0].passes
     assert torch.equal(passes[0].inputs.values, X[seen[0]] + shift) if shift else not passes

@@ -115,22 +115,6 @@ def test_the_run_is_that_with_tensors_in_memory(source, is_on_disk, tmp_path):
         asserted_same(epk.load_trajectory(tmp_path / "run", Net()), expected, test)
 
 
-def test_a_loop_over_a_shuffling_loader_is_recorded_with_the_loader_as_X():
-    loader = DataLoader(IndexedDataset(PAIRS), 32, shuffle=True, generator=torch.Generator().manual_seed(0))
-    net = Net()
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    with epk.Recorder(net, optimizer, loader) as recorder:
-        for indices, (inputs, labels) in loader:
-            optimizer.zero_grad()
-            nn.functional.cross_entropy(net(inputs), labels).backward()
-            recorder.batch(indices)
-            optimizer.step()
-    assert torch.equal(recorder.X, X)
-    assert torch.equal(recorder.y, Y)
-    assert not any(step.passes for step in recorder.steps)  # all rows are those of X
-    assert epk.attribute(recorder.trajectory, TEST).certified
-
-
 def test_reading_leaves_the_random_numbers_as_they_are():
     torch.manual_seed(3)
     before = torch.get_rng_state()

@@ -253,28 +253,21 @@ def test_numbers_of_the_network_that_the_loop_changes_are_recorded_with_each_pas
 def test_of_the_two_passes_of_sam_any_may_be_announced(announced):
     """The gradient of the first one is cleared: it says only where the second one is."""
 
-    @torch.no_grad()
-    def move(net, climbs, sign):
-        for p, climb in zip(net.parameters(), climbs, strict=True):
-            p.add_(climb, alpha=sign)
-
     def sharpness_aware(announced):
         net, (X, y) = mlp(), data()
         optimizer = sgd(net)
         with epk.Recorder(net, optimizer, X, y) as recorder:
             for rows in torch.arange(9).view(3, 3):
-                F.cross_entropy(net(X[rows]), y[rows]).backward()
-                if announced != "second":
-                    recorder.batch(rows)
-                climbs = [0.3 * p.grad for p in net.parameters()]
-                move(net, climbs, 1)
-                optimizer.zero_grad()
-                F.cross_entropy(net(X[rows]), y[rows]).backward()
-                if announced != "first":
-                    recorder.batch(rows)
-                move(net, climbs, -1)
+                climbs = [torch.zeros_like(p) for p in net.parameters()]
+                for kind in ("first", "second"):
+                    optimizer.zero_grad()
+                    F.cross_entropy(net(X[rows]), y[rows]).backward()
+                    if announced in (kind, "both"):
+                        recorder.batch(rows)
+                    with torch.no_grad():
+                        for p, climb in zip(net.parameters(), climbs, strict=True):
+                            p += climb.copy_(0.3 * p.grad if kind == "first" else -climb)
                 optimizer.step()
-                optimizer.zero_grad()
         return recorder.trajectory
 
     assert sharpness_aware(announced).digest == sharpness_aware("second").digest
