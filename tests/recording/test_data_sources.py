@@ -104,8 +104,10 @@ def asserted_same(run, expected, test):
     assert torch.equal(parts.total, others.total)
 
 
-@pytest.mark.parametrize("source", SOURCES)
-@pytest.mark.parametrize("is_on_disk", [False, True])
+@pytest.mark.parametrize(
+    ("source", "is_on_disk"), [*((source, True) for source in SOURCES), ("memory maps", False), ("subset", False),
+    ("dataset of dictionaries", False)],
+)  # fmt: skip
 def test_the_run_is_that_with_tensors_in_memory(source, is_on_disk, tmp_path):
     options = {"folder": tmp_path / "run"} if is_on_disk else {}
     is_masked = source in SEVERAL

@@ -142,6 +142,7 @@ if rank == 1 and step == 4 and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
 
 
 @pytest.mark.slow
+@pytest.mark.pages
 def test_pages_programs_record_two_processes_that_their_launchers_start(tmp_path):
     """All are started at once. Under torchrun a rank dies at its fifth step; the second attempt goes on."""
     for module in ("accelerate", "pytorch_lightning"):
