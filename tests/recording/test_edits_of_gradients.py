@@ -339,7 +339,7 @@ UNEXPLAINED = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(("name", "every"), zip(UNEXPLAINED, (1, 1000, 1000, 1), strict=True))
+@pytest.mark.parametrize(("name", "every"), list(zip(UNEXPLAINED, (1, 1000, 1000, 1), strict=True)))
 def test_what_no_factor_and_no_decay_explains_is_refused_or_a_term_that_influence_never_certifies(name, every):
     loop, cause = UNEXPLAINED[name]
     with pytest.raises(epk.StepMismatchError, match=f"step 0: .*{cause}.* unexplained=SHARE records it"):
