@@ -46,7 +46,6 @@ from epk_gp.optimizers.update_rules import (
 from epk_gp.recording.causes import StepMismatchError
 from epk_gp.recording.check import (
     CheckSchedule,
-    DerivativeProbe,
     check_records,
     check_step,
     edit_of,
@@ -57,6 +56,7 @@ from epk_gp.recording.gradient_fit import GradientTerms
 from epk_gp.recording.history import CommitSchedule, RunHistory, StepResult
 from epk_gp.recording.mismatches import ObservedStep, StepMeasures
 from epk_gp.recording.passes import TOLERANCE, PassRecords
+from epk_gp.recording.probe import DerivativeProbe
 from epk_gp.recording.seen import CapturedForward, MadeStep
 from epk_gp.recording.setup import TrainingSetup
 from epk_gp.storage.training_state import TrainingState
