@@ -21,8 +21,8 @@ from epk_gp.core.states import recomputation_of
 from epk_gp.core.step import NOT_OF_DATA, fingerprint
 from epk_gp.core.trajectory import Trajectory, flat_state, has_coarse_steps
 from epk_gp.gram.accumulator import NodeBatch, add_to_averages
-from epk_gp.gram.evaluation import Evaluation
 from epk_gp.gram.path_kernel import PathKernel
+from epk_gp.gram.planned_kernel import Evaluation
 from epk_gp.kernel_machine.axes import Axis, CombinedAxes, parameter_parts
 from epk_gp.kernel_machine.certificate import StepResiduals, coarsest_dtype, integral_sums
 from epk_gp.quadrature.adaptive import Integral

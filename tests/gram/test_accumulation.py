@@ -27,7 +27,7 @@ from epk_gp.core import plans as huge_pages
 from epk_gp.core.plans import TensorSpec
 from epk_gp.core.torch_overrides import disable_fused_attention
 from epk_gp.core.trajectory import flat_weights
-from epk_gp.gram.evaluation import StateReader
+from epk_gp.gram.planned_kernel import StateReader
 from epk_gp.storage.chunks import StoredStates
 from helpers import NETWORKS, assert_blocks, assert_close, gram_diagonal_blocks, make_case
 

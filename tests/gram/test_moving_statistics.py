@@ -10,7 +10,7 @@ from torch.autograd import gradcheck
 
 import epk_gp as epk
 from epk_gp.core.trajectory import flat_state, network_outputs
-from epk_gp.kernel_machine.baselines import tangent_trajectory
+from epk_gp.kernel_machine.reconstruct import tangent_trajectory
 from epk_gp.quadrature.rules import QuadratureRule, gauss_legendre
 from helpers import assert_blocks
 

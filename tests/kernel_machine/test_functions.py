@@ -21,9 +21,9 @@ from epk_gp.core.losses import UnstatedLoss
 from epk_gp.core.plans import MemoryPlan
 from epk_gp.core.states import averaged_trajectory, averaging_coefficients
 from epk_gp.kernel_machine import attribute
+from epk_gp.kernel_machine.attribute import plan_attribution
 from epk_gp.kernel_machine.axes import by_layer, by_sample
 from epk_gp.kernel_machine.influence_pass import InfluenceWork
-from epk_gp.kernel_machine.plan import plan_attribution
 from epk_gp.kernel_machine.terms import AttributionWork
 from recipes.path_reference import brute_force_terms
 from recipes.problem import C, sentences, train, vectors
