@@ -10,7 +10,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import epk_gp as epk
 import reference
-from epk_gp.autodiff.verification import plan_for
 from epk_gp.core.plans import MemoryPlan
 from epk_gp.quadrature.rules import Rule
 from helpers import NETWORKS, assert_blocks, assert_close, gram_diagonal_blocks, make_case
@@ -148,14 +147,6 @@ def test_blocks_and_contributions_are_those_of_the_definition(name):
             assert_close(epk.attribute(run, case.test, head=head, rule=rule).samples, samples)
             assert epk.attribute(run, case.test, head=head).max_error <= 1e-12
             assert epk.reconstruct(run, case.test, head=head).max_error <= 1e-12
-
-
-def test_most_networks_take_several_steps_together():
-    """The control of the test above: what cannot is one step at a time."""
-    cases = {name: make_case(name, steps=1) for name in NETWORKS}
-    can = {name: plan_for(c.trajectory, c.trajectory.model_for(c.test)).plan for name, c in cases.items()}
-    taken = {name for name, plan in can.items() if plan.supports_stacking and plan.supports_jvp}
-    assert {"tanh", "relu", "norms", "attention", "tied", "twice", "cnn"} <= taken
 
 
 class Positions(nn.Module):
