@@ -43,7 +43,6 @@ from epk_gp.kernel_machine.terms import (
     sources_of,
 )
 from epk_gp.quadrature.rules import Rule, WeightPath, adaptive, layerwise, straight
-from epk_gp.work.run import Sums, run
 
 # A result with a larger amplification warns that its terms cancel: small networks have 1.5 to 7, ResNets 20 to 40.
 _LARGE_AMPLIFICATION = 10
@@ -416,14 +415,8 @@ def split_predictions(
 
 
 def _split(work: AttributionWork, options: ComputeOptions) -> tuple[tuple[GroupedAttribution, ...], TermSums]:
-    whole, trajectory, X, kernel = work.whole, work.kernel.trajectory, work.X, work.kernel
-    initial, network = map(whole.select_outputs, kernel.end_outputs(X))
-    totals, rest = work.totals(work.as_rows(initial), torch.arange(work.num_rows)), Sums()
-    for piece, sums in run(work, options, "attribution"):
-        rows = work.blocks[piece.place[0]]
-        for name, total in totals.named.items():
-            total[rows] += sums.added.pop(name)
-        rest.merge(sums)
+    whole, trajectory, kernel = work.whole, work.kernel.trajectory, work.kernel
+    initial, network, totals, rest = work.summed(options, "attribution")
     mismatches, ends = work.residuals.mismatches, (work.as_rows(initial), work.as_rows(network))
     steps = max(1, trajectory.num_steps)
     numbers = certificate.integral_facts(rest, work.num_rows * steps) | mismatches.numbers
