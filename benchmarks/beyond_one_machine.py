@@ -30,7 +30,7 @@ import epk_gp as epk
 from epk_gp.core.checks import ComputeOptions
 from epk_gp.gram.path_kernel import PathKernel
 from epk_gp.gram.tiles import WHOLE, GramWork, step_ranges
-from epk_gp.storage.partial_sums import PartialSums
+from epk_gp.storage.files import PartialSums
 from epk_gp.work import run as carrying
 from epk_gp.work.run import run as carry_out
 

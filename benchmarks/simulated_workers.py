@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from epk_gp.storage.partial_sums import PartialSums
+from epk_gp.storage.files import PartialSums
 
 SLOW = 5.0  # how many times longer a straggler takes
 

@@ -20,8 +20,8 @@ import torch
 from torch import nn
 
 import epk_gp as epk
-from epk_gp.storage.journal import read_journal
 from epk_gp.storage.run import check_run
+from epk_gp.storage.schema import read_journal
 
 STEPS, POINTS = 6, 12
 Report = Callable[[epk.Recorder], object]

@@ -19,10 +19,10 @@ from epk_gp.core.step import ForwardPass, SeenRows, Step, fingerprint_data, fing
 from epk_gp.optimizers.update_rules import FIELDS, LinearStep, UpdateCoefficients, stack_coefficients
 from epk_gp.recording.history import CommitSchedule, RunHistory
 from epk_gp.storage.files import checksum, checksummed_json, read_checksummed_json
-from epk_gp.storage.journal import Chunk, to_json_line
-from epk_gp.storage.run import check_run, create_run
-from epk_gp.storage.schema import run_header
+from epk_gp.storage.run import check_run
+from epk_gp.storage.schema import Chunk, run_header, to_json_line
 from epk_gp.storage.training_state import TrainingState
+from epk_gp.storage.writer import create_run
 from loops import data, mlp, sgd
 
 JOURNAL, HEADER = "journal.jsonl", "run.json"
@@ -96,14 +96,11 @@ def step(recorder, batch=None):
     recorder.optimizer.step()
 
 
-def read_journal_lines(run):
-    return [json.loads(line) for line in (run / JOURNAL).read_text().splitlines()]
-
-
 def rewrite_journal(run, change):
     """Edit the lines of a journal, and write all checksums anew as an insider would."""
     chunks, before = [], ""
-    for number, line in enumerate(read_journal_lines(run)):
+    for number, text in enumerate((run / JOURNAL).read_text().splitlines()):
+        line = json.loads(text)
         chunk = Chunk.model_construct(**(line | change(number, line)))
         before = chunk.line_after(before)
         chunks.append(chunk.model_copy(update={"line": before}))

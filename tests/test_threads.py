@@ -1,4 +1,4 @@
-"""Every public function gives the same bytes from 8 threads at once as from one, and leaves nothing behind."""
+"""Every public function gives the same bytes from several threads at once as from one, and leaves nothing behind."""
 
 import gc
 import linecache
@@ -49,10 +49,15 @@ DIFFERENT = [c if c in QUICK else pytest.param(c, marks=pytest.mark.slow) for c 
 
 
 @pytest.mark.parametrize("call", DIFFERENT)
-def test_eight_threads_get_the_bytes_that_one_gets(call, shares):
-    expected, together = outcome(call, shares("alone")), shares("together")
+def test_threads_get_the_bytes_that_one_gets(call, shares):
+    """Eight threads, and four for what takes longer."""
+    expected, together, count = (
+        outcome(call, shares("alone")),
+        shares("together"),
+        THREADS if call in QUICK else THREADS // 2,
+    )
     with switching_often():
-        assert at_once([lambda: outcome(call, together)] * THREADS) == [expected] * THREADS
+        assert at_once([lambda: outcome(call, together)] * count) == [expected] * count
     assert CertificateWarning not in [kind for _, _, kind, *_ in warnings.filters]
 
 
@@ -67,7 +72,7 @@ def test_every_call_takes_and_returns_what_its_annotations_say(shares):
 @pytest.mark.parametrize("name", ["transformer"])  # `make faults` takes all networks
 def test_many_calls_at_once_on_a_new_run_change_nothing(name):
     """In another order in each thread, from a network of which nothing is known yet; `make faults` takes all calls."""
-    calls = tuple(call for call in CALLS if call in QUICK | {"reconstruct", "attribute", "influence"})
+    calls = tuple(call for call in CALLS if call in QUICK | {"attribute"})
     count = count_faults(name, calls, expected_results(name, calls), count=3, seed=0)
     assert count.calls == 3 * len(calls)
     assert count.faults == []
@@ -182,11 +187,11 @@ def interrupt(work: Callable[[], object], line: int) -> bool:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("call", ["gram_block, adaptive", "EPKKernel full", "network_outputs", "attribute, adaptive"])
+@pytest.mark.parametrize("call", ["EPKKernel full", "network_outputs", "attribute, adaptive"])
 def test_an_interrupt_anywhere_leaves_nothing_wrong_behind(call, tmp_path):
     expected = expected_results("tied", (call,))[call]
     shared = share("tied", tmp_path)
-    lines = [int(1.6**n) for n in range(1, 22)]
+    lines = [2**n for n in range(1, 15)]
     assert sum(interrupt(lambda: CALLS[call](shared), line) for line in lines) > 10
     gc.collect()  # a generator that was cut off in a cycle holds its lock, for which other threads would wait
     assert outcome(call, shared) == expected
@@ -285,7 +290,7 @@ def test_a_cache_can_be_measured_while_it_is_filled():
     stop = threading.Event()
 
     def fill() -> None:
-        for number in range(3000):
+        for number in range(1000):
             cache.put(number, torch.zeros(1))
         stop.set()
 

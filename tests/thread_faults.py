@@ -74,10 +74,6 @@ class Shared:
     def points(self) -> tuple[epk.Points, epk.Points]:
         return epk.Points(self.test, False), epk.Points(self.run.inputs, True)
 
-    def single(self, is_train: bool) -> epk.Points:
-        """The test points in float32, if they are numbers."""
-        return epk.Points(self.test.float() if self.test.is_floating_point() else self.test, is_train)
-
 
 RULE = epk.gauss_legendre(2)
 MODES: tuple[Any, ...] = ("full", "independent", "trace", 1)
@@ -188,50 +184,34 @@ def _statistics(shared: Shared) -> object:
     return calibration(z.exp(), y), ood_metrics(z[:3, 0], z[3:, 0]), three_gaussians(3, dim=4).inputs
 
 
-def _attributed_by(axis: Callable[[epk.Trajectory], Any]) -> Callable[[Shared], object]:
-    return lambda s: epk.attribute(s.run, s.test, by=[axis(s.run)], rule=RULE)
-
-
 def _asked(door: Door) -> Callable[[Shared], object]:
     return lambda s: door.ask(s.run, s.test, **door.options(rule=RULE))
 
 
 CALLS: dict[str, Callable[[Shared], object]] = {
     **{name: _asked(door) for name, door in DOORS.items() if name not in ("write_report", "EPKKernel", "LogitGP")},
-    "gram_block, logits": lambda s: epk.gram_block(s.run, *s.points, head="logits", rule=epk.gauss_legendre(3)),
-    "gram_block, float32": lambda s: epk.gram_block(s.run, s.single(False), s.single(True), rule=RULE),
-    "gram_block, float32 summed in float64": lambda s: epk.gram_block(
-        s.run, s.single(False), s.single(False), accumulate=torch.float64
-    ),
     "gram_block, adaptive": lambda s: epk.gram_block(s.run, *s.points, rule=epk.adaptive(1e-8)),
-    "gram_block, adaptive, test copies": lambda s: epk.gram_block(s.run, *s.points[:1] * 2, rule=epk.adaptive(1e-6)),
     "gram_block, stored": lambda s: epk.gram_block(s.stored, *s.points, rule=RULE),
     "gram_block, fewer states": lambda s: epk.gram_block(s.fewer, *s.points, rule=RULE),
-    "PathKernel, step weights": lambda s: epk.PathKernel(
-        s.run, rule=QuadratureRule.midpoint(2), step_weights=torch.ones(3, dtype=torch.float64)
-    ).block(*s.points),
     "network_outputs": lambda s: [
         epk.network_outputs(s.run, s.test, state=n, head=head) for n in (0, 1, -1) for head in ("logits", "log_softmax")
     ],
-    "network_outputs, float32": lambda s: epk.network_outputs(s.run, s.single(False).X),
     "reconstruct, adaptive": lambda s: epk.reconstruct(s.run, s.test),
     "attribute, adaptive": lambda s: epk.attribute(s.run, s.test),
     "reconstruct, fixed, fewer states": lambda s: epk.reconstruct(s.fewer, s.test, rule=QuadratureRule.left_riemann(2)),
     "attribute, logits, stored": lambda s: epk.attribute(s.stored, s.test, head="logits", rule=RULE),
-    "attribute, one class": lambda s: epk.attribute(s.run, s.test, classes=torch.arange(5) % 3),
     "write_report": _report,
     "self_influence": lambda s: epk.influence(s.run, own=True).values,
     "retrain, its runs": lambda s: epk.retrain(s.run, torch.full((2, s.run.num_points), 0.5).double()).states,
-    "attribute by label": _attributed_by(by_label),
-    "attribute by parameter": _attributed_by(by_parameter),
-    "attribute by layer": _attributed_by(by_layer),
+    "attribute by labels, parameters and layers": lambda s: [
+        epk.attribute(s.run, s.test, by=[axis(s.run)], rule=RULE) for axis in (by_label, by_parameter, by_layer)
+    ],
     "attribute in two ways, breakdown": _breakdown,
     "tangent_trajectory": lambda s: epk.gram_block(
         tangent_trajectory(s.run), *s.points, rule=QuadratureRule.left_endpoint()
     ),
     **{f"EPKKernel {name}": _kernel(name) for name in KERNELS},
     "EPKKernel, gradient": _gradient(lambda s, x: s.kernels["trace"](x, epk.train_copy(s.run.inputs)).to_dense()),
-    "EPKKernel, gradient of the diagonal": _gradient(lambda s, x: s.kernels["full"](x, diag=True)),
     "LogitGP.logit_posterior": lambda s: s.gp.logit_posterior(s.test),
     "LogitGP, called": lambda s: [(p.mean, p.variance) for p in [s.gp(s.test.flatten(1).double())]],
     "LogitGP.fit": _own_gp("full"),

@@ -91,12 +91,7 @@ def passes_of(step: Step, X: Shaped[Tensor, "M ..."], targets: Shaped[Tensor, "M
     y = targets[samples]
     weights = sample_weights(loss, y) if step.sample_weights is None else step.sample_weights
     c = weights.to(device=y.device, dtype=torch.float64)
-    forwards = step.passes or (ForwardPass(len(samples)),)
-    if len(forwards) == 1:
-        forward = forwards[0]
-        return [
-            PassData(forward, samples, _seen_inputs(X, samples, forward.inputs), _seen_labels(y, forward.targets), c)
-        ]
+    forwards = tuple(step.passes) or (ForwardPass(len(samples)),)  # each pass of a run on disk is read once
     counts = [forward.num_rows for forward in forwards]
     parts = zip(forwards, samples.split(counts), y.split(counts), c.split(counts), strict=True)
     return [

@@ -15,11 +15,10 @@ from epk_gp.core.checks import validate_count, validate_finite, validate_has_val
 from epk_gp.core.inputs import Inputs, validate_packed
 from epk_gp.core.losses import Head, Loss, PerSampleLoss, UnstatedLoss, apply_head, own_input, resolve_head
 from epk_gp.core.model import FunctionalModel
-from epk_gp.core.moves import LiveNetwork, Move
 from epk_gp.core.plans import TensorSpec
 from epk_gp.core.row_identity import RowIdentity
 from epk_gp.core.show import Displayed, Entry, Summary, count, kind_of, warn_caller
-from epk_gp.core.step import BEFORE, NOT_OF_DATA, Step, not_following
+from epk_gp.core.step import BEFORE, NOT_OF_DATA, LiveNetwork, Move, Step, not_following
 from epk_gp.core.torch_overrides import disable_fused_attention, warn_unless_plain
 from epk_gp.optimizers.torch_rules import OptimizerGroup
 from epk_gp.optimizers.update_rules import Clip, UpdateCoefficients, relative_rounding

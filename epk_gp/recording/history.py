@@ -12,17 +12,15 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from epk_gp.core.moves import Move, StateSamples, share_of_way
 from epk_gp.core.states import recomputation_of
-from epk_gp.core.step import Step, fingerprint_step, tensor_bytes
+from epk_gp.core.step import Move, StateSamples, Step, fingerprint_step, share_of_way, tensor_bytes
 from epk_gp.core.trajectory import States, Trajectory, Updates
 from epk_gp.core.update_law import compact_update
 from epk_gp.optimizers.update_rules import UpdateCoefficients, relative_rounding
 from epk_gp.recording.seen import MadeStep
 from epk_gp.recording.setup import TrainingSetup
-from epk_gp.storage.chunks import StoredStates, StoredUpdates, read_digests
+from epk_gp.storage.chunks import StoredStates, StoredUpdates, read_digests, validate_pass, with_stored_passes
 from epk_gp.storage.files import pack
-from epk_gp.storage.passes import validate_pass, with_stored_passes
 from epk_gp.storage.rows import as_bytes, num_seen
 from epk_gp.storage.schema import INPUTS, TARGETS, ChunkSchema
 from epk_gp.storage.training_state import CHECKSUM, REPLAY, TrainingState

@@ -17,9 +17,8 @@ from epk_gp.core.checks import blocks_of, door, validate_count
 from epk_gp.core.inputs import Inputs
 from epk_gp.core.losses import CrossEntropy, Loss, as_loss
 from epk_gp.core.model import functionalize_like, uncompiled
-from epk_gp.core.moves import LiveNetwork, Move
 from epk_gp.core.show import warn_caller
-from epk_gp.core.step import Step, fingerprint_data, fingerprint_start
+from epk_gp.core.step import LiveNetwork, Move, Step, fingerprint_data, fingerprint_start
 from epk_gp.core.trajectory import Trajectory
 from epk_gp.optimizers.library_rules import NoOptimizer
 from epk_gp.optimizers.torch_rules import Optimizers, Rules, as_optimizers, given_rules, groups_of
@@ -34,10 +33,10 @@ from epk_gp.recording.stretch import MOST_BYTES, Stretch, errors_of_step
 from epk_gp.storage.chunks import with_computed_states
 from epk_gp.storage.files import map_tensors
 from epk_gp.storage.rows import Targets, TrainingInputs, num_seen
-from epk_gp.storage.run import create_run, is_run, resume_run
+from epk_gp.storage.run import is_run, resume_run
 from epk_gp.storage.schema import DATA
 from epk_gp.storage.training_state import StatefulObjects, TrainingState, validate_resumable, validate_stateful
-from epk_gp.storage.writer import Storage, thinning_header
+from epk_gp.storage.writer import Storage, create_run, thinning_header
 
 
 class Recorder:

@@ -37,8 +37,7 @@ from epk_gp.core.model import (
     settings_of,
     with_kept_activations,
 )
-from epk_gp.core.moves import LiveWeights
-from epk_gp.core.step import fingerprint_data
+from epk_gp.core.step import LiveWeights, fingerprint_data
 from epk_gp.core.torch_overrides import disable_fused_attention, quiet_checkpoints, with_tensors
 from epk_gp.optimizers.library_rules import in_training_mode
 from epk_gp.optimizers.torch_rules import Optimizers, Rules, as_optimizers, learning_rate, momentum_before, rule_for

@@ -9,8 +9,8 @@
 The first two return a `RunWriter`, whose `append` is one commit. The format is described in docs/format.md. Nothing is
 pickled, opening a run executes nothing, and the content of a file is checked before it is used.
 
-The files, from the lowest level: `files` (atomic writes, checksums, tensors by name), `schema` (header and data),
-`journal`, `passes` (forward passes), `chunks` (all other tensors of a chunk), `training_state` (optimizer, schedulers,
-generators), `writer` (locks and commits), `run` (also checks). `partial_sums` stores unfinished sums of long
-computations. Start reading at `run`; the package imports `core` and `optimizers`.
+The files, from the lowest level: `files` (atomic writes, checksums, tensors by name, partial sums), `schema` (header,
+data and journal), `rows` (data that do not fit into memory), `training_state` (optimizer, schedulers, generators),
+`chunks` (states, steps and forward passes), `writer` (locks and commits), `run` (also checks). Start reading at `run`;
+the package imports `core` and `optimizers`.
 """

@@ -1,7 +1,9 @@
 """Chunks of a run: the tensors that hold consecutive weight states and the steps that led to them.
 
 A chunk is written by `chunk_tensors`, verified as a whole by `read_steps` when a run is opened, and read row by row:
-`StoredStates` and `StoredUpdates` are a run's states and coefficients, read when they are indexed.
+`StoredStates`, `StoredUpdates` and `StoredPasses` are a run's states, coefficients and forward passes, read when they
+are indexed. `passes` and `passes.at` are the packed tensors (`files.pack`) of all passes; `passes.counts` holds the
+number of passes of each step, and `passes.rows` the number of rows of each pass.
 """
 
 import json
@@ -9,7 +11,7 @@ import math
 import os
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -19,18 +21,14 @@ from jaxtyping import Float, Int64, Shaped, UInt8
 from torch import Tensor
 
 from epk_gp.core.checks import is_finite
-from epk_gp.core.moves import Move
-from epk_gp.core.states import Recomputation, recomputed_run
-from epk_gp.core.step import DIGEST_BYTES, Step, tensor_bytes
-from epk_gp.core.trajectory import FirstOf, Trajectory
+from epk_gp.core.states import recomputed_run
+from epk_gp.core.step import DIGEST_BYTES, ForwardPass, Move, SeenRows, Step, tensor_bytes
+from epk_gp.core.trajectory import Trajectory
 from epk_gp.core.update_law import compact_update
 from epk_gp.optimizers.torch_rules import OptimizerGroup
 from epk_gp.optimizers.update_rules import BY_PARAMETER, FIELDS, SECOND, UpdateCoefficients, broadcast_to_params
-from epk_gp.storage.files import SAFETENSORS_DTYPES, open_tensors, pack, parse_json, unpack, validate_places
-from epk_gp.storage.journal import Chunk, chunk_file, opened_chunk, read_journal, verify_chunk
-from epk_gp.storage.passes import PASS_LAYOUT, PASSES, pass_tensors, validate_passes, with_stored_passes
-from epk_gp.storage.rows import Rows, from_bytes, num_seen
-from epk_gp.storage.schema import INPUTS, TARGETS, ChunkSchema, Count, GroupRecord, Record, validated
+from epk_gp.storage.files import SAFETENSORS_DTYPES, pack, parse_json, unpack, validate_places
+from epk_gp.storage.schema import INPUTS, TARGETS, Chunk, ChunkSchema, GroupChanges, chunk_file, opened_chunk, validated
 from epk_gp.storage.training_state import CHECKSUM, REPLAY, decoded_state
 
 GROUPS = "groups"  # the tensor of parameter groups
@@ -38,6 +36,24 @@ MOVES = "moves"  # the tensor of moves without a gradient: anchor and share of t
 DIGESTS = "digests"  # digests of the run up to each step
 MATRICES_NAME = "matrices"  # the matrices of each step, packed
 _BLOCK_ELEMENTS = 1 << 22  # numbers tested at a time: 32 MiB of float64, so that a large chunk need not fit into memory
+# The fields of a pass that are tensors.
+_VECTORS = {
+    "modes": (torch.bool,),
+    "random_state": (torch.uint8,),
+    "device_random_state": (torch.uint8,),
+    "statistics": (torch.float32, torch.float64),
+    "statistics_after": (torch.float32, torch.float64),
+    "memory_order": (torch.int64,),
+    "weights": (torch.float32, torch.float64),
+    "settings": (torch.float64,),
+}
+_SEEN = ("inputs", "targets", "cotangents")
+PARTS = (*_VECTORS, *(f"{name}.{kind}" for name in _SEEN for kind in ("index", "values")))
+_DTYPES = tuple(SAFETENSORS_DTYPES)  # a dtype is stored as its index in this list
+_MAX_RANDOM_BYTES = 1 << 16  # torch's state has 16 bytes on CUDA
+_MAX_DIMENSIONS = 16
+PASSES, COUNTS, _ROWS = "passes", "passes.counts", "passes.rows"
+PASS_LAYOUT = {PASSES: "U8", f"{PASSES}.at": "I64", COUNTS: "I64", _ROWS: "I64"}
 
 
 def _read_matrices(tensors: Any, schema: ChunkSchema, row: int, where: str) -> dict[str, dict[int, Tensor]]:
@@ -83,19 +99,6 @@ def step_tensors(steps: Sequence[Step]) -> dict[str, Tensor]:
     return tensors
 
 
-class _Change(Record):
-    """The parameter groups from this step of the chunk on."""
-
-    step: Count
-    groups: list[GroupRecord]
-
-
-class _Changes(Record):
-    """The parameter groups of a chunk, at the steps where they change."""
-
-    changes: list[_Change]
-
-
 def read_groups(content: UInt8[Tensor, " bytes"], count: int, where: str) -> dict[int, tuple[OptimizerGroup, ...]]:
     """Return the parameter groups in a chunk of `count` steps, by the step in the chunk.
 
@@ -103,10 +106,184 @@ def read_groups(content: UInt8[Tensor, " bytes"], count: int, where: str) -> dic
         ValueError: The tensor does not have the form that `step_tensors` makes.
     """
     message = f"{where} must hold {GROUPS!r} that describe the optimizers' parameter groups"
-    held = validated(_Changes, parse_json(bytes(tensor_bytes(content)), message), message)
+    held = validated(GroupChanges, parse_json(bytes(tensor_bytes(content)), message), message)
     if any(change.step >= count for change in held.changes):
         raise ValueError(f"{message}: they are those of other steps.")
     return {c.step: tuple(OptimizerGroup.from_json(group.model_dump()) for group in c.groups) for c in held.changes}
+
+
+def pass_tensors(steps: Sequence[Step], schema: ChunkSchema) -> dict[str, Tensor]:
+    """Return the tensors with the passes of consecutive steps, by name; empty if there is no pass.
+
+    Raises:
+        TypeError: A tensor has a dtype that cannot be stored.
+        ValueError: A pass does not fit this run.
+    """
+    passes = [forward for step in steps for forward in step.passes]
+    if not passes:
+        return {}
+    rows = []
+    for forward in passes:
+        validate_pass(forward, schema)
+        row = {name: value for name in _VECTORS if (value := getattr(forward, name)) is not None}
+        for name in _SEEN:
+            if (seen := getattr(forward, name)) is not None:
+                row |= {f"{name}.index": seen.index, f"{name}.values": seen.values}
+        if forward.autocast is not None:
+            row["autocast"] = torch.tensor(_DTYPES.index(forward.autocast))
+        rows.append(row)
+    tensors = {
+        COUNTS: torch.tensor([len(step.passes) for step in steps]),
+        _ROWS: torch.tensor([forward.num_rows for forward in passes]),
+        **pack(PASSES, rows),
+    }
+    _validate_counts(tensors, steps, schema, "a chunk")
+    return tensors
+
+
+class StoredPasses(Sequence[ForwardPass]):
+    """The forward passes of one step on disk; each is read and checked when it is indexed.
+
+    Any number of threads may read at once. Nothing is cached: keep a pass that is needed twice.
+    """
+
+    def __init__(self, path: Path, chunk: Chunk, schema: ChunkSchema, first: int, rows: Sequence[int]) -> None:
+        """Store the number of the step's first pass in the chunk, and the number of rows of each pass."""
+        self._path, self._chunk, self._schema, self._first, self._rows = path, chunk, schema, first, rows
+
+    def __getstate__(self) -> dict[str, object]:
+        """Return the pickled form, with an absolute path that works from any working directory."""
+        return {**self.__dict__, "_path": self._path.absolute()}
+
+    def __len__(self) -> int:
+        """Return the number of passes."""
+        return len(self._rows)
+
+    def __getitem__(self, number: int) -> ForwardPass:  # type: ignore[override]  # one pass at a time
+        """Read a pass.
+
+        Raises:
+            IndexError: The step has no such pass.
+            FileNotFoundError: The file was removed since the run was opened.
+            ValueError: The file was damaged since the run was opened, or does not hold a forward pass.
+        """
+        count = len(self._rows)
+        if not -count <= number < count:
+            raise IndexError(f"pass must lie in 0..{count - 1}: got {number}.")
+        number %= count
+        where = f"{chunk_file(self._path, self._chunk)[1]}: pass {number} of a step"
+        with opened_chunk(self._path, self._chunk) as tensors:
+            values = unpack(tensors, PASSES, self._first + number, where)
+        try:
+            if unknown := values.keys() - {"autocast", *PARTS}:
+                raise ValueError(f"a pass has no {min(unknown)!r}")
+            parts: dict[str, Any] = {name: values[name] for name in _VECTORS if name in values}
+            for name in _SEEN:
+                if f"{name}.index" in values or f"{name}.values" in values:
+                    parts[name] = SeenRows(values[f"{name}.index"], values[f"{name}.values"])
+            if "autocast" in values:
+                parts["autocast"] = dict(enumerate(_DTYPES))[int(values["autocast"])]
+            forward = ForwardPass(self._rows[number], **parts)
+            validate_pass(forward, self._schema)
+        except (ValueError, KeyError, RuntimeError) as error:  # RuntimeError: not a single number
+            raise ValueError(f"{where}: {error}") from error
+        return forward
+
+    def __repr__(self) -> str:
+        """Describe the passes in words."""
+        return f"StoredPasses({len(self)} forward passes)"
+
+
+def with_stored_passes(path: Path, chunk: Chunk, schema: ChunkSchema, steps: Sequence[Step]) -> list[Step]:
+    """Return the steps of a chunk with its passes; a step without passes has an empty tuple.
+
+    The content of a pass is checked when it is indexed: reading all passes at every opening is too slow.
+
+    Raises:
+        ValueError: Numbers of passes or rows do not fit the steps, or offsets lie outside the file's tensor.
+    """
+    with opened_chunk(path, chunk) as tensors:
+        tables = {name: tensors.get_tensor(name) for name in PASS_LAYOUT if name != PASSES}
+        size, where = tensors.get_slice(PASSES).get_shape()[0], chunk_file(path, chunk)[1]
+    _validate_counts(tables, steps, schema, where)
+    validate_places(tables[f"{PASSES}.at"], size, PASSES, where)
+    stored, first, rows = list[Step](), 0, tables[_ROWS].tolist()
+    for step, count in zip(steps, tables[COUNTS].tolist(), strict=True):
+        passes = StoredPasses(path, chunk, schema, first, rows[first : first + count]) if count else ()
+        stored.append(replace(step, passes=passes))
+        first += count
+    return stored
+
+
+def _validate_counts(tensors: Mapping[str, Tensor], steps: Sequence[Step], schema: ChunkSchema, where: str) -> None:
+    counts, rows = tensors[COUNTS], tensors[_ROWS]
+    sizes = torch.tensor([schema.num_points if step.batch is None else len(step.batch) for step in steps])
+    is_sound = (
+        len(counts) == len(sizes)
+        and bool(((counts >= 0) & (counts <= len(rows))).all())
+        and int(counts.sum()) == len(rows) == len(tensors[f"{PASSES}.at"])
+        and bool(((rows >= 1) & (rows <= sizes.max())).all())
+        and all(
+            not count or int(own.sum()) == size
+            for count, own, size in zip(counts.tolist(), rows.split(counts.tolist()), sizes.tolist(), strict=True)
+        )
+    )
+    if not is_sound:
+        raise ValueError(f"{where} must hold the forward passes of its steps, with as many rows as their batches have.")
+
+
+def validate_pass(forward: ForwardPass, schema: ChunkSchema | None = None) -> None:
+    """Raise if a pass does not follow `ForwardPass`, cannot be stored, or does not fit a run with this schema.
+
+    Raises:
+        TypeError: A tensor has a dtype that cannot be stored.
+        ValueError: A shape, dtype or index is wrong, or a number is not finite.
+    """
+    if type(forward.num_rows) is not int or forward.num_rows < 1:
+        raise ValueError(f"a forward pass must have at least one row: got {forward.num_rows!r}.")
+    for name in _SEEN:
+        if (seen := getattr(forward, name)) is not None:
+            _validate_seen(name, seen, forward.num_rows)
+    lengths = {"device_random_state": (1, _MAX_RANDOM_BYTES), "memory_order": (2, _MAX_DIMENSIONS)}
+    if schema is not None:
+        lengths["modes"] = (schema.num_modules, schema.num_modules)
+        lengths["statistics"] = lengths["statistics_after"] = (schema.num_statistics, schema.num_statistics)
+        lengths["weights"] = (schema.num_weights, schema.num_weights)
+    for name, dtypes in _VECTORS.items():
+        value = getattr(forward, name)
+        if value is None:
+            continue
+        if value.ndim != 1 or value.dtype not in dtypes:
+            raise ValueError(f"{name} must be a vector of {dtypes[-1]}: got {tuple(value.shape)} of {value.dtype}.")
+        least, most = lengths.get(name, (0, len(value)))
+        if not least <= len(value) <= most:
+            raise ValueError(f"{name} must have {least} to {most} entries: got {len(value)}.")
+        if value.is_floating_point() and not torch.isfinite(value).all():
+            raise ValueError(f"{name} must hold finite numbers: it holds NaN or infinity.")
+    order = forward.memory_order
+    if order is not None and sorted(order.tolist()) != list(range(len(order))):
+        raise ValueError(f"memory_order must hold each dimension once: got {order.tolist()}.")
+    if forward.random_state is not None:
+        try:
+            torch.Generator().set_state(forward.random_state.cpu().clone())
+        except (RuntimeError, TypeError) as error:
+            raise ValueError(f"random_state must be one of torch's random numbers: {str(error)[:80]!r}.") from error
+    if forward.autocast is not None and not (forward.autocast in _DTYPES and forward.autocast.is_floating_point):
+        raise ValueError(f"autocast must be a floating-point dtype: got {forward.autocast}.")
+
+
+def _validate_seen(name: str, seen: SeenRows, num_rows: int) -> None:
+    index, values = seen.index, seen.values
+    is_numbers = name != "cotangents" or (values.ndim == 2 and values.is_floating_point())
+    if index.ndim != 1 or index.dtype != torch.int64 or values.ndim < 1 or len(values) != len(index) or not is_numbers:
+        raise ValueError(f"{name} must have one row per index: got {tuple(index.shape)} and {tuple(values.shape)}.")
+    if values.dtype not in SAFETENSORS_DTYPES:
+        names = ", ".join(str(dtype).removeprefix("torch.") for dtype in SAFETENSORS_DTYPES)
+        raise TypeError(f"{name} must be of one of the dtypes {names} to be recorded: got {values.dtype}.")
+    if not (index.unique().numel() == len(index) and bool(((index >= 0) & (index < num_rows)).all())):
+        raise ValueError(f"{name} must be different rows of the pass, 0..{num_rows - 1}: got {index.tolist()[:20]}.")
+    if values.is_floating_point() and not torch.isfinite(values).all():
+        raise ValueError(f"{name} must hold finite numbers: they hold NaN or infinity.")
 
 
 def chunk_tensors(
@@ -180,9 +357,8 @@ def read_steps(path: str | os.PathLike[str], schema: ChunkSchema, chunk: Chunk) 
         FileNotFoundError: The file is missing.
         ValueError: The file is damaged, or does not hold the states and steps that the schema describes.
     """
-    verify_chunk(path, chunk)
-    file, where = chunk_file(path, chunk)
-    with open_tensors(file, where) as tensors:
+    where = chunk_file(path, chunk)[1]
+    with opened_chunk(path, chunk, verify=True) as tensors:
         slices = {name: tensors.get_slice(name) for name in tensors.keys()}  # noqa: SIM118  # not a mapping
         actual = {name: (tuple(part.get_shape()), part.get_dtype()) for name, part in slices.items()}
         _validate_layout(actual, schema, chunk, where)
@@ -200,10 +376,7 @@ def read_steps(path: str | os.PathLike[str], schema: ChunkSchema, chunk: Chunk) 
             validate_places(places, actual[name][0][0], name, where)
             for row in range(len(places) if name == MATRICES_NAME else 0):
                 _read_matrices(tensors, schema, row, where)
-        if PASSES not in actual:
-            return steps
-        validate_passes(tensors, steps, schema, where)
-    return with_stored_passes(Path(path), chunk, schema, steps)
+    return with_stored_passes(Path(path), chunk, schema, steps) if PASSES in actual else steps
 
 
 _Layout = tuple[tuple[int, ...], str]  # shape and dtype of a tensor
@@ -417,46 +590,9 @@ class StoredUpdates(_Stored):
         return {name: at for name, at in places.items() if bool((at >= 0).any())}
 
 
-def stream_data(
-    path: str | os.PathLike[str], data: Mapping[str, Tensor], chunks: Sequence[Chunk], steps: Sequence[Step]
-) -> tuple[Shaped[Tensor, "M ..."], Shaped[Tensor, "M ..."]]:
-    """Return inputs and targets of a stream, from the header and the chunks, mapped from temporary files.
-
-    Raises:
-        ValueError: The chunks do not hold the points of their steps.
-    """
-    rows = Rows()
-    rows.append(data["inputs"], data["targets"])
-    for chunk in chunks:
-        with opened_chunk(path, chunk) as tensors:
-            if {INPUTS, TARGETS} <= {*tensors.keys()}:
-                X = from_bytes(tensors.get_tensor(INPUTS), data["inputs"].dtype)
-                rows.append(X, tensors.get_tensor(TARGETS))
-    if len(rows) < num_seen(steps):
-        raise ValueError(f"{path} must hold all rows of the stream that its steps saw: it holds {len(rows)}.")
-    X, y = rows.mapped()
-    return X, y
-
-
 def with_computed_states(trajectory: Trajectory) -> Trajectory:
     """Return a run whose states and coefficients are read from disk, or computed if they are not stored."""
     kept, updates = trajectory.states, trajectory.updates
     if not isinstance(kept, StoredStates) or not isinstance(updates, StoredUpdates) or not kept.schema.thins:
         return trajectory
     return recomputed_run(trajectory, kept, updates)
-
-
-def require_same_run(trajectory: Trajectory) -> None:
-    """Raise if the folder of a run on disk has changed since the trajectory was loaded.
-
-    Raises:
-        FileNotFoundError: The folder holds no run.
-        ValueError: It holds another run.
-    """
-    states: Any = trajectory.trained.states
-    while isinstance(states, FirstOf | Recomputation):  # for a run up to a state
-        states = states.whole if isinstance(states, FirstOf) else states.kept
-    if not isinstance(states, StoredStates):
-        return
-    if read_journal(states.path).chunks[: len(states.chunks)] != states.chunks:
-        raise ValueError(f"{states.path} must hold the run with digest {trajectory.digest[:12]}: it holds another.")

@@ -1,6 +1,7 @@
 """Files that are written atomically with checksums, and read without trusting their content.
 
-The formats are JSON, and tensors by name (safetensors).
+The formats are JSON, and tensors by name (safetensors). `PartialSums` are the unfinished sums of a long computation: a
+killed one resumes from its last save and gives the same bytes.
 """
 
 import errno
@@ -9,19 +10,22 @@ import json
 import math
 import os
 import stat
+import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from io import BufferedReader
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load
 from torch import Tensor
 
+import epk_gp
 from epk_gp.core.graphs import DTYPES
-from epk_gp.core.step import tensor_bytes
+from epk_gp.core.step import fingerprint_data, tensor_bytes
 
 MAX_JSON_BYTES = 1 << 24  # 16 MiB; the header of a network with 100 000 parameter tensors has about 7 MiB
 DAMAGED = "The file is damaged; restore it from a copy."
@@ -247,7 +251,7 @@ def pack(name: str, rows: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
 def validate_places(at: Tensor, size: int, name: str, where: str) -> None:
     """Raise if rows of packed tensors lie outside the `size` bytes that hold them."""
     start, length = at.unbind(1)
-    if (start < 0).any() or (length < 0).any() or (start > size).any() or (length > size - start).any():
+    if (start < 0).any() or (length < 0).any() or (length > size - start).any():
         raise ValueError(f"{where} must hold {name!r} where `{name}.at` says: a row lies outside.")
 
 
@@ -341,3 +345,114 @@ def tensor_file(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> I
     yield len(text).to_bytes(8, "little") + text
     for name in names:
         yield tensor_bytes(tensors[name])
+
+
+SECONDS = 30.0  # between saves of an unfinished sum: a kill loses at most this, and a save takes far less
+_MANIFEST = "checkpoint.json"
+
+
+class PartialSums:
+    """A folder with the partial sums of one computation, each with its number of terms."""
+
+    def __init__(self, folder: str | os.PathLike[str], fingerprint: str, *, is_durable: bool = True) -> None:
+        """Open a new folder, or one with partial sums of the same computation.
+
+        Args:
+            folder: The folder; it is created if it does not exist.
+            fingerprint: Fingerprint of everything that the result depends on.
+            is_durable: Whether sums must survive a power failure; not needed if the folder is always removed.
+
+        Raises:
+            ValueError: The folder holds partial sums of another computation, or other files.
+        """
+        self.folder, self.identity, self.is_durable = Path(folder), fingerprint, is_durable
+        self.folder.mkdir(parents=True, exist_ok=True)
+        manifest, content = self.folder / _MANIFEST, json.dumps({"identity": fingerprint}).encode()
+        if manifest.is_file():
+            if manifest.stat().st_size != len(content) or manifest.read_bytes() != content:
+                raise ValueError(f"checkpoint {folder} must be of this very computation: it is of another.")
+        elif any(self.folder.iterdir()):
+            raise ValueError(f"checkpoint must be a new or empty folder: {self.folder} holds something.")
+        else:
+            atomic_write(manifest, content)
+        self._last_save = time.monotonic()
+
+    @property
+    def should_save(self) -> bool:
+        """Whether `SECONDS` have passed since the last save, so that an unfinished sum should be saved."""
+        return time.monotonic() - self._last_save >= SECONDS
+
+    def has(self, name: str) -> bool:
+        """Return whether a partial sum was saved."""
+        return self._file(name).is_file()
+
+    def remove(self, names: Iterable[str]) -> None:
+        """Delete partial sums if they exist."""
+        for name in names:
+            self._file(name).unlink(missing_ok=True)
+
+    def remove_torn(self) -> None:
+        """Delete incomplete files of killed writers."""
+        for file in self.folder.glob("*.part"):
+            file.unlink(missing_ok=True)
+
+    def count(self, name: str) -> int:
+        """Return the number of terms of a partial sum without reading its content; 0 if it was never saved.
+
+        Raises:
+            ValueError: The file is damaged.
+        """
+        if not self.has(name):
+            return 0
+        with self._opened(name) as stored:
+            return int(stored.metadata()["count"])
+
+    def load(self, name: str) -> tuple[dict[str, Tensor], int]:
+        """Return a partial sum and its number of terms; no tensors and 0 if it was never saved.
+
+        Raises:
+            ValueError: The file is damaged.
+        """
+        if not self.has(name):
+            return {}, 0
+        with self._opened(name) as stored:
+            metadata = stored.metadata()
+            # Copies: the next save replaces the file, which Windows refuses while tensors are mapped from it.
+            tensors = {key: stored.get_tensor(key).clone() for key in stored.keys()}  # noqa: SIM118
+            if metadata["checksum"] != _sum_checksum(tensors, metadata["count"]):
+                raise ValueError("its content does not have the checksum that it was saved with")
+            return tensors, int(metadata["count"])
+
+    def save(self, name: str, tensors: dict[str, Tensor], count: int) -> None:
+        """Replace a partial sum and its number of terms, atomically."""
+        values = {key: value.detach().cpu().contiguous() for key, value in tensors.items()}
+        metadata = {"count": str(count), "checksum": _sum_checksum(values, str(count)), "of": self._owner(name)}
+        # a worker that was believed dead may still write the same sum
+        writer = uuid4().hex[:8]
+        atomic_write(self._file(name), tensor_file(values, metadata), writer=writer, is_durable=self.is_durable)
+        self._last_save = time.monotonic()
+
+    @contextmanager
+    def _opened(self, name: str) -> Iterator[Any]:
+        file = self._file(name)
+        try:
+            with open_tensors(file, str(file)) as stored:
+                if stored.metadata()["of"] != self._owner(name):
+                    raise ValueError("it is that of another computation or piece, or of another version")
+                yield stored
+        except (SafetensorError, KeyError, TypeError, ValueError) as error:
+            raise ValueError(f"{file} must be a partial sum of this version: delete it ({error}).") from error
+
+    def _owner(self, name: str) -> str:
+        """Return the key that ties a file to its computation, its piece and the version of the package."""
+        return checksum(self.identity.encode(), f" {name} {epk_gp.__version__}")
+
+    def _file(self, name: str) -> Path:
+        return self.folder / f"{name}.safetensors"
+
+
+def _sum_checksum(tensors: dict[str, Tensor], count: str) -> str:
+    """Return the checksum of a partial sum: of its names, its tensors and its number of terms."""
+    return checksum(
+        fingerprint_data(*(tensors[name] for name in sorted(tensors))).encode(), f"{sorted(tensors)} {count}"
+    )

@@ -1,13 +1,13 @@
 """Create, resume, open and check a run on disk; check that network, loss, data and optimizer are the recorded ones."""
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Shaped
 from torch import Tensor, nn
 
 from epk_gp.core import losses
@@ -18,26 +18,33 @@ from epk_gp.core.model import FunctionalModel, fingerprint_outputs, functionaliz
 from epk_gp.core.plans import TensorSpec
 from epk_gp.core.replayed_steps import RunReplay, replayed_steps
 from epk_gp.core.show import tracked
-from epk_gp.core.states import recomputation_of
+from epk_gp.core.states import Recomputation, recomputation_of
 from epk_gp.core.step import Step, fingerprint_data
-from epk_gp.core.trajectory import Trajectory, flat_state
+from epk_gp.core.trajectory import FirstOf, Trajectory, flat_state
 from epk_gp.optimizers.torch_rules import OptimizerGroup
 from epk_gp.optimizers.update_rules import clip_from_json, step_tolerance
 from epk_gp.storage import chunks
-from epk_gp.storage.files import pack, regular_file_size
-from epk_gp.storage.journal import JOURNAL, Chunk, read_journal, resume_name
+from epk_gp.storage.files import regular_file_size
+from epk_gp.storage.rows import Rows, from_bytes, num_seen
 from epk_gp.storage.schema import (
     DATA,
     HEADER,
+    INPUTS,
+    JOURNAL,
+    TARGETS,
     WEIGHT_DTYPES,
+    Chunk,
     RunHeader,
     chunk_schema,
     describe_loss,
+    opened_chunk,
     read_data,
     read_header,
+    read_journal,
+    resume_name,
 )
-from epk_gp.storage.training_state import REPLAY, TrainingState, read_training_state
-from epk_gp.storage.writer import RunWriter, create_run_dir, open_for_writing, write_header
+from epk_gp.storage.training_state import TrainingState, read_training_state
+from epk_gp.storage.writer import RunWriter, open_for_writing
 
 _KNOWN_LOSSES: dict[str, Any] = {
     kind.__name__: kind for kind in (CrossEntropy, NegativeLogLikelihood, MeanSquaredError, UnstatedLoss)
@@ -189,44 +196,6 @@ def is_run(folder: str | os.PathLike[str]) -> bool:
     return regular_file_size(file, str(file)) is not None
 
 
-def create_run(
-    folder: str | os.PathLike[str],
-    header: Mapping[str, Any],
-    data: Mapping[str, Tensor],
-    training: TrainingState,
-    weights: Float[Tensor, " P"],
-    digest: str,
-    *,
-    statistics: Float[Tensor, " Q"] | None,
-) -> RunWriter:
-    """Create a run without steps in a new or empty folder.
-
-    Args:
-        folder: The folder.
-        header: Description of the run (`schema.run_header`), with `check_every` and `modules`.
-        data: Tensors `inputs`, `targets`, `probe` (the fingerprint outputs), `constant.NAME` for the frozen state, and
-            `graph.KEY` for the tensors of a graph.
-        training: The optimizers and other objects.
-        weights: The initial weights.
-        digest: Digest of the run.
-        statistics: The initial moving statistics; None for a network without them.
-
-    Raises:
-        FileExistsError: The folder already holds something.
-        BlockingIOError: Another process creates a run there.
-        OSError: The folder cannot be written.
-        TypeError: The training state contains an object that only pickle could store.
-    """
-    tensors = training.state_dict()
-    writer, full_header = create_run_dir(folder, {**header, **training.header()}, data)
-    with writer.closed_on_error():
-        rows = pack(REPLAY, [training.replay_row((), is_kept=True)]) if writer.schema.thins else {}
-        kept = () if statistics is None else (statistics,)
-        writer.append([weights], [], [], [digest], tensors, kept, rows=rows)
-        write_header(writer, full_header)
-    return writer
-
-
 def resume_run(
     folder: str | os.PathLike[str],
     header: Mapping[str, Any],
@@ -333,13 +302,50 @@ def load_trajectory(
     )
     validate_forward_function(trajectory, data["probe"])
     if schema.is_stream:
-        X, y = chunks.stream_data(path, data, committed, steps)
+        X, y = _stream_data(path, data, committed, steps)
         trajectory = replace(trajectory, inputs=X, targets=y, data_digest=fingerprint_data(X, y))
     initial = flat_state(trajectory, 0, data["inputs"])
     trajectory = replace(trajectory, model=with_kept_activations(model, initial, data["inputs"]))
     trajectory = chunks.with_computed_states(trajectory)
     validate_loss_function(trajectory)
     return trajectory
+
+
+def require_same_run(trajectory: Trajectory) -> None:
+    """Raise if the folder of a run on disk has changed since the trajectory was loaded.
+
+    Raises:
+        FileNotFoundError: The folder holds no run.
+        ValueError: It holds another run.
+    """
+    states: Any = trajectory.trained.states
+    while isinstance(states, FirstOf | Recomputation):  # for a run up to a state
+        states = states.whole if isinstance(states, FirstOf) else states.kept
+    if not isinstance(states, chunks.StoredStates):
+        return
+    if read_journal(states.path).chunks[: len(states.chunks)] != states.chunks:
+        raise ValueError(f"{states.path} must hold the run with digest {trajectory.digest[:12]}: it holds another.")
+
+
+def _stream_data(
+    path: str | os.PathLike[str], data: Mapping[str, Tensor], committed: Sequence[Chunk], steps: Sequence[Step]
+) -> tuple[Shaped[Tensor, "M ..."], Shaped[Tensor, "M ..."]]:
+    """Return inputs and targets of a stream, from the header and the chunks, mapped from temporary files.
+
+    Raises:
+        ValueError: The chunks do not hold the points of their steps.
+    """
+    rows = Rows()
+    rows.append(data["inputs"], data["targets"])
+    for chunk in committed:
+        with opened_chunk(path, chunk) as tensors:
+            if {INPUTS, TARGETS} <= {*tensors.keys()}:
+                X = from_bytes(tensors.get_tensor(INPUTS), data["inputs"].dtype)
+                rows.append(X, tensors.get_tensor(TARGETS))
+    if len(rows) < num_seen(steps):
+        raise ValueError(f"{path} must hold all rows of the stream that its steps saw: it holds {len(rows)}.")
+    X, y = rows.mapped()
+    return X, y
 
 
 @dataclass(frozen=True)

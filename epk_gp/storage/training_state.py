@@ -20,13 +20,13 @@ from pydantic import ConfigDict
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
+from torch.utils._pytree import tree_map_only
 
 from epk_gp.core.replay import load_optimizer
 from epk_gp.core.step import tensor_bytes
 from epk_gp.optimizers.torch_rules import OptimizerGroup
 from epk_gp.storage.files import load_tensors, parse_json, read_checked
-from epk_gp.storage.journal import Chunk, resume_name
-from epk_gp.storage.schema import Record, validated
+from epk_gp.storage.schema import Chunk, Record, resume_name, validated
 
 # Names of the tensors in a resume file, in addition to `tensor.N` for the tensors of the JSON text.
 REPLAY, CHECKSUM = "replay", "checksum"  # in a chunk: the replay data of steps, and the weights' checksum
@@ -160,7 +160,7 @@ class TrainingState:
             },
             "buffers": {name: value for name, value in self._buffers().items() if self._has_changed(name, value)},
         }
-        return {"random": random, "state": _copied(state)}
+        return {"random": random, "state": tree_map_only(Tensor, lambda value: value.detach().clone(), state)}
 
     def state_dict(
         self, snapshot: Mapping[str, Any] | None = None, momentum: Tensor | None = None
@@ -279,15 +279,6 @@ def _encoded(state: Any) -> dict[str, Tensor]:
     tensors = dict[str, Tensor]()
     text = json.dumps(_encode(state, tensors, "state"))
     return tensors | {_STATE: torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)}
-
-
-def _copied(value: Any) -> Any:
-    """Return a state with copies of its tensors, in new lists and dictionaries."""
-    if isinstance(value, Tensor):
-        return value.detach().clone()
-    if type(value) is dict:
-        return {key: _copied(entry) for key, entry in value.items()}
-    return [_copied(entry) for entry in value] if type(value) is list else value
 
 
 def decoded_state(tensors: Mapping[str, Tensor], message: str) -> Any:

@@ -15,6 +15,7 @@ from types import MappingProxyType
 from typing import Any
 
 from filelock import FileLock, Timeout
+from jaxtyping import Float
 from safetensors.torch import save
 from torch import Tensor
 
@@ -24,8 +25,24 @@ from epk_gp.optimizers.update_rules import UpdateCoefficients
 from epk_gp.storage import files
 from epk_gp.storage.chunks import chunk_tensors
 from epk_gp.storage.files import atomic_write, checksum, checksummed_json, open_descriptor, regular_file_size
-from epk_gp.storage.journal import FINISHED, JOURNAL, Chunk, chunk_name, read_journal, resume_name, to_json_line
-from epk_gp.storage.schema import DATA, FORMAT, HEADER, ChunkSchema, RunHeader, chunk_schema, read_header, validated
+from epk_gp.storage.schema import (
+    DATA,
+    FINISHED,
+    FORMAT,
+    HEADER,
+    JOURNAL,
+    Chunk,
+    ChunkSchema,
+    RunHeader,
+    chunk_name,
+    chunk_schema,
+    read_header,
+    read_journal,
+    resume_name,
+    to_json_line,
+    validated,
+)
+from epk_gp.storage.training_state import REPLAY, TrainingState
 
 MANIFEST_FILES = ("network.json", "held_out.safetensors")  # files of the command line that may precede a run
 _RESUME = "Free space or give the right to write, then go on with resume=True."
@@ -260,20 +277,35 @@ class RunWriter:
             raise FileNotFoundError(errno.ENOENT, f"{JOURNAL} was replaced while it was recorded", str(self.path))
 
 
-def create_run_dir(
-    path: str | os.PathLike[str], header: Mapping[str, Any], data: Mapping[str, Tensor]
-) -> tuple[RunWriter, dict[str, Any]]:
-    """Start a run in a new or empty folder; after `write_header` the folder holds a run.
+def create_run(
+    path: str | os.PathLike[str],
+    header: Mapping[str, Any],
+    data: Mapping[str, Tensor],
+    training: TrainingState,
+    weights: Float[Tensor, " P"],
+    digest: str,
+    *,
+    statistics: Float[Tensor, " Q"] | None,
+) -> RunWriter:
+    """Create a run without steps in a new or empty folder. The header is written last: with it the folder is a run.
 
-    Returns:
-        The writer, and the header with the entries of the format.
+    Args:
+        path: The folder.
+        header: Description of the run (`schema.run_header`), with `check_every` and `modules`.
+        data: Tensors `inputs`, `targets`, `probe` (the fingerprint outputs), `constant.NAME` for the frozen state, and
+            `graph.KEY` for the tensors of a graph.
+        training: The optimizers and other objects.
+        weights: The initial weights.
+        digest: Digest of the run.
+        statistics: The initial moving statistics; None for a network without them.
 
     Raises:
-        FileExistsError: The folder already holds a run or anything else.
-        BlockingIOError: Another process starts a run there.
+        FileExistsError: The folder already holds something.
+        BlockingIOError: Another process creates a run there.
         OSError: The folder cannot be written.
+        TypeError: The training state contains an object that only pickle could store.
     """
-    folder = Path(path)
+    folder, tensors, advice = Path(path), training.state_dict(), f"no step is recorded yet. {_RESUME}"
     require_empty_dir(folder)
     hasher, size = hashlib.blake2b(digest_size=16), 0
     for part in files.tensor_file(data, {}):  # block by block, because the inputs may not fit into memory
@@ -281,25 +313,20 @@ def create_run_dir(
         size += len(part)
     of_data = {"data_blake2b": hasher.hexdigest(), "data_bytes": size}
     message = f"{folder / HEADER} must be the header of an epk_gp run of version 1"
-    full = validated(RunHeader, FORMAT | of_data | dict(header), message).model_dump()
-    with explain_os_errors(folder, f"no step is recorded yet. {_RESUME}"):
+    full = validated(RunHeader, FORMAT | of_data | dict(header) | training.header(), message).model_dump()
+    with explain_os_errors(folder, advice):
         folder.mkdir(parents=True, exist_ok=True)
         writer = RunWriter(folder, chunk_schema(full), os.O_CREAT)
-        with writer.closed_on_error():
+    with writer.closed_on_error():
+        with explain_os_errors(folder, advice):
             require_empty_dir(folder)  # again, because a writer that held the lock until now may have created a run
             os.ftruncate(writer._journal, 0)
             atomic_write(folder / DATA, files.tensor_file(data, {}))
-    return writer, full
-
-
-def write_header(writer: RunWriter, header: Mapping[str, Any]) -> None:
-    """Write the header, the last file of a new run: with it the folder becomes a run.
-
-    Raises:
-        OSError: The header could not be written.
-    """
-    with explain_os_errors(writer.path, f"no step is recorded yet. {_RESUME}"):
-        atomic_write(writer.path / HEADER, checksummed_json(dict(header)))
+        rows = files.pack(REPLAY, [training.replay_row((), is_kept=True)]) if writer.schema.thins else {}
+        writer.append([weights], [], [], [digest], tensors, () if statistics is None else (statistics,), rows=rows)
+        with explain_os_errors(folder, advice):
+            atomic_write(folder / HEADER, checksummed_json(full))
+    return writer
 
 
 def open_for_writing(path: str | os.PathLike[str], header: Mapping[str, Any]) -> RunWriter:

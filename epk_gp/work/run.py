@@ -32,9 +32,8 @@ from epk_gp.core.plans import DifferentiationPlan
 from epk_gp.core.show import new_bar
 from epk_gp.core.torch_overrides import disable_fused_attention
 from epk_gp.core.trajectory import Trajectory
-from epk_gp.storage.chunks import require_same_run
-from epk_gp.storage.files import atomic_write, checksum
-from epk_gp.storage.partial_sums import PartialSums
+from epk_gp.storage.files import PartialSums, atomic_write, checksum
+from epk_gp.storage.run import require_same_run
 from epk_gp.work.workers import only_owner, pickled, scratch_folder, submit, threads_of_workers, wait
 
 Place = tuple[int, ...]

@@ -10,8 +10,7 @@ import epk_gp as epk
 from commands import SMALL, refused, run
 from epk_gp.cli.networks import NetworkSpec, network_and_output
 from epk_gp.recording.observer import StepObserver
-from epk_gp.storage.journal import read_journal
-from epk_gp.storage.schema import read_header
+from epk_gp.storage.schema import read_header, read_journal
 
 
 def test_a_recorded_run_is_the_library_s(recorded):

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from commands import SMALL, refused, run, write_data
-from epk_gp.storage.journal import read_journal
+from epk_gp.storage.schema import read_journal
 from loops import file_hashes
 
 OPTIONS = ("--batch-size", 7, "--momentum", 0.5)

@@ -1,18 +1,15 @@
 """A run shows what it is without reading a state, and every text is printable."""
 
 import shutil
-from dataclasses import replace
 
 import pytest
 import torch
 from shown_results import HOSTILE, shown
-from torch import Tensor
 
 import epk_gp as epk
 from epk_gp.core.show import Entry, Summary, Table, shortened
 from epk_gp.core.trajectory import Trajectory
 from epk_gp.kernel_machine.axes import Axis, group_name
-from epk_gp.kernel_machine.retrain import Retraining
 from loops import data, mlp, sgd
 
 
@@ -38,34 +35,8 @@ def test_long_names_are_told_apart_in_tables():
     assert group_name([Axis("parameter", torch.arange(1), ("a" * 30,))], 0) == "a" * 11 + "…" + "a" * 12
 
 
-class Unreadable:
-    """States that count how often they are asked for."""
-
-    def __init__(self, count: int) -> None:
-        self.count, self.asked = count, 0
-
-    def __len__(self) -> int:
-        return self.count
-
-    def __getitem__(self, state: int) -> Tensor:
-        self.asked += 1
-        raise FileNotFoundError("the folder is gone")
-
-
-def test_showing_a_run_reads_no_state(run):
-    stored, updates = Unreadable(4), Unreadable(3)
-    far = replace(run, states=stored, updates=updates)
-    states, weights = torch.zeros(2, run.num_weights), torch.ones(2, run.num_points)
-    retraining = Retraining(far, states, weights, max_difference=0.0, difference_ratio=0.0)
-    for result in (far, retraining):
-        shown(result)
-        assert repr(result)
-    assert stored.asked == updates.asked == 0
-    with pytest.raises(FileNotFoundError, match="gone"):
-        _ = far.dtype  # the negative control
-
-
 def test_a_run_whose_folder_was_removed_is_shown_with_its_path(tmp_path):
+    """No state is read."""
     folder = tmp_path / "<b>run & \x07"
     net, (X, y) = mlp(), data()
     epk.train(net, X, y, optimizer=sgd(net), steps=2, folder=folder)
@@ -73,6 +44,9 @@ def test_a_run_whose_folder_was_removed_is_shown_with_its_path(tmp_path):
     shutil.rmtree(folder)
     assert shown(stored)["states"] == [f"3 (in {folder})"]
     assert "<b>run & \\x07" in " ".join(str(stored).split())
+    assert repr(stored)
+    with pytest.raises(FileNotFoundError):  # the negative control
+        _ = stored.dtype
 
 
 def test_a_run_shows_what_it_is(run):

@@ -29,7 +29,7 @@ from epk_gp.optimizers.update_rules import (
     validate_unexplained,
 )
 from epk_gp.recording.observer import states_before
-from helpers import assert_close
+from helpers import assert_close, refusal
 
 PAGE = Path(__file__).parents[2] / "docs" / "capabilities" / "optimizers.md"
 pytestmark = pytest.mark.filterwarnings("ignore:Sparse invariant checks")
@@ -121,14 +121,6 @@ def test_products_with_matrices_are_those_of_the_blocks_and_have_their_transpose
     torch.testing.assert_close(apply_matrices(u, sizes, v) @ w, v @ adjoint)
 
 
-def test_matrices_that_do_not_fit_are_refused():
-    for left, right in ((torch.eye(5), None), (None, torch.ones(3, 4)), (torch.eye(3), torch.eye(3))):
-        shapes = ", ".join(str(tuple(Q.shape)) for Q in (left, right) if Q is not None)
-        message = f"must be square, with sides that fit the parameter's number of weights: got {shapes} for 12 weights"
-        with pytest.raises(ValueError, match=re.escape(message)):
-            stack_coefficients([LinearStep(left=left, right=right)], (12,))
-
-
 def test_the_states_before_are_copies_of_what_is_needed():
     net, X, y = problem("Adadelta")
     optimizer = torch.optim.Adadelta(net.parameters())
@@ -142,28 +134,6 @@ def test_the_states_before_are_copies_of_what_is_needed():
     optimizer.step()
     assert torch.equal(before["acc_delta"], kept)
     assert not torch.equal(optimizer.state[net[0].weight]["acc_delta"], kept)
-
-
-def test_optimizers_without_a_rule_are_refused_in_words():
-    class Unknown(torch.optim.Optimizer):
-        pass
-
-    net, _, _ = problem("SGD")
-    unknown = rf"must be known: that of {__name__}.Unknown is not. Known are ASGD, AdEMAMix, .* state it"
-    for optimizer, says in (
-        (torch.optim.LBFGS(net.parameters()), "must take one gradient a step: LBFGS evaluates the loss several times"),
-        (Unknown(net.parameters(), {"lr": 0.1, "rho": 0.5}), unknown),
-    ):
-        with pytest.raises(ValueError, match=says):
-            rule_for(optimizer)
-
-
-def test_a_group_without_a_learning_rate_is_refused():
-    net, _, _ = problem("SGD")
-    for options in ({"eta": 0.1}, {"lr": None}):
-        optimizer = type("Mine", (torch.optim.Optimizer,), {})(net.parameters(), options)
-        with pytest.raises(ValueError, match="its learning rate as the option 'lr', a number. Add it; to Adafactor"):
-            learning_rate(optimizer)
 
 
 def several(net: nn.Module) -> list[torch.optim.Optimizer]:
@@ -195,31 +165,43 @@ def test_one_of_several_rules_may_be_one_s_own():
     own = UpdateRule("own", RULES[torch.optim.SGD].coefficients)
     assert rule_for(several(net), [own, None]).name == "own + Adadelta"
     assert rule_for(several(net)[0], own) is own
-    with pytest.raises(ValueError, match="update_rule must have one entry per optimizer: got 1 for 2"):
-        rule_for(several(net), [own])
+
+
+class Mine(torch.optim.Optimizer):
+    """An optimizer without a rule."""
+
+
+def stacked(**step):
+    return stack_coefficients([LinearStep(**step)], (12,))
+
+
+BAD_RULE = "update_rule must be an UpdateRule, or one or None for .*: got "
+# What is refused, of the parameters of a network and its two optimizers.
+REFUSED = {
+    "must take one gradient a step: LBFGS evaluates the loss several": lambda p, _: rule_for(torch.optim.LBFGS(p)),
+    rf"must be known: that of {__name__}.Mine is not. Known are ASGD, AdEM": lambda p, _: rule_for(Mine(p, {})),
+    "its learning rate as the option 'lr', a number. Add it; to": lambda p, _: learning_rate(Mine(p, {"eta": 0.1})),
+    "its learning rate as the option 'lr', a number. Add": lambda p, _: learning_rate(Mine(p, {"lr": None})),
+    "update_rule must have one entry per opt.*: got 1 for 2": lambda _, own: rule_for(own, [RULES[torch.optim.SGD]]),
+    f"{BAD_RULE}func": lambda _, own: rule_for(own[0], several),
+    f"{BAD_RULE}str": lambda _, own: rule_for(own[0], "SGD"),
+    f"{BAD_RULE}st": lambda _, own: rule_for(own[0], ["SGD"]),
+    "coefficients must be a LinearStep: got NoneType": lambda p, _: stack_coefficients([None], (4,)),
+    r"lr must be one number or one per weight, 12: got \(2,\)": lambda p, _: stacked(lr=torch.ones(2)),
+    r"square, with sides that fit the param.*: got \(5, 5\) for 12 weights": lambda p, _: stacked(left=torch.eye(5)),
+    r"must be square, .*: got \(3, 4\) for 12 weights": lambda p, _: stacked(right=torch.ones(3, 4)),
+    r": got \(3, 3\), \(3, 3\) for 12 w": lambda p, _: stacked(left=torch.eye(3), right=torch.eye(3)),
+    "optimizer must be a torch.optim.Optimizer: got str": lambda _, own: as_optimizers([own[0], "SGD"]),
+    "there must be at least one optimizer": lambda *_: as_optimizers([]),
+    r"belong to one optimizer: two hold one of \(6, 4\)": lambda p, own: as_optimizers([own[0], torch.optim.Adam(p)]),
+}
 
 
 @pytest.mark.usefixtures("unchecked")
-def test_what_are_no_rules_and_no_steps_is_refused():
+def test_what_is_no_rule_no_step_and_no_optimizer_is_refused():
     net, _, _ = problem("SGD")
-    for strange in (lambda *_: None, "SGD", ["SGD"]):
-        with pytest.raises(TypeError, match="update_rule must be an UpdateRule, or one or None for .*: got (func|str)"):
-            rule_for(several(net)[0], strange)
-    with pytest.raises(TypeError, match="coefficients must be a LinearStep: got NoneType"):
-        stack_coefficients([None], (4,))
-    with pytest.raises(ValueError, match=r"lr must be one number or one per weight, 4: got \(2,\)"):
-        stack_coefficients([LinearStep(lr=torch.ones(2))], (4,))
-
-
-@pytest.mark.usefixtures("unchecked")
-def test_what_are_no_optimizers_is_refused():
-    net, _, _ = problem("SGD")
-    with pytest.raises(TypeError, match="optimizer must be a torch.optim.Optimizer: got str"):
-        as_optimizers([several(net)[0], "SGD"])
-    with pytest.raises(ValueError, match="there must be at least one optimizer"):
-        as_optimizers([])
-    with pytest.raises(ValueError, match=r"must belong to one optimizer: two hold one of \(6, 4\)"):
-        as_optimizers([several(net)[0], torch.optim.Adam(net.parameters())])
+    for message, ask in REFUSED.items():
+        assert refusal((TypeError, ValueError), message, ask, list(net.parameters()), several(net)) is None, message
 
 
 @pytest.mark.parametrize("name", ["NAdam", "Muon"])

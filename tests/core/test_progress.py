@@ -39,27 +39,24 @@ def test_nothing_is_written_unless_progress_is_wanted_and_a_person_sees_it(monke
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("has_widgets", [True, False])
-def test_a_notebook_has_a_widget_and_without_ipywidgets_text_and_no_warning(has_widgets):
+def test_a_notebook_has_a_widget_and_without_ipywidgets_text_and_no_warning():
     pytest.importorskip("ipywidgets", reason="comes with the development tools")
-    client = pytest.importorskip("jupyter_client", reason="comes with the development tools")
-    hide = "" if has_widgets else "sys.modules['ipywidgets'] = None;"
-    code = f"import sys, warnings; {hide} warnings.simplefilter('error')\n"
-    code += "from epk_gp.core.show import tracked\nfor _ in tracked(range(3), 'parts', shown=True): pass"
-    found = []
+    client, found = pytest.importorskip("jupyter_client", reason="comes with the development tools"), []
+    code = "import sys, warnings\nwarnings.simplefilter('error')\nfrom epk_gp.core.show import tracked"
+    bar = "for _ in tracked(range(3), 'parts', shown=True): pass"
     with client.run_kernel() as kernel:
-        kernel.execute_interactive(code, timeout=120, output_hook=found.append)
-    content = {message["msg_type"]: message["content"] for message in found}
-    assert "error" not in content
-    if has_widgets:
-        assert "application/vnd.jupyter.widget-view+json" in content["display_data"]["data"]
-        assert "stream" not in content
-    else:
-        assert "display_data" not in content
-        texts = [message["content"] for message in found if message["msg_type"] == "stream"]
-        assert {text["name"] for text in texts} == {"stderr"}
-        assert "parts: 100%" in "".join(text["text"] for text in texts)
-        assert "Warning" not in "".join(text["text"] for text in texts)
+        for text in (f"{code}\n{bar}", f"sys.modules['ipywidgets'] = None\n{bar}"):
+            found.append([])
+            kernel.execute_interactive(text, timeout=120, output_hook=found[-1].append)
+    widget, plain = ([(message["msg_type"], message["content"]) for message in own] for own in found)
+    assert "application/vnd.jupyter.widget-view+json" in dict(widget)["display_data"]["data"]
+    assert not {"error", "stream"} & dict(widget).keys()
+    assert not {"error", "display_data"} & dict(plain).keys()
+    texts = [content for kind, content in plain if kind == "stream"]
+    assert {text["name"] for text in texts} == {"stderr"}
+    shown = "".join(text["text"] for text in texts)
+    assert "parts: 100%" in shown
+    assert "Warning" not in shown
 
 
 def test_every_bar_of_the_package_is_made_here():

@@ -55,16 +55,6 @@ def test_the_order_of_a_dictionary_does_not_count_and_only_floats_follow_the_com
     assert dtypes == {"ids": torch.int64, "mask": torch.bool, "scale": torch.float32}
 
 
-def test_one_tensor_stays_itself():
-    X = torch.randn(4, 3)
-    packed, signature = parse_signature(X, None)
-    assert packed is X
-    assert signature == ONE_TENSOR
-    assert signature.structure(X) is X
-    assert signature.unpack(X)[0][0] is X
-    assert signature.to_json() is None
-
-
 def test_a_model_calls_its_network_as_the_user_does_in_any_dtype_copied_or_pickled():
     X, net = tagger_inputs(), Tagger().double()
     packed, signature = parse_signature(X, mean_logits)
@@ -124,8 +114,11 @@ def test_a_call_with_the_inputs_is_packed_as_they_are_and_another_is_not():
     assert all(torch.equal(found[name], packed) for name in of_inputs)
 
 
-def test_a_call_with_one_tensor_is_that_tensor():
+def test_one_tensor_and_a_call_with_one_stay_themselves():
     X = torch.randn(3, 2)
+    packed, own = parse_signature(X, None)
+    assert packed is own.structure(X) is own.unpack(X)[0][0] is X
+    assert (own, own.to_json()) == (ONE_TENSOR, None)
     assert ONE_TENSOR.pack_call((X,), {}) is X
     assert ONE_TENSOR.pack_call((), {"flag": True, "x": X}) is X
     assert ONE_TENSOR.pack_call((), {}) is None
@@ -169,23 +162,19 @@ def test_the_output_function_must_be_given_again():
         signature_from_json(entry)
 
 
-class BatchSecond(nn.Module):
+class BatchSecond(nn.RNN):
     """A recurrent layer that takes texts in rows, and returns places first."""
 
-    def __init__(self):
-        super().__init__()
-        self.rnn = nn.RNN(4, 3)
-
     def forward(self, x):
-        return self.rnn(x.transpose(0, 1))[0]
+        return super().forward(x.transpose(0, 1))[0]
 
 
 def test_a_batch_in_the_second_dimension_is_named():
     X, y = torch.randn(6, 5, 4).double(), torch.arange(6) % 3
-    options = {"optimizer": lambda net: torch.optim.SGD(net.parameters(), lr=0.1)}
-    for net, own in ((BatchSecond(), {"loss": None}), (nn.RNN(4, 3), {"output": lambda returned: returned[0][-1]})):
-        net = net.double()
-        given = {"output": lambda returned: returned[-1]} | own
-        targets = None if "loss" in own else y
+    for kind, targets, given in (
+        (BatchSecond, None, {"loss": None, "output": lambda returned: returned[-1]}),
+        (nn.RNN, y, {"output": lambda returned: returned[0][-1]}),
+    ):
+        net = kind(4, 3).double()
         with pytest.raises(ValueError, match=r"in the first dimension \(batch_first=True, or a module"):
-            epk.Recorder(net, options["optimizer"](net), X, targets, **given)
+            epk.Recorder(net, torch.optim.SGD(net.parameters(), lr=0.1), X, targets, **given)

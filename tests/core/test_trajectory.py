@@ -14,31 +14,12 @@ from epk_gp.core.step import fingerprint_data
 from epk_gp.core.trajectory import batch_of, flat_weights
 from epk_gp.recording.setup import validate_batch_statistics, validate_row_independence
 from helpers import NETWORKS, assert_close
-from loops import CASES, by_hand, data, flat, frozen_batch_norm, frozen_layer, mlp, trained
+from loops import CASES, by_hand, data, frozen_batch_norm, frozen_layer, mlp, trained
 
 
-@pytest.fixture(params=["memory", "disk"])
-def trajectory(request, tmp_path):
-    return trained(CASES["minibatch"], None if request.param == "memory" else tmp_path / "run")
-
-
-def test_sizes_are_those_of_the_run(trajectory):
-    assert trajectory.num_steps == 7
-    assert trajectory.num_points == 10
-    assert trajectory.num_outputs == 3
-    assert trajectory.num_weights == 4 * 6 + 6 + 6 * 3 + 3 == flat(mlp()).numel()
-    assert trajectory.input_shape == (4,)
-    assert trajectory.dtype == torch.float64
-    assert trajectory.device == torch.device("cpu")
-    assert trajectory.step_sizes.dtype == torch.float64
-    assert trajectory.step_sizes.tolist() == [0.1] * 7
-
-
-def test_weights_have_the_networks_names_and_shapes(trajectory):
-    weights = trajectory.weights(0)
-    assert {name: w.shape for name, w in weights.items()} == {name: p.shape for name, p in mlp().named_parameters()}
-    for name, p in mlp().named_parameters():
-        assert torch.equal(weights[name], p)
+@pytest.fixture(scope="module", params=["memory", "disk"])
+def trajectory(request, tmp_path_factory):
+    return trained(CASES["minibatch"], None if request.param == "memory" else tmp_path_factory.mktemp("run") / "run")
 
 
 def test_states_count_from_either_end_and_others_are_refused(trajectory):
@@ -51,6 +32,7 @@ def test_states_count_from_either_end_and_others_are_refused(trajectory):
     before = trajectory.states[2].clone()
     trajectory.weights(2)["0.weight"].zero_()  # a copy
     assert torch.equal(trajectory.states[2], before)
+    assert trajectory.step_sizes.tolist() == [0.1] * 7
 
 
 def test_stored_states_refuse_what_they_do_not_hold(tmp_path):
@@ -114,28 +96,16 @@ def inputs_for(name, points=6):
     return torch.randn(points, *shape, dtype=torch.float64)
 
 
-@pytest.fixture(params=NETWORKS)
-def named(request):
-    return NETWORKS[request.param][0]().double(), inputs_for(request.param)
-
-
-def test_the_skeletons_own_weights_do_not_matter(named):
+@pytest.mark.parametrize("name", NETWORKS)
+def test_the_skeletons_own_weights_do_not_matter(name):
     """The negative control: they are replaced in every call, also those that are used twice or tied."""
-    net, X = named
+    net, X = NETWORKS[name][0]().double(), inputs_for(name)
     model = functionalize(net)
     weights = {name: p.detach().clone() for name, p in net.named_parameters()}
     for p in model.module.parameters():
         p.fill_(float("nan"))
     assert_close(model(weights, X), net.eval()(X).detach())
     assert not torch.isfinite(model.module(X)).all()
-
-
-def test_flat_and_named_weights_are_each_others_inverse(named):
-    net, _ = named
-    model = functionalize(net)
-    flat = torch.arange(float(model.num_weights), dtype=torch.float64)
-    assert torch.equal(model.flatten(model.unflatten(flat)), flat)
-    assert model.num_weights == sum(p.numel() for p in net.parameters())
 
 
 def test_copying_a_structure_does_not_touch_the_network():

@@ -12,7 +12,7 @@ from datamodel_cases import Loop, error, internals, mlp, vectors
 
 import epk_gp as epk
 from epk_gp.kernel_machine.influence import Influence
-from epk_gp.storage import partial_sums
+from epk_gp.storage import files
 from helpers import assert_close
 
 pytestmark = pytest.mark.filterwarnings("ignore:the datamodel is not certified")  # of few steps
@@ -133,7 +133,7 @@ def test_an_interrupted_computation_goes_on_where_it_was(tmp_path: Path, monkeyp
         made.append(place[0])
         yield from real(self, place, saved)
 
-    monkeypatch.setattr(partial_sums, "SECONDS", 0)
+    monkeypatch.setattr(files, "SECONDS", 0)
     monkeypatch.setattr(work, "compute", counted)
     with pytest.raises(KeyboardInterrupt):
         epk.datamodel(LOOP.run, X, Y, checkpoint=tmp_path)

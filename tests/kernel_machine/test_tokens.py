@@ -205,7 +205,7 @@ def test_an_interrupted_pass_goes_on_where_it_was(name, tmp_path, monkeypatch):
         monkeypatch.setattr(adjoint.StepBack, "nbytes", 1 << 40)  # no two steps go together
     num_lines = 2 if "lines" in name else 1
     monkeypatch.setattr(MemoryPlan, "lines_together", lambda *_: num_lines)
-    monkeypatch.setattr("epk_gp.storage.partial_sums.SECONDS", 0)
+    monkeypatch.setattr("epk_gp.storage.files.SECONDS", 0)
     whole = call()
     monkeypatch.setattr(owner, function, counted)
     with pytest.raises(KeyboardInterrupt):

@@ -14,8 +14,8 @@ from torch.nn import functional as F
 
 import epk_gp as epk
 import reference
-from epk_gp.core.moves import Move, StateSamples, share_of_way
 from epk_gp.core.states import averaged_trajectory, averaging_coefficients
+from epk_gp.core.step import Move, StateSamples, share_of_way
 from epk_gp.kernel_machine.axes import by_sample, by_step
 from loops import assert_exact, assert_has_no_influence, record
 from stored_runs import changed, chunk_files, entry, refused

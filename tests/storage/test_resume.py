@@ -81,8 +81,8 @@ def same(one, other):
 CASES = [
     ("sgd", "none", 6, torch.float64), ("adam", "none", 6, torch.float32), ("adamw", "steps", 4, torch.float64),
     ("rmsprop", "exponential", 6, torch.float32), ("adagrad", "cosine", 4, torch.float64),
-    *(("momentum", schedule, stop, torch.float64) for schedule in SCHEDULERS for stop in (1, STEPS)),
-    *(("momentum", schedule, 4, torch.float32) for schedule in ("one_cycle", "in_sequence")),
+    *(("momentum", schedule, 1 if k % 2 else STEPS, torch.float64) for k, schedule in enumerate(SCHEDULERS)),
+    ("momentum", "one_cycle", 4, torch.float32),
 ]  # fmt: skip
 
 
@@ -169,13 +169,12 @@ def test_buffers_and_frozen_weights_come_back(tmp_path):
 # --- Another network, data set, loss or optimizer is an error, and no file changes ----------------------------------
 
 
+def in_groups(net):
+    return torch.optim.SGD([{"params": part.parameters()} for part in (net[0], net[2])], lr=0.1)
+
+
 def wider():
     return nn.Sequential(nn.Linear(4, 7), nn.Tanh(), nn.Linear(7, 3)).double()
-
-
-def two_groups(net, lr):
-    groups = [{"params": net[0].parameters()}, {"params": net[2].parameters(), "lr": lr}]
-    return torch.optim.SGD(groups, lr=0.1)
 
 
 OTHERS = {
@@ -190,7 +189,7 @@ OTHERS = {
     "^law must be the recorded": {"optimizer": lambda net: torch.optim.Adam(net.parameters())},
     "^optimizer must be .*: number 0: it has {'lr': 0.1}, got {'lr': 0.2}.$": {"optimizer": lambda net: sgd(net, 0.2)},
     "^optimizer must be the recorded": {"optimizer": lambda net: sgd(net, momentum=0.1)},
-    "^optimizer must be the recorded .*: it has 1, got 2.$": {"optimizer": lambda net: two_groups(net, 0.1)},
+    "^optimizer must be the recorded .*: it has 1, got 2.$": {"optimizer": in_groups},
     "^check_every must be the recorded": {"check_every": 3},
     r"stateful must have the names \[\]: got \['g'\]": {"stateful": {"g": torch.Generator()}},
 }
@@ -203,12 +202,6 @@ def test_another_run_is_refused_and_nothing_changes(run, message, change):
         resumed(run, **change)
     assert file_hashes(run) == before
     assert resumed(run).num_steps == 6  # the negative control, and the lock was given back
-
-
-def test_only_the_group_that_differs_is_named(tmp_path):
-    resumed(tmp_path / "run", optimizer=lambda net: two_groups(net, 0.3)).__enter__().__exit__(None, None, None)
-    with pytest.raises(ValueError, match="resume .*: number 1: it has {'lr': 0.3}, got {'lr': 0.2}.$"):
-        resumed(tmp_path / "run", optimizer=lambda net: two_groups(net, 0.2))
 
 
 @pytest.mark.usefixtures("unchecked")

@@ -35,7 +35,7 @@ from epk_gp.gram.tiles import DiagonalWork, GramWork
 from epk_gp.kernel_machine.reconstruct import ReconstructionWork
 from epk_gp.kernel_machine.terms import AttributionWork
 from epk_gp.storage import files
-from epk_gp.storage.partial_sums import PartialSums
+from epk_gp.storage.files import PartialSums
 from epk_gp.work import run as jobs
 from epk_gp.work.run import Piece, Sums
 from epk_gp.work.run import run as carry_out
@@ -134,7 +134,7 @@ def test_a_full_disk_names_the_piece_and_the_folder(folder, written, monkeypatch
     def full(*_, **__):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr("epk_gp.storage.partial_sums.atomic_write", full)
+    monkeypatch.setattr("epk_gp.storage.files.atomic_write", full)
     message = r"piece square-1 must be written to .*pieces by .*: No space left.*Make room"
     with pytest.raises(OSError, match=message) as caught:
         as_worker(folder, written, 1)
@@ -262,7 +262,7 @@ def test_workers_go_on_with_what_was_begun_without_them(name, tmp_path, monkeypa
             if len(saves) == 2:
                 raise StopError
 
-    monkeypatch.setattr("epk_gp.storage.partial_sums.SECONDS", 0.0)
+    monkeypatch.setattr("epk_gp.storage.files.SECONDS", 0.0)
     monkeypatch.setattr(PartialSums, "save", cut)
     with pytest.raises(StopError):
         call(run_of(name), checkpoint=tmp_path / "pieces")

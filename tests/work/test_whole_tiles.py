@@ -12,7 +12,7 @@ import epk_gp as epk
 from distributed_cases import SMALL, Shuffled, StopError, Stopping, mixed, record, recorded, same
 from epk_gp.core.trajectory import BYTES, flat_state
 from epk_gp.gram import tiles
-from epk_gp.storage.partial_sums import PartialSums
+from epk_gp.storage.files import PartialSums
 from epk_gp.work import run as carried
 
 TILES, RANGES, STEPS = 3, 2, 70  # training x training, training x test, test x test copies; ranges of 64 and 6
@@ -62,7 +62,7 @@ def test_whole_tiles_have_the_bytes_of_none_and_are_a_piece_each_fewer_one_for_e
     ("left", "begins", "ends"), [(3, Shuffled, Shuffled), (3, Shuffled, lambda: None), (2, lambda: None, Shuffled)]
 )
 def test_a_tile_that_was_stopped_is_gone_on_with_in_the_middle(left, begins, ends, sums, tmp_path, monkeypatch):
-    monkeypatch.setattr("epk_gp.storage.partial_sums.SECONDS", 0.0)  # every range is kept
+    monkeypatch.setattr("epk_gp.storage.files.SECONDS", 0.0)  # every range is kept
     expected, sums.count, sums.left = alone(), 0, left
     with pytest.raises(StopError, match="stopped in a tile"):
         block(executor=begins(), checkpoint=tmp_path / "pieces")
@@ -80,7 +80,7 @@ def test_a_full_disk_in_the_middle_of_a_tile_is_no_error(monkeypatch):
         save(self, name, tensors, count)
 
     save = PartialSums.save
-    monkeypatch.setattr("epk_gp.storage.partial_sums.SECONDS", 0.0)
+    monkeypatch.setattr("epk_gp.storage.files.SECONDS", 0.0)
     monkeypatch.setattr(PartialSums, "save", full)
     assert same(block(executor=Shuffled()), alone())
 

@@ -53,7 +53,7 @@ function valueTables(rows, name) {
   return [
     part(rows.slice(0, VALUES_AT_ONCE), `First values of ${name}`),
     disclosure(
-      [count(others.length, 'number of the other values'), ' other values'],
+      [count(others.length, 'number of the other values'), others.length === 1 ? ' other value' : ' other values'],
       part(others, `Other values of ${name}`),
     ),
   ];
