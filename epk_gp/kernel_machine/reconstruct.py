@@ -261,6 +261,7 @@ def _reconstruct(net: PlannedModel, kernel: PathKernel, X: Tensor, options: Comp
         mismatch_ratio=float(ratios.max()) if len(ratios) else 0.0,
         worst_step=int(ratios.argmax()) if len(ratios) else -1,
         explains=trajectory.explained,
+        path=str(kernel.path),
         states=described_states(trajectory),
         precision=certificate.described_precision(net),
         **certificate.integral_facts(sums, len(X) * steps),
