@@ -34,7 +34,6 @@ from torch.optim import SGD, Adam, AdamW, Optimizer, RMSprop
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import epk_gp as epk
-from epk_gp.analysis.counterfactual import datamodeling_score, leave_one_out, random_subsets
 from epk_gp.analysis.maps import principal_plane, uncertainty_on_plane
 from epk_gp.analysis.measures import (
     calibration,
@@ -44,6 +43,7 @@ from epk_gp.analysis.measures import (
     reliability_bins,
     roc_curve,
 )
+from epk_gp.analysis.score_check import datamodeling_score, leave_one_out, random_subsets
 from epk_gp.cli import main
 from epk_gp.core.states import averaged_trajectory, averaging_coefficients
 from epk_gp.datasets import three_gaussians

@@ -89,7 +89,7 @@ CAPABILITIES = {
     ),
     "scikit-learn estimators": ("estimator.py", "estimators.py"),
     "scores and suspicious labels": (
-        "analysis/counterfactual.py", "analysis/labels.py", "analysis/measures.py",
+        "analysis/labels.py", "analysis/measures.py",
     ),
     "anybody's scores, judged": ("analysis/score_check.py",),
     "numbers of a run: maps, contributions": ("analysis/*.py",),

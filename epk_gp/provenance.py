@@ -8,9 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -66,9 +64,3 @@ def write_table(file: Path, columns: Sequence[str], rows: Iterable[Sequence[obje
     """Write rows with a header as CSV."""
     with file.open("w", newline="", encoding="utf-8") as stream:
         csv.writer(stream).writerows([columns, *rows])
-
-
-def write_npz(file: Path, arrays: Mapping[str, Tensor]) -> None:
-    """Write named arrays as a NumPy .npz file."""
-    plain: dict[str, Any] = {name: value.detach().cpu().numpy() for name, value in arrays.items()}
-    np.savez(file, **plain)

@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 from torch import Tensor, nn
 
 import epk_gp as epk
-from epk_gp.analysis.counterfactual import random_subsets
+from epk_gp.analysis.score_check import random_subsets
 from epk_gp.datasets import Dataset, digits
 from epk_gp.plots import new_figure
 from epk_gp.plots.style import PALETTE, SMALL, styled

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 import epk_gp as epk
-from epk_gp.analysis.counterfactual import leave_one_out
+from epk_gp.analysis.score_check import leave_one_out
 from epk_gp.kernel_machine.axes import by_sample, by_step
 from epk_gp.kernel_machine.reconstruct import single_machine
 from helpers import gram_block_per_class as per_class
@@ -120,7 +120,7 @@ DOORS = {
         Door("report.write.write_report", report, RULE, report_sums),
         Door("kernel_machine.influence.influence", epk.influence, HEAD | COMPUTED, lambda effect: effect.values),
         Door("kernel_machine.retrain.Retraining", lambda run, X, **o: half_retrained(run).outputs(X, **o), HEAD),
-        Door("analysis.counterfactual.leave_one_out", leave_one_out, HEAD),
+        Door("analysis.score_check.leave_one_out", leave_one_out, HEAD),
         Door("analysis.score_check.check_scores", scores_check, HEAD, lambda check: check.change),
         Door("kernel_machine.reconstruct.single_machine", single_machine, RULE, lambda machine: machine.outputs),
         Door("core.trajectory.network_outputs", epk.network_outputs, HEAD, head="logits"),

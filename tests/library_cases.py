@@ -231,7 +231,6 @@ for _name in (
 ):  # fmt: skip
     _kind, _options, _ = CASES[_name]
     VARIANTS[f"{_name}, coupled and maximised"] = (_kind, _options | {"weight_decouple": False, "maximize": True})
-    VARIANTS[f"{_name}, one by one"] = (_kind, _options | {"foreach": False})
 
 
 def network(dtype: torch.dtype = torch.float64) -> nn.Module:

@@ -103,6 +103,20 @@ def assert_has_no_influence(run: epk.Trajectory, X: Any, message: str) -> None:
     assert [refusal(ValueError, message, call) for call in calls] == [None] * 3
 
 
+class Net(nn.Module):
+    """A network whose forward pass is a function of itself and its inputs; `parts` are its attributes."""
+
+    def __init__(self, function: Callable[..., Any], **parts: Any) -> None:
+        super().__init__()
+        self.function = function
+        for name, part in parts.items():
+            is_buffer = isinstance(part, Tensor) and not isinstance(part, nn.Parameter)
+            self.register_buffer(name, part) if is_buffer else setattr(self, name, part)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.function(self, *args, **kwargs)
+
+
 class Attentive(nn.Module):
     """Some tokens of a width: attention and LayerNorm."""
 

@@ -184,7 +184,7 @@ def shares_by_hand(
         displacements.append(moved)
         torch.testing.assert_close(displacements[-1].sum(dim=0), w[step + 1] - w[0], rtol=0, atol=1e-13)
 
-    nodes, weights = (torch.tensor(v) for v in np.polynomial.legendre.leggauss(24))
+    nodes, weights = (torch.tensor(v) for v in np.polynomial.legendre.leggauss(12))
     found = torch.zeros(3, CLASSES, POINTS + 2).double()
     evaluated = in_plain_words(net).eval()
     for step in range(steps):

@@ -6,15 +6,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 from torch.optim import Optimizer
 
 import epk_gp as epk
-from epk_gp.core.model import functionalize
-from epk_gp.core.step import Step
-from epk_gp.optimizers.torch_rules import learning_rate, rule_for
-from epk_gp.optimizers.update_rules import NO_UPDATE, WEIGHTS, LinearStep, UpdateCoefficients, stack_coefficients
-from epk_gp.recording.observer import states_before
+from epk_gp.optimizers.torch_rules import rule_for
+from epk_gp.optimizers.update_rules import UpdateCoefficients
+from loops import record
 
 TENSOR = torch.tensor(0.01)
 COMMON: dict[str, dict[str, Any]] = {
@@ -110,53 +107,19 @@ def newton_schulz(U: Tensor, coefficients: tuple[float, float, float], steps: in
     return X.T if U.shape[0] > U.shape[1] else X
 
 
-def flat(net: nn.Module) -> Tensor:
-    return torch.cat([p.detach().flatten() for p in net.parameters()])
-
-
 def recorded(
     net: nn.Module, optimizers: Sequence[Optimizer], X: Tensor, y: Tensor, steps: Sequence[Tensor]
 ) -> tuple[epk.Trajectory, list[Tensor]]:
-    """Train, with a step of every optimizer on each batch, and read the update rule; no step is checked.
+    """Record a step of every optimizer on each batch; return the run, and the gradient of each step."""
+    gradients = list[Tensor]()
 
-    Returns:
-        The run, and the gradient of each step.
-    """
-    rule, model = rule_for(list(optimizers)), functionalize(net)
-    parameters = dict(net.named_parameters())
-    groups = {id(p): (group, o.state) for o in optimizers for group in o.param_groups for p in group["params"]}
-    states, updates, gradients = [flat(net)], [], []
-    for batch in steps:
-        net.zero_grad()
-        F.cross_entropy(net(X[batch]), y[batch]).backward()
-        owners = {id(p): o for o in optimizers for group in o.param_groups for p in group["params"]}
-        before = {n: states_before(owners[id(p)], {n: p}, rule.needs_before)[n] for n, p in parameters.items()}
-        weights = {name: p.detach().clone() for name, p in parameters.items()}
-        for optimizer in optimizers:
-            optimizer.step()
+    def note(step: int) -> None:
+        parts = [torch.zeros_like(p) if p.grad is None else p.grad.to_dense() for p in net.parameters()]
+        gradients.append(torch.cat([part.flatten() for part in parts]))
 
-        def coefficients(
-            name: str, p: nn.Parameter, before: Any = before, weights: dict[str, Tensor] = weights
-        ) -> LinearStep:
-            if p.grad is None:
-                return NO_UPDATE
-            group, after = groups[id(p)]
-            old = before[name] | ({WEIGHTS: weights[name]} if WEIGHTS in rule.needs_before else {})
-            return rule.coefficients(p, group, old, after[p])
-
-        updates.append(stack_coefficients([coefficients(*item) for item in parameters.items()], model.sizes))
-        gradients.append(
-            torch.cat(
-                [(torch.zeros_like(p) if p.grad is None else p.grad.to_dense()).flatten() for p in parameters.values()]
-            )
-        )
-        states.append(flat(net))
-    recorded_steps = tuple(Step(s, learning_rate(list(optimizers)), batch) for s, batch in enumerate(steps))
-    run = epk.Trajectory(
-        model=model, inputs=X, targets=y, loss=epk.CrossEntropy(), update_rule=rule.name, states=tuple(states),
-        updates=tuple(updates), steps=recorded_steps, num_outputs=3, digest="by hand", data_digest="by hand",
-    )  # fmt: skip
-    return run, gradients
+    unexplained = rule_for(list(optimizers)).unexplained or None
+    recorder = record(net, list(optimizers), X, y, steps, announced=note, unexplained=unexplained)
+    return recorder.trajectory, gradients
 
 
 def zero_matrices(update: UpdateCoefficients) -> UpdateCoefficients:

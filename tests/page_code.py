@@ -25,6 +25,14 @@ def pages_tool() -> ModuleType:
     return load(DOCS / "expand.py")
 
 
+def sections() -> dict[str, str]:
+    """Return the sections of the gallery's pages, by their experiments, without what `docs/expand.py` made."""
+    found = [
+        pages_tool().written((DOCS / page).read_text()).split("\n## ")[1:] for page in ("figures.md", "experiments.md")
+    ]
+    return {re.search(r"python experiments/(\w+)\.py", text)[1]: text for texts in found for text in texts}
+
+
 def imported(monkeypatch: pytest.MonkeyPatch, *folders: Path) -> Iterator[Callable[[str], ModuleType]]:
     """Import modules of these folders as their scripts do, the last folder first, and forget all of them afterwards."""
     names = [file.stem for folder in folders for file in folder.glob("*.py")]

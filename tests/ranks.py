@@ -68,6 +68,11 @@ def on_ranks(size: int, program: Callable[..., Any], folder: Path, *args: Any, d
     return [torch.load(folder / f"result.{rank}", weights_only=False) for rank in range(size)]
 
 
+def each(calls: list[tuple[Any, ...]]) -> list[Any]:
+    """Call several programs one after another, for one start of the processes: each a function and its arguments."""
+    return [program(*arguments) for program, *arguments in calls]
+
+
 def _rank(rank: int, size: int, program: Callable[..., Any], folder: Path, args: tuple[Any, ...]) -> None:
     torch.set_num_threads(1)
     warnings.simplefilter("error", UserWarning)

@@ -222,43 +222,6 @@ def test_scores_that_add_up_to_the_outcomes_have_a_datamodeling_score_of_one(mon
         assert low < agreement.mean_rank_correlation(predicted, true) < high < low + 0.1
 
 
-HEAD = {"versions": {"python": "3", "epk_gp": "0"}, "machine": {"threads": 1}, "date": "a day", "repeats": "once"}
-
-
-def a_row(system, number, unit="AUROC", data="digits"):
-    values = {"number": number, "deviation": 0.25, "cost_seconds": 2.0, "note": ""}
-    return {"system": system, "judge": "a judge", "data": data, "unit": unit, **values}
-
-
-def test_a_table_of_outside_judges_has_the_best_in_bold_and_names_what_we_lose(monkeypatch):
-    """Nothing is lost where ours is the best or level or alone."""
-    rows = [a_row("epk_gp", 0.5), a_row("other", 0.75), a_row("epk_gp", 1.0, "NLL"), a_row("other", 2.0, "NLL")]
-    level = [a_row("epk_gp", 0.75), a_row("other", 0.7501), a_row("third", 0.5), a_row("epk_gp", 0.1, data="alone")]
-    share = "share within 2 error bars"
-    for load in page_code.imported(monkeypatch, FOLDER / "outside"):
-        report = load("report")
-        assert report.tables({"head": HEAD, "rows": rows}).splitlines() == [
-            "| a judge: digits | AUROC | NLL | seconds |",
-            "| --- | --- | --- | --- |",
-            "| epk_gp | 0.500 ± 0.250 | **1.000 ± 0.250** | 2 |",
-            "| other | **0.750 ± 0.250** | 2.000 ± 0.250 | 2 |",
-            "",
-            "**We lose at** digits, AUROC: other 0.750 ± 0.250, epk_gp 0.500 ± 0.250.",
-            "",
-            "*once; a day; 1 thread of a shared machine; python 3.*",
-        ]
-        assert report.lost([*level, a_row("epk_gp", 0.9, share), a_row("other", 1.0, share)]) == []
-
-
-@pytest.mark.parametrize("file", sorted((FOLDER / "outside").glob("*.json")), ids=lambda file: file.stem)
-def test_saved_rows_of_outside_judges_have_what_the_tables_need(file):
-    content = json.loads(file.read_text())
-    assert {"machine", "versions", "date", "repeats"} <= content["head"].keys()
-    keys = {"system", "judge", "data", "number", "unit", "cost_seconds", "note"}
-    assert content["rows"]
-    assert all(keys <= row.keys() for row in content["rows"])
-
-
 def test_a_result_of_other_bytes_is_told(load, monkeypatch, tmp_path, capsys):
     tool, file = load("result_bytes"), str(tmp_path / "before.safetensors")
     ones = torch.ones(3, dtype=torch.float64)

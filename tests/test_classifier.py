@@ -1,4 +1,4 @@
-"""The scikit-learn classifier: the recorded network behind it, precomputed kernels, and what is refused."""
+"""The scikit-learn classifier: the recorded network behind it, and what is refused."""
 
 import threading
 
@@ -7,7 +7,6 @@ import pytest
 import torch
 from sklearn.datasets import make_blobs
 from sklearn.preprocessing import StandardScaler
-from sklearn.svm import SVC
 from torch import nn
 
 import epk_gp as epk
@@ -81,13 +80,6 @@ def test_what_another_thread_draws_does_not_change_the_initial_weights(data):
     before = torch.get_rng_state()
     EPKClassifier(steps=1, batch_size=10, random_state=0).fit(X, y)
     assert torch.equal(torch.get_rng_state(), before)
-
-
-def test_a_support_vector_machine_takes_the_matrix(data, fitted):
-    X, y = (torch.as_tensor(data[0]), data[1])
-    kernel, train = epk.EPKKernel(fitted.trajectory_, "trace", normalize="mean_diagonal"), epk.train_copy(X[:45])
-    svc = SVC(kernel="precomputed").fit(kernel(train).to_dense().numpy(), y[:45])
-    assert svc.score(kernel(epk.test_copy(X[45:]), train).to_dense().numpy(), y[45:]) > 0.8
 
 
 OUTPUTS = r"network must have one output per class or target of y, 3: it maps 2 rows to shape \(2, {}\). Change"

@@ -68,11 +68,7 @@ def test_digits_are_images_in_the_unit_interval():
 @pytest.mark.parametrize(
     ("ask", "error", "message"),
     [
-        (
-            lambda folder: Dataset(torch.zeros(3, 1), torch.zeros(2).long(), 1, "x"),
-            ValueError,
-            r"got shape \(2,\) for 3",
-        ),
+        (lambda _: Dataset(torch.zeros(3, 1), torch.zeros(2).long(), 1, "x"), ValueError, r"got shape \(2,\) for 3"),
         (lambda folder: Dataset(torch.zeros(3, 1), torch.arange(3), 2, "x"), ValueError, r"lie in 0\.\.1: got 0\.\.2"),
         (lambda folder: three_gaussians(dtype=torch.int64), TypeError, r"floating type: got torch\.int64"),
         (lambda folder: digits(dtype=torch.int64), TypeError, r"floating type: got torch\.int64"),

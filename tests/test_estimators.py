@@ -116,7 +116,8 @@ def test_answers_do_not_depend_on_the_units_of_the_columns(kind):
     X, classes, targets = table(45, 0)
     new = table(20, 1)[0]
     y = pd.Series(classes, index=X.index) if kind is epk.EPKClassifier else targets["mass"]
-    models = [kind(steps=25, random_state=0).fit(own, y) for own in (X.assign(constant=0.0), in_other_units(X))]
+    given = {"network": [LinearAndHidden, waves], "steps": 25, "random_state": 0, "cv": 2}
+    models = [kind(**given).fit(own, y) for own in (X.assign(constant=0.0), in_other_units(X))]
     expected, found = (
         m.attribute(own) for m, own in zip(models, (new.assign(constant=0.0), in_other_units(new)), strict=True)
     )
@@ -125,7 +126,7 @@ def test_answers_do_not_depend_on_the_units_of_the_columns(kind):
     assert found.certified
     if kind is epk.EPKRegressor:  # as on the run itself, on the rows as they are
         np.testing.assert_allclose(found.network[:, 0], models[1].predict(in_other_units(new)), rtol=1e-12)
-    raw = kind(steps=25, random_state=0, standardize=False).fit(X.assign(constant=0.0), y)  # the control
+    raw = kind(**given, standardize=False).fit(X.assign(constant=0.0), y)  # the control
     assert (raw.attribute(new.assign(constant=0.0)).samples - expected.samples).abs().max() > 1e-3 * scale
     own = epk.attribute(models[1].trajectory_, torch.tensor(in_other_units(new).to_numpy()))
     torch.testing.assert_close(own.samples, found.samples)
@@ -188,7 +189,8 @@ def test_training_that_makes_it_worse_than_a_constant_is_an_error_and_one_that_i
 def test_bars_grow_outside_the_training_rows_and_a_warning_tells_of_rows_that_are_far():
     x = np.random.default_rng(0).uniform(-1, 1, 60)
     X, y = pd.DataFrame({"depth": x, "other": 0.0}), np.sin(3 * x) + 0.1 * np.random.default_rng(1).normal(size=60)
-    model = epk.EPKRegressor(LinearAndHidden, random_state=0, cv=2).fit(X, y)
+    given = {"network": LinearAndHidden, "steps": 480, "random_state": 0}
+    model = epk.EPKRegressor(**given).fit(X, y)
     inside = model.uncertainty(X)
     assert (inside.distance <= 1e-6).all()  # rows that it has seen
     assert not inside.columns_outside.any()
@@ -202,7 +204,7 @@ def test_bars_grow_outside_the_training_rows_and_a_warning_tells_of_rows_that_ar
     assert (frame["columns_outside"] == (wide["depth"].abs() > np.abs(x).max())).mean() > 0.95  # both ends differ
     with pytest.warns(UserWarning, match=r"\d+ of 60 rows are more than 3 times as far .* row \d+ for one"):
         model.predict(X.assign(depth=30 * x), return_std=True)
-    path = epk.EPKRegressor(LinearAndHidden, random_state=0, cv=2, process="path").fit(X, y)  # the control
+    path = epk.EPKRegressor(**given, process="path").fit(X, y)  # the control
     np.testing.assert_array_equal(path.predict(wide), mean)
     assert path.predict(wide, return_std=True)[1][is_far].mean() < 0.7 * std[is_far].mean()
     weighted = epk.EPKRegressor(steps=20, random_state=0).fit(X, y, sample_weight=x < 0)
@@ -233,7 +235,7 @@ def test_bars_follow_a_noise_that_depends_on_the_row():
     X = rng.uniform(size=(600, 2))
     scale = 0.05 + X[:, 1]
     y = 3 * X[:, 0] + scale * rng.normal(size=600)
-    model = epk.EPKRegressor(random_state=0, cv=2).fit(X[:300], y[:300])
+    model = epk.EPKRegressor(line, steps=200, random_state=0).fit(X[:300], y[:300])
     u = model.uncertainty(X[300:])
     assert np.corrcoef(u.std, scale[300:])[0, 1] > 0.9
     low, high = u.interval(0.9)
@@ -296,7 +298,7 @@ def test_the_trained_network_takes_rows_in_their_units_and_can_be_exported(regre
 
 def test_a_constant_target_is_predicted():
     X = table(20, 0)[0]
-    model = epk.EPKRegressor(steps=100, random_state=0).fit(X, np.full(20, 0.1))
+    model = epk.EPKRegressor(LinearAndHidden, steps=100, random_state=0).fit(X, np.full(20, 0.1))
     np.testing.assert_allclose(model.predict(X), 0.1, atol=0.05)
 
 
@@ -304,7 +306,7 @@ def test_a_constant_target_is_predicted():
 def test_a_weight_of_two_is_the_row_twice(kind):
     X, classes, targets = table(45, 0)
     y = pd.Series(classes, index=X.index) if kind is epk.EPKClassifier else targets
-    model = kind(steps=25, random_state=0)
+    model = kind([line, waves], steps=25, random_state=0, cv=2)
     weighted = clone(model).fit(X, y, sample_weight=WEIGHTS / 3)
     repeated = clone(model).fit(X.loc[X.index.repeat(WEIGHTS)], y.loc[X.index.repeat(WEIGHTS)])
     new = table(10, 1)[0]
@@ -378,26 +380,15 @@ def test_one_target_of_each_row_is_chosen_by_its_name_or_number(regressor, class
     assert list(classifier.attribute(X[:3], classes=kinds).to_frame().index.get_level_values("output")) == kinds
 
 
-def test_scores_take_weights(classifier, regressor):
-    X, kind, targets = table(30, 1)
-    weights = np.r_[np.ones(10), np.zeros(20)]
-    assert classifier.score(X, kind, sample_weight=weights) == classifier.score(X[:10], kind[:10])
-    assert regressor.score(X, targets, sample_weight=weights) == pytest.approx(regressor.score(X[:10], targets[:10]))
-
-
 @pytest.mark.slow
 def test_pipelines_grids_and_column_transformers_take_data_frames():
     X, kind, targets = table(60, 0)
     X["habitat"] = np.where(X["eye"] > 0, "wood", "field")
-    columns = ColumnTransformer(
-        [
-            ("number", StandardScaler(), make_column_selector(dtype_include="number")),
-            ("word", OneHotEncoder(), ["habitat"]),
-        ]
-    ).set_output(transform="default")
+    numbers = ("number", StandardScaler(), make_column_selector(dtype_include="number"))
+    columns = ColumnTransformer([numbers, ("word", OneHotEncoder(), ["habitat"])]).set_output(transform="default")
     for model, y in (
-        (epk.EPKClassifier(steps=20), kind),
-        (epk.EPKRegressor([line, LinearAndHidden], steps=60), targets),
+        (epk.EPKClassifier(steps=20, random_state=0), kind),
+        (epk.EPKRegressor([line, LinearAndHidden], steps=60, random_state=0), targets),
     ):
         pipeline = make_pipeline(columns, model)
         assert cross_val_score(pipeline, X, y, cv=2).mean() > 0.25
@@ -496,15 +487,9 @@ def test_wrong_weights_and_calls_are_refused(classifier, regressor, unchecked):
         ("none of its 0 folds does", lambda: epk.EPKRegressor(cv=[]).fit(X, targets)),
         ("cv must give rows to train on", lambda: epk.EPKRegressor(cv=[([0, 1], [])]).fit(X, targets)),
         ("positions of the 45 rows: index 45", lambda: epk.EPKRegressor(cv=[([0], [45])]).fit(X, targets)),
-        (
-            "training diverged: after no number of steps",
-            lambda: epk.EPKRegressor([line, line], lr=1e9, steps=20, cv=2).fit(X, targets),
-        ),
+        ("after no number of", lambda: epk.EPKRegressor([line, line], lr=1e9, steps=20, cv=2).fit(X, targets)),
         ("samples that differ", lambda: epk.EPKRegressor().fit(X * 0, targets * 0)),
-        (
-            r"class or target of y, 2: it maps 2 rows to shape \(2, 3\)",
-            lambda: epk.EPKRegressor(nn.Linear(3, 3)).fit(X, targets),
-        ),
+        (r"y, 2: it maps 2 rows to shape \(2, 3\)", lambda: epk.EPKRegressor(nn.Linear(3, 3)).fit(X, targets)),
         ("classes must hold classes .*: got 'dog'", lambda: classifier.attribute(new, classes=["dog"] * 4)),
         ("feature names", lambda: classifier.attribute(new[["wing"]])),
         ("one entry per point", lambda: classifier.report("r.html", new, ["ant"])),

@@ -13,7 +13,7 @@ import torch
 from matplotlib.figure import Figure
 
 from harness import floats_as_text, floats_from_text, main, read_result, texts_of, words_in, words_of
-from page_code import pages_tool
+from page_code import sections
 
 ROOT = Path(__file__).parents[1]
 GALLERY = ROOT / "docs" / "gallery"
@@ -22,16 +22,11 @@ SHARED = {  # what experiments have in common
     "uncertainty_problems",
 }  # fmt: skip
 NAMES = sorted(file.stem for file in (ROOT / "experiments").glob("*.py") if file.stem not in SHARED)
-SECTIONS = {
-    re.search(r"python experiments/(\w+)\.py", section)[1]: section
-    for page in ("figures.md", "experiments.md")
-    for section in pages_tool().written((ROOT / "docs" / page).read_text()).split("\n## ")[1:]
-}
 
 
 def test_every_experiment_has_a_section_a_result_and_a_picture():
     shown = {file.stem for file in GALLERY.glob("*.[ps][nv]g")}
-    assert SECTIONS.keys() == set(NAMES) == shown == {file.stem for file in GALLERY.glob("*.json")}
+    assert sections().keys() == set(NAMES) == shown == {file.stem for file in GALLERY.glob("*.json")}
 
 
 @pytest.mark.slow

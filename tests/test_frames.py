@@ -13,12 +13,12 @@ import torch
 from odd_frames import CHANGES, KINDS, draw_case, models, outcome, table, values_of
 
 import epk_gp as epk
-from epk_gp.analysis.counterfactual import rank_agreement
 from epk_gp.analysis.maps import uncertainty_on_plane
+from epk_gp.analysis.score_check import rank_agreement
 from epk_gp.core.show import Tabular
 from epk_gp.estimator import line
 from epk_gp.gp import regression
-from epk_gp.kernel_machine.axes import by_label, by_layer, by_sample, by_step
+from epk_gp.kernel_machine.axes import by_label, by_layer, by_step
 from epk_gp.kernel_machine.reconstruct import single_machine
 from gp_cases import gaussian_net, gaussian_run, gaussians
 from page_code import pages_tool
@@ -92,13 +92,6 @@ def test_numbers_that_a_function_gave_are_no_outputs(run, X):
     assert list(bound.to_frame().index) == [("first", 0), ("second", 0)]
 
 
-def test_influence_has_the_numbers_and_their_derivatives(run, X):
-    effect = epk.influence(run, X, by=[by_step(run), by_sample(run)])
-    frame = effect.to_frame(sample=range(100, 100 + run.num_points))
-    np.testing.assert_array_equal(frame["outputs"].to_numpy().ravel(), effect.outputs.flatten())
-    assert frame[("values", 3, 107)].loc[(1, 2)] == float(effect.values[1, 2, 3, 7])
-
-
 def test_suspicious_labels_come_worst_first_under_the_names_of_their_rows(run):
     points = [4, 9, 2, 11, 0]
     errors = epk.label_errors(run, nodes=3, points=points)
@@ -118,15 +111,9 @@ def test_suspicious_labels_come_worst_first_under_the_names_of_their_rows(run):
     assert errors.to_frame()["predicted"].tolist() == [OUTPUTS.index(name) for name in frame["predicted"]]
 
 
-def test_scores_of_points_are_columns(run):
-    X, y = gaussians(20, 2)
-    model = epk.UncertainClassifier(run, nodes=3).fit(X, y)
-    for inputs in (X[:4], X[:4].numpy()):
-        scores = model.uncertainty(inputs)
-        frame = scores.to_frame(point=list("wxyz"))
-        assert frame.loc["y", "error"] == float(scores.error[2])
-        assert list(frame) == ["error", "out_of_distribution", "entropy", "mutual_information", "std"]
-    chosen = epk.next_to_label(model, X[:10], 3)
+def test_points_to_label_have_the_names_of_the_pool(run):
+    X, _ = gaussians(20, 2)
+    chosen = epk.next_to_label(judged(run), X[:10], 3)
     frame = chosen.to_frame(point=list("abcdefghij"))
     assert list(frame.index) == ["abcdefghij"[i] for i in chosen.indices]
     assert frame["scores"].tolist() == chosen.scores.tolist()

@@ -7,6 +7,7 @@ from sklearn.utils.estimator_checks import parametrize_with_checks
 from sklearn.utils.validation import check_is_fitted, validate_data
 
 import epk_gp as epk
+from epk_gp.estimator import LinearAndHidden
 from epk_gp.gp.data import MIN_VALIDATION_POINTS
 
 
@@ -25,7 +26,8 @@ class HeldOutUncertainty(ClassifierMixin, BaseEstimator):
         by_class = np.argsort(y, kind="stable")
         trained, held_out = by_class[::2], by_class[1::2]
         held_out = np.resize(held_out, max(MIN_VALIDATION_POINTS, len(held_out)))
-        network = epk.EPKClassifier(steps=self.steps, random_state=self.random_state).fit(X[trained], y[trained])
+        settings = {"steps": self.steps, "random_state": self.random_state}
+        network = epk.EPKClassifier(LinearAndHidden, **settings).fit(X[trained], y[trained])
         model = epk.UncertainClassifier(network.trajectory_, classes=network.classes_, nodes=3)
         self.model_ = model.fit(X[held_out], y[held_out])
         self.classes_ = self.model_.classes_
@@ -46,7 +48,9 @@ REASONS = {
     "check_fit2d_predict1d": "the error says which shape points must have, in other words than 'Reshape your data'",
     "check_dtype_object": "an array of Python objects is refused: points are as the network takes them",
 }
-ESTIMATORS = [epk.EPKClassifier(steps=15), epk.EPKRegressor(steps=15), HeldOutUncertainty()]
+# Folds, which both share, are in the classifier's checks. No function: its address would be in the tests' names.
+CLASSIFIER = epk.EPKClassifier([LinearAndHidden, LinearAndHidden], steps=15, cv=2)
+ESTIMATORS = [CLASSIFIER, epk.EPKRegressor(LinearAndHidden, steps=15), HeldOutUncertainty()]
 
 
 @pytest.mark.slow

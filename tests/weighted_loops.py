@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import epk_gp as epk
+import loops
 
 POINTS, INPUTS, CLASSES = 12, 4, 3
 
@@ -22,14 +23,8 @@ def record(
     net: nn.Module, optimizer: torch.optim.Optimizer, X: Tensor, y: Tensor, batches: Iterable[Any], *,
     loss: Callable[[nn.Module, Tensor, Tensor], Tensor] = cross_entropy, **options: Any,
 ) -> epk.Trajectory:  # fmt: skip
-    with epk.Recorder(net.train(), optimizer, X, y, **options) as recorder:
-        for batch in batches:
-            rows = slice(None) if batch is None else batch
-            optimizer.zero_grad()
-            loss(net, X[rows], y[rows]).backward()
-            recorder.batch(batch)
-            optimizer.step()
-    return recorder.trajectory
+    whole_loss = {"call": lambda net, x: (net, x), "value": lambda called, y: loss(*called, y)}
+    return loops.record(net.train(), optimizer, X, y, batches, **whole_loss, **options).trajectory
 
 
 def mlp(*between: nn.Module, activation: nn.Module | None = None) -> nn.Module:

@@ -5,7 +5,7 @@ from scipy.stats import rankdata
 from sklearn.metrics import roc_auc_score
 from torch import Tensor
 
-from epk_gp.analysis.counterfactual import datamodeling_score, rank_agreement
+from epk_gp.analysis.score_check import datamodeling_score, rank_agreement
 
 
 def mean_rank_correlation(predicted: Tensor, true: Tensor) -> float:

@@ -6,27 +6,21 @@
 from importlib import import_module
 from typing import TYPE_CHECKING
 
+from epk_gp.adapters.scores import EPKAttributor as EPKAttributor
+from epk_gp.adapters.scores import EPKInfluence as EPKInfluence
+
 if TYPE_CHECKING:
     from epk_gp.adapters.cleanlab import EPKLabelIssues as EPKLabelIssues
     from epk_gp.adapters.cleanlab import label_issues as label_issues
-    from epk_gp.adapters.scores import EPKAttributor as EPKAttributor
-    from epk_gp.adapters.scores import EPKInfluence as EPKInfluence
 
-# name of the adapter: its module
-_ADAPTERS = {
-    "EPKAttributor": "scores",
-    "EPKInfluence": "scores",
-    "EPKLabelIssues": "cleanlab",
-    "label_issues": "cleanlab",
-}
-__all__ = [*_ADAPTERS]
+__all__ = ["EPKAttributor", "EPKInfluence", "EPKLabelIssues", "label_issues"]
 
 
 def __getattr__(name: str) -> object:
-    """Import an adapter when it is first used (PEP 562): nobody needs the libraries of all of them."""
-    if name not in _ADAPTERS:
+    """Import the adapter of cleanlab when it is first used (PEP 562): nobody else needs that library."""
+    if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    adapter: object = getattr(import_module(f"epk_gp.adapters.{_ADAPTERS[name]}"), name)
+    adapter: object = getattr(import_module("epk_gp.adapters.cleanlab"), name)
     return adapter
 
 

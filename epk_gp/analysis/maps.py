@@ -225,9 +225,7 @@ def lift(plane: Plane, uv: Float[Tensor, "n 2"]) -> Float[Tensor, "n ..."]:
     return (plane.origin.to(uv) + uv @ plane.axes.to(uv)).reshape(len(uv), *plane.input_shape)
 
 
-def grid_over(
-    uv: Float[Tensor, "n 2"], size: int, margin: float, *, square: bool = False
-) -> tuple[Float[Tensor, " size"], Float[Tensor, " size"]]:
+def grid_over(uv: Float[Tensor, "n 2"], size: int, margin: float, *, square: bool = False) -> Grid:
     """Return an evenly spaced grid that covers projected points.
 
     Args:

@@ -14,16 +14,53 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from epk_gp.autodiff.interception import has_rows
+from epk_gp.core.model import BATCH_MARK
+
 Pull = Callable[[Tensor], Tensor]
 Ends = tuple[Tensor, Tensor]
 Outputs = tuple[Tensor, ...]
-_Held = tuple[Callable[..., Any], Tensor, int]  # a function, its result, and the result's version at that time
 
 # Gauss-Legendre nodes on [-1, 1], for the derivative of functions without a closed form.
 _NODES, _WEIGHTS = np.polynomial.legendre.leggauss(4)
 
 # A remainder below this many eps of the outputs' size is rounding, and is not distributed.
 _ROUNDING = 64
+
+
+# Attributes of a tensor: its value at the end, and the mean of both, with the tensor version of that mean.
+_END, _MIDDLE = "_epk_gp_end", "_epk_gp_middle"
+
+
+def end_of(x: Tensor) -> Tensor:
+    """Return the value at the end of the stretch."""
+    end: Tensor = getattr(x, _END, x)
+    return end
+
+
+def moves(x: object) -> bool:
+    """Return whether a tensor has a value at the end of the stretch."""
+    return hasattr(x, _END)
+
+
+def moves_to(x: Tensor, end: Tensor) -> Tensor:
+    """Attach to a tensor its value at the end of the stretch."""
+    setattr(x, _END, end)
+    setattr(x, _MIDDLE, None)
+    return x
+
+
+def middle_of(x: Tensor) -> Tensor:
+    """Return the mean of a tensor's values at both ends; for whole numbers, the values at the start."""
+    if not x.is_floating_point() and not x.is_complex():
+        return x.detach()
+    known: tuple[int, Tensor] | None = getattr(x, _MIDDLE, None)
+    if known is None or known[0] != x._version:
+        known = (x._version, torch.lerp(x.detach(), end_of(x), 0.5).requires_grad_(x.requires_grad))
+        setattr(x, _MIDDLE, known)
+        if has_rows(x):
+            setattr(known[1], BATCH_MARK, getattr(x, BATCH_MARK))
+    return known[1]
 
 
 class _Pulled(torch.autograd.Function):
@@ -73,37 +110,6 @@ def pulled(value: Tensor, *arms: tuple[Tensor, Pull]) -> Tensor:
     nodes = (apply_pulled(x, [value.new_empty(()).expand(value.shape)], pull) for x, pull in differentiable)
     joined: Any = _Joined.apply
     return cast(Tensor, joined([value], *nodes))
-
-
-class HeldProducts:
-    """The products of a forward pass, in the order of its calls: the next stretch ends in this pass's state.
-
-    Args:
-        ends: The held products of a pass with the weights at the end, if any.
-        max_bytes: Largest number of bytes that are held.
-    """
-
-    def __init__(self, ends: "HeldProducts | None", max_bytes: int) -> None:
-        self._held: list[_Held | None] = []
-        self._ends, self._room = [] if ends is None else ends._held[::-1], max_bytes
-
-    def end(self, func: Callable[..., Any], shape: torch.Size) -> Tensor | None:
-        """Return the next product of a function, with the weights at the end; None if it is not held."""
-        held = self._ends.pop() if self._ends else None
-        if held is None or held[0] is not func or held[1].shape != shape or held[1]._version != held[2]:
-            return None
-        return held[1]
-
-    def hold(self, func: Callable[..., Any], value: Tensor) -> None:
-        """Hold the next product with the weights at the start, if there is room."""
-        has_room = value.nbytes <= self._room
-        self._room -= has_room * value.nbytes
-        self._held.append((func, value.detach(), value._version) if has_room else None)
-
-    @property
-    def nbytes(self) -> int:
-        """Number of bytes that are held."""
-        return sum(held[1].nbytes for held in self._held if held is not None)
 
 
 class SegmentSecant(torch.autograd.Function):

@@ -47,12 +47,7 @@ class Cotangents:
 
 def all_outputs(head: Head) -> Cotangents:
     """Return the C cotangents of the outputs: rows of I, or of I - 1 p^T (docs/theory.md, section 5)."""
-
-    def rows(z: Tensor) -> Tensor:
-        eye = torch.eye(z.shape[1], dtype=z.dtype, device=z.device)[:, None, :].expand(-1, z.shape[0], -1)
-        return eye if head == "logits" else eye - z.softmax(dim=1)
-
-    return Cotangents(rows, are_constant=head == "logits", head=head)
+    return replace(combined_outputs(head, None), head=head)
 
 
 def chosen_outputs(head: Head, classes: Int64[Tensor, " n"]) -> Cotangents:
@@ -66,11 +61,11 @@ def chosen_outputs(head: Head, classes: Int64[Tensor, " n"]) -> Cotangents:
     return Cotangents(rows, are_constant=head == "logits")
 
 
-def combined_outputs(head: Head, coefficients: Float[Tensor, "K C"]) -> Cotangents:
-    """Return the K cotangents of sums over the outputs of a head, each with its own coefficients."""
+def combined_outputs(head: Head, coefficients: Float[Tensor, "K C"] | None) -> Cotangents:
+    """Return the K cotangents of sums over the outputs of a head, each with its own coefficients; None for I."""
 
     def rows(z: Tensor) -> Tensor:
-        V = coefficients.to(z)
+        V = torch.eye(z.shape[1], dtype=z.dtype, device=z.device) if coefficients is None else coefficients.to(z)
         every = V[:, None].expand(-1, len(z), -1)
         return every if head == "logits" else every - V.sum(1)[:, None, None] * z.softmax(dim=1)
 

@@ -31,8 +31,9 @@ import torch
 from jaxtyping import Float, Int64, Shaped
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
+from torch.nn import functional as F
 
-from epk_gp.autodiff.averages import HeldProducts
+from epk_gp.autodiff.averages import end_of
 from epk_gp.autodiff.dense import (
     Cotangents,
     PlannedModel,
@@ -43,18 +44,17 @@ from epk_gp.autodiff.dense import (
     propagate_cotangents,
     pulled_back,
 )
-from epk_gp.autodiff.functions import windows_of
 from epk_gp.autodiff.interception import (
     CHANNELS_LAST,
     CONVOLUTIONS,
     LAYERS,
-    LINEAR,
     NORMALISATIONS,
     FunctionCall,
     ParameterInterception,
     UnsupportedParameterUseError,
     has_tensors,
     require_rows,
+    windows_of,
 )
 from epk_gp.autodiff.moved_weights import MovedWeights
 from epk_gp.autodiff.representations import (
@@ -68,7 +68,7 @@ from epk_gp.autodiff.representations import (
     concat_rows,
     sum_outer_products,
 )
-from epk_gp.autodiff.secants import SecantDerivatives, end_of
+from epk_gp.autodiff.secants import SecantDerivatives
 from epk_gp.autodiff.uses import LayerCall, ParameterUse, ParameterUses, UseBuilder
 from epk_gp.core.losses import Head, apply_head
 from epk_gp.core.model import FunctionalModel
@@ -89,14 +89,12 @@ class WeightLocation:
         d: Flat direction, in the same form as `w`, or None.
         t: (E,) with `d`.
         secant_head: The head for secants (`secant_jacobians`): each row stands for both w and w + d.
-        held: The held products of `secant_jacobians`.
     """
 
     w: Float[Tensor, "*G PQ"]
     d: Float[Tensor, "*G PQ"] | None = None
     t: Float[Tensor, " E"] | None = None
     secant_head: Head | None = None
-    held: HeldProducts | None = None
 
     @property
     def first(self) -> Float[Tensor, " PQ"]:
@@ -149,8 +147,6 @@ def secant_jacobians(
     cotangents: Cotangents,
     cost: ContractionCost,
     head: Head,
-    *,
-    held: HeldProducts | None = None,
 ) -> tuple[Float[Tensor, "n 2 C"], list[LayerJacobian], Float[Tensor, "K n Q"]]:
     """Average the derivative of every operation, the head included, between two states (`autodiff.secants`).
 
@@ -161,17 +157,16 @@ def secant_jacobians(
         cotangents: The cotangents of the requested gradients, for the head's outputs.
         cost: Decides the representations.
         head: The head.
-        held: Receives the products at the first state, and may contain those at the second.
 
     Returns:
         The head's outputs at both states; the averaged layer Jacobians and gradients in the moving statistics.
     """
-    at = WeightLocation(*segment, secant_head=head, held=held)
+    at = WeightLocation(*segment, secant_head=head)
     with torch.enable_grad(), disable_fused_attention():
         recorded = _RecordedPass(net, at, X, cotangents, False)
         jacobians = recorded.jacobians(cost)
     if net.plan.dense_params:
-        jacobians.append(_dense_secants(net, replace(at, held=None), X, recorded.values))
+        jacobians.append(_dense_secants(net, at, X, recorded.values))
     z = recorded.z
     return torch.stack([z.detach(), end_of(z)], dim=1), jacobians, torch.cat(recorded.of_statistics)
 
@@ -197,7 +192,7 @@ def _evaluate(
     model, watch = net.model, None if recorder is None else recorder.watch
     mode: ParameterInterception
     if at.secant_head is not None and at.d is not None:
-        mode = SecantDerivatives(params, model.unflatten(at.d), len(X), watch, statistics, at.held)
+        mode = SecantDerivatives(params, model.unflatten(at.d), len(X), watch, statistics)
         with mode:
             return apply_head(model(params, X), at.secant_head), mode
     elif at.t is not None or at.w.ndim > 1:
@@ -382,7 +377,7 @@ class _RecordedPass:
             options = {"create_graph": self.create_graph, "keeps_factors": cost.keeps_factors}
             return UseBuilder(weight, [*uses.items()], **options)
         head, last = self.cotangents.head, own[-1][1]
-        is_linear_last = self.are_last(own) and last.call.function is LINEAR
+        is_linear_last = self.are_last(own) and last.call.function is F.linear
         if is_linear_last and head and cost.factored_last_layer_is_cheaper(self.params[name].shape, head):
             inputs = last.input if self.bias_of[name] is None else append_bias_column(last.input)
             if head == "logits":
@@ -435,7 +430,7 @@ class _RecordedPass:
         head, has_secants = self.cotangents.head, self.at.secant_head is not None
         last = calls[-1] if calls and isinstance(calls[-1], LayerCall) else None
         is_one_point = self.at.t is None and self.at.w.ndim == 1 and not has_secants
-        ends_in_linear = last is not None and last.call.function is LINEAR and last.edge.node is self.z.grad_fn
+        ends_in_linear = last is not None and last.call.function is F.linear and last.edge.node is self.z.grad_fn
         if last and head and ends_in_linear and not last.input_is_constant and is_one_point and not self.create_graph:
             W = self.params[last.names[0]].detach()
             rows = W[:, None].expand(-1, self.num_rows, -1)

@@ -16,7 +16,6 @@ from torch.nn import functional as F
 from epk_gp.autodiff.interception import (
     CHANNELS_LAST,
     CONVOLUTIONS,
-    LINEAR,
     NORMALISATIONS,
     FunctionCall,
     ParameterInterception,
@@ -89,7 +88,7 @@ class MovedWeights(ParameterInterception):
         if not self.start:
             return self._on_line(call, self.direction, self.t)
         held = [value for value in call.held.values() if value is not None]
-        if call.function is LINEAR and held[0].ndim == 2 and all(id(value) in self.start for value in held):
+        if call.function is F.linear and held[0].ndim == 2 and all(id(value) in self.start for value in held):
             return self._products(call)
         if call.function in NORMALISATIONS:
             return self._scaled(call)
@@ -102,7 +101,7 @@ class MovedWeights(ParameterInterception):
         along = {name: torch.zeros_like(value) if step is None else step for name, value, step in steps}
         if t is None:
             result, change = call.run(), None
-        elif call.function is LINEAR or call.function in CONVOLUTIONS:
+        elif call.function is F.linear or call.function in CONVOLUTIONS:
             groups = call.args[6] if len(call.args) > 6 else call.kwargs.get("groups")
             joins = call.function in CONVOLUTIONS and groups in (None, 1)
             result, change = called_with_both(call, along, joins=joins)

@@ -49,7 +49,7 @@ class ContractionCost:
         joins_states: Whether products of several states are taken together: those of constant inputs wait until the
             end.
         keeps_factors: Whether layers are not multiplied but made dense later, some rows of a weight at a time
-            (`autodiff.products`): every layer is then factored if possible.
+            (`autodiff.uses`): every layer is then factored if possible.
     """
 
     num_output_pairs: int

@@ -203,7 +203,7 @@ def ask(
     asked = _completed(
         trajectory, X, RowFunction(asked.function, *(value.detach().to(X.device) for value in asked.data))
     )
-    signature = AskedSignature(graph=base.graph, recorded=base, shape=tuple(X.shape[1:]), dtype=X.dtype, function=asked)
+    signature = _asked_signature(base, X, asked)
     K, size = _validated(trajectory, X, signature)
     run, rows = _asking(trajectory, X, replace(signature, rows_per_call=size), K)
     digest = hashlib.blake2b(f"{trajectory.digest} asked for {K}".encode(), digest_size=16)
@@ -224,6 +224,10 @@ def _asking(
     return replace(trajectory, model=model, inputs=rows, num_outputs=K, live=None, asked_of=trajectory), rows
 
 
+def _asked_signature(base: Signature, X: Tensor, function: RowFunction) -> AskedSignature:
+    return AskedSignature(graph=base.graph, recorded=base, shape=tuple(X.shape[1:]), dtype=X.dtype, function=function)
+
+
 def scores_of_loss(
     trajectory: Trajectory, X: Shaped[Tensor, "n ..."], targets: Shaped[Tensor, "n ..."]
 ) -> tuple[Trajectory, Shaped[Tensor, "n E"], torch.Size] | None:
@@ -241,10 +245,7 @@ def scores_of_loss(
     if not isinstance(z, Tensor):
         return None
     function = RowFunction(partial(_own_scores, loss=trajectory.loss), targets)
-    signature = AskedSignature(
-        graph=base.graph, recorded=base, shape=tuple(X.shape[1:]), dtype=X.dtype, function=function
-    )
-    return *_asking(trajectory, X, signature, z.numel()), z.shape[1:]
+    return *_asking(trajectory, X, _asked_signature(base, X, function), z.numel()), z.shape[1:]
 
 
 def _own_scores(returned: Any, targets: Tensor, *, loss: losses.Loss) -> Float[Tensor, "m D"]:

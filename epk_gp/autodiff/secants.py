@@ -18,85 +18,36 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.hooks import RemovableHandle
 
-from epk_gp.autodiff.averages import (
-    SLOPES,
-    Ends,
-    Exponentials,
-    HeldProducts,
-    Outputs,
-    Pull,
-    SegmentSecant,
-    identity,
-    log_softmax,
-    matmul_pulls,
-    normalised,
-    power_slope,
-    product_pulls,
-    pulled,
-    quotient_slope,
-)
-from epk_gp.autodiff.functions import (
+from epk_gp.autodiff import averages
+from epk_gp.autodiff.averages import Ends, Outputs, Pull, end_of, identity, middle_of, moves, moves_to, pulled
+from epk_gp.autodiff.interception import (
     ADDED_PRODUCTS,
     CASTS,
+    CHANNELS_LAST,
     CONSTANT,
     IN_PLACE,
+    JOINTLY_LINEAR,
     KINKED,
     LINEAR,
     POOLS,
     PRELU,
-    SCALED,
-    SMOOTH,
-)
-from epk_gp.autodiff.interception import (
-    CHANNELS_LAST,
-    CONVOLUTIONS,
-    JOINTLY_LINEAR,
     PRODUCTS,
     QUOTIENTS,
+    SCALED,
+    SMOOTH,
     WRITTEN_OUT,
     FunctionCall,
     ParameterInterception,
     Watch,
     functions_named,
     has_rows,
+    is_in_place,
     spread_mark,
     substituted,
     tensors_in,
 )
 from epk_gp.core.model import BATCH_MARK
 from epk_gp.core.torch_overrides import normalise_by_statistics
-
-# The functions that take most of a pass: their results are held for the stretch before.
-_MATRIX_PRODUCTS = {F.linear, *CONVOLUTIONS, *ADDED_PRODUCTS, *functions_named("matmul", "__matmul__", "mm", "bmm")}
-
-# Attributes of a tensor: its value at the end, and the mean of both, with the tensor version of that mean.
-_END, _MIDDLE = "_epk_gp_end", "_epk_gp_middle"
-
-
-def end_of(x: Tensor) -> Tensor:
-    """Return the value at the end of the stretch."""
-    end: Tensor = getattr(x, _END, x)
-    return end
-
-
-def moves_to(x: Tensor, end: Tensor) -> Tensor:
-    """Attach to a tensor its value at the end of the stretch."""
-    setattr(x, _END, end)
-    setattr(x, _MIDDLE, None)
-    return x
-
-
-def middle_of(x: Tensor) -> Tensor:
-    """Return the mean of a tensor's values at both ends; for whole numbers, the values at the start."""
-    if not x.is_floating_point() and not x.is_complex():
-        return x.detach()
-    known: tuple[int, Tensor] | None = getattr(x, _MIDDLE, None)
-    if known is None or known[0] != x._version:
-        known = (x._version, torch.lerp(x.detach(), end_of(x), 0.5).requires_grad_(x.requires_grad))
-        setattr(x, _MIDDLE, known)
-        if has_rows(x):
-            setattr(known[1], BATCH_MARK, getattr(x, BATCH_MARK))
-    return known[1]
 
 
 def _attention(
@@ -132,13 +83,32 @@ def _cross_entropy(x: Tensor, target: Tensor, weight: Tensor | None = None, **op
     return F.nll_loss(F.log_softmax(x, dim=x.ndim > 1), target, weight, **options)
 
 
+def _prelu(x: Tensor, slope: Tensor) -> Tensor:
+    positive = torch.relu(x)
+    return positive + slope.view(-1, *[1] * (x.ndim - 2)) * (x - positive)
+
+
+def _quotient(x: Any, y: Any = None, **options: Any) -> Any:
+    """Compute a quotient whose divisor moves by a product."""
+    return NotImplemented if options or not moves(y) else torch.mul(y.reciprocal(), x)
+
+
+def _overwrite(function: Callable[..., Any], x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    return x.copy_(function(x, *args, **kwargs))
+
+
+# Functions that are made of others. Each returns NotImplemented for a call that it does not cover.
 _WRITTEN_OUT: dict[Callable[..., Any], Callable[..., Any]] = {
     **WRITTEN_OUT,
+    **dict.fromkeys(PRELU, _prelu),
+    **dict.fromkeys(QUOTIENTS, _quotient),
+    **{func: partial(_overwrite, IN_PLACE[name]) for name in IN_PLACE for func in functions_named(name)},
     F.scaled_dot_product_attention: _attention,
     F.cross_entropy: _cross_entropy,
     Tensor.register_hook: lambda *_: RemovableHandle(OrderedDict()),  # hooks of gradients, which averages do not use
     Tensor.retain_grad: lambda *_: None,
 }
+_OF_TWO_FACTORS = {*PRODUCTS, *QUOTIENTS, *JOINTLY_LINEAR, *ADDED_PRODUCTS}
 _SOFTMAX = {*functions_named("softmax", "log_softmax", "logsumexp"), F.softmax, F.log_softmax}
 _SCALES = {
     F.layer_norm: ("input", "normalized_shape", "weight", "bias", "eps"),
@@ -161,7 +131,6 @@ class SecantDerivatives(ParameterInterception):
         watch: Receives the calls that take a parameter, or a tensor made only of parameters. Moving tensors with rows
             are replaced in these calls by the mean of both ends; for a normalisation, its scaled input is replaced.
         statistics: Moving statistics of every row at the start, (n, ...), which replace those in `params`.
-        held: Receives the products at the start, and may contain those at the end.
     """
 
     def __init__(
@@ -171,10 +140,8 @@ class SecantDerivatives(ParameterInterception):
         num_rows: int,
         watch: Watch | None = None,
         statistics: Mapping[str, Tensor] | None = None,
-        held: HeldProducts | None = None,
     ) -> None:
         super().__init__(params, watch)
-        self.held = held
         self.num_rows = num_rows
         for name, step in direction.items():
             moves_to(params[name], params[name].detach() + step)
@@ -186,7 +153,7 @@ class SecantDerivatives(ParameterInterception):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # torch's protocol
         """Make the call; if weights move any of its arguments, with secants instead of derivatives."""
         kwargs = kwargs or {}
-        moving = [value for value in tensors_in((args, kwargs)) if hasattr(value, _END)]
+        moving = [value for value in tensors_in((args, kwargs)) if moves(value)]
         if not moving or func in CONSTANT:
             result = func(*args, **kwargs)
             if not moving and any(value.requires_grad for value in tensors_in((result,))):
@@ -203,17 +170,6 @@ class SecantDerivatives(ParameterInterception):
                 result = _WRITTEN_OUT[func](*args, **kwargs)
             if result is not NotImplemented:
                 return result
-        if name in IN_PLACE:
-            with self:
-                return args[0].copy_(IN_PLACE[name](*args, **kwargs))
-        if func in QUOTIENTS and not kwargs and hasattr(args[1], _END):
-            with self:
-                return torch.mul(args[1].reciprocal(), args[0])
-        if func in PRELU:
-            x, slope = args
-            with self:
-                positive = torch.relu(x)
-                return positive + slope.view(-1, *[1] * (x.ndim - 2)) * (x - positive)
         if func in _SCALES and not all(value is not _input(args, kwargs) for value in moving):
             return self._normalise(func, args, kwargs)
         if func in _SOFTMAX and (result := self._softmax(name, args, kwargs)) is not None:
@@ -222,11 +178,10 @@ class SecantDerivatives(ParameterInterception):
             return x
         if func is F.embedding:
             args, kwargs = (args[0], FunctionCall(func, args, kwargs, {}, []).held["weight"]), {}
-        if any(not (value.is_floating_point() or value.is_complex()) for value in moving):
-            result = self._secant(func, args, kwargs, moving)
-        elif func in PRODUCTS or func in QUOTIENTS or func in JOINTLY_LINEAR or func in ADDED_PRODUCTS:
+        are_numbers = all(value.is_floating_point() or value.is_complex() for value in moving)
+        if are_numbers and func in _OF_TWO_FACTORS:
             result = self._product(func, args, kwargs, moving)
-        elif func in LINEAR or name == "__get__":
+        elif are_numbers and (func in LINEAR or name == "__get__"):
             result = self._linear(func, args, kwargs)
         else:
             result = self._secant(func, args, kwargs, moving)
@@ -239,7 +194,7 @@ class SecantDerivatives(ParameterInterception):
         names = [self.name_of[id(value)] for value in tensors if id(value) in self.name_of]
         if not names:
             return
-        by_id = {id(value): middle_of(value) for value in tensors if hasattr(value, _END) and has_rows(value)}
+        by_id = {id(value): middle_of(value) for value in tensors if moves(value) and has_rows(value)}
         call = FunctionCall(func, substituted(args, by_id), substituted(kwargs, by_id), self.name_of, names)
         is_layer = func is not F.embedding and call.in_slots and len(result) == self.num_rows
         if not is_layer and not any(map(has_rows, tensors)):
@@ -251,13 +206,11 @@ class SecantDerivatives(ParameterInterception):
 
     def _linear(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Make a call that is linear in all moving arguments: autograd's derivative is the average."""
-        if is_in_place(func) and not hasattr(args[0], _END):
+        if is_in_place(func) and not moves(args[0]):
             moves_to(args[0], args[0].clone())
         result = func(*args, **kwargs)
         if func not in LINEAR and not any(True for _ in tensors_in((result,))):
             return result  # a shape or a dtype
-        if func in _MATRIX_PRODUCTS:
-            return self._carry(result, self._end_of_product(func, args, kwargs, result))
         return self._carry(result, _at_end(func, args, kwargs))
 
     def _carry(self, result: Any, end: Any) -> Any:
@@ -281,7 +234,7 @@ class SecantDerivatives(ParameterInterception):
         with torch.no_grad():
             value = func(*args, **kwargs)
         (a, b), (a_mid, b_mid) = factors, [middle_of(value).detach() for value in factors]
-        added = [term for term in terms if term is not None and hasattr(term, _END)]
+        added = [term for term in terms if term is not None and moves(term)]
         pulls = _product_pulls(func, kwargs, a_mid, b_mid)
         if pulls is None:
             carried = {id(x): pulled(middle_of(x).detach(), (x, identity)) for x in (*factors, *added)}
@@ -290,15 +243,7 @@ class SecantDerivatives(ParameterInterception):
         else:
             sums = [(term, partial(torch.Tensor.sum_to_size, size=term.shape)) for term in added]
             result = pulled(value, (a, pulls[0]), (b, pulls[1]), *sums)
-        return moves_to(result, self._end_of_product(func, args, kwargs, result))
-
-    def _end_of_product(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Tensor) -> Tensor:
-        """Return a product at the end of the stretch, where the next stretch began."""
-        end = None
-        if self.held is not None:
-            end = self.held.end(func, result.shape)
-            self.held.hold(func, result)
-        return _at_end(func, args, kwargs) if end is None else end
+        return moves_to(result, _at_end(func, args, kwargs))
 
     def _normalise(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Make a call that normalises its input, then scales and shifts it by the middles of its weights."""
@@ -348,7 +293,7 @@ class SecantDerivatives(ParameterInterception):
         return result
 
     def _normalised(self, x: Tensor, dims: tuple[int, ...], eps: float, *, centres: bool) -> Tensor:
-        (start, end), pull = normalised((x.detach(), end_of(x)), dims, eps, centres=centres)
+        (start, end), pull = averages.normalised((x.detach(), end_of(x)), dims, eps, centres=centres)
         return moves_to(pulled(start, (x, pull)), end)
 
     def _by_statistics(self, x: Tensor, given: Mapping[str, Any], eps: float) -> Tensor:
@@ -368,12 +313,13 @@ class SecantDerivatives(ParameterInterception):
             return None
         ends = x.detach(), end_of(x)
         if name == "logsumexp":
-            (start, end), weights = Exponentials(ends, dim).log_sum()
+            (start, end), weights = averages.Exponentials(ends, dim).log_sum()
             result = moves_to(pulled(start, (x, partial(torch.mul, weights))), end)
             keeps = kwargs.get("keepdim", args[2] if len(args) > 2 else False)
             with self:
                 return result if keeps else result.squeeze(dim)
-        (start, end), pull = Exponentials(ends, dim).softmax() if name == "softmax" else log_softmax(ends, dim)
+        is_log = name != "softmax"
+        (start, end), pull = averages.log_softmax(ends, dim) if is_log else averages.Exponentials(ends, dim).softmax()
         return moves_to(pulled(start, (x, pull)), end)
 
     def _secant(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], moving: list[Tensor]) -> Any:
@@ -432,7 +378,7 @@ class SecantDerivatives(ParameterInterception):
             return tuple(value for value, is_float in zip(tensors_in((again,)), floats, strict=True) if is_float)
 
         kept = [both for both, is_float in zip(results, floats, strict=True) if is_float]
-        apply_segment: Any = SegmentSecant.apply
+        apply_segment: Any = averages.SegmentSecant.apply
         found = iter(apply_segment(function, ends, (kept, any(rows)), *inputs))
         values = [next(found) if is_float else value for (value, _), is_float in zip(results, floats, strict=True)]
         self._carry(values, [end for _, end in results])
@@ -470,15 +416,9 @@ def _input(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     return args[0] if args else kwargs["input"]
 
 
-def is_in_place(func: Any) -> bool:
-    """Return whether a function writes into its first argument."""
-    name = getattr(func, "__name__", "")
-    return name in {"__setitem__", "__iadd__", "__isub__"} or (name.endswith("_") and not name.endswith("__"))
-
-
 def _at_end(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Make a call with its arguments' values at the end."""
-    by_id = {id(value): end_of(value) for value in tensors_in((args, kwargs)) if hasattr(value, _END)}
+    by_id = {id(value): end_of(value) for value in tensors_in((args, kwargs)) if moves(value)}
     with torch.no_grad():
         return func(*substituted(args, by_id), **substituted(kwargs, by_id))
 
@@ -493,28 +433,29 @@ def _product_pulls(func: Any, kwargs: Mapping[str, Any], a: Tensor, b: Tensor) -
     """Return the functions that pull back to two factors, from their middles; None to ask torch."""
     name = func.__name__
     if name in {"mul", "multiply", "__mul__", "__rmul__"}:
-        return product_pulls(a, b)
+        return averages.product_pulls(a, b)
     if func is F.linear:
-        to_x, to_W = matmul_pulls(a, b.mT)
+        to_x, to_W = averages.matmul_pulls(a, b.mT)
         return to_x, lambda grad: to_W(grad).mT
     is_addmm = name == "addmm" and not kwargs
     if (name in {"matmul", "__matmul__", "mm", "bmm"} or is_addmm) and min(a.ndim, b.ndim) > 1:
-        return matmul_pulls(a, b)
+        return averages.matmul_pulls(a, b)
     return None
 
 
 def _slope(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], x: Tensor, call: Any, y: Ends) -> Tensor:
     """Return the slope of an elementwise function between both ends."""
     name, ends = func.__name__, (x.detach(), end_of(x))
-    if name in SLOPES:
-        return SLOPES[name](ends, y)
-    if name == "pow" and args[0] is x and (slope := power_slope(ends, args[1] if len(args) > 1 else None)) is not None:
+    if name in averages.SLOPES:
+        return averages.SLOPES[name](ends, y)
+    exponent = args[1] if name == "pow" and args[0] is x and len(args) > 1 else None
+    if (slope := averages.power_slope(ends, exponent)) is not None:
         return slope
     limit: Tensor | float = 0.0 if func in KINKED else torch.finfo(x.dtype).eps ** (1 / 3)
     if name in SCALED:
         limit = limit * ends[0].abs()
     fits = len(list(tensors_in((args, kwargs)))) == 1
-    return quotient_slope(call, ends, y, limit, fits=fits)
+    return averages.quotient_slope(call, ends, y, limit, fits=fits)
 
 
 def _call_with(

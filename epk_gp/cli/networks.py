@@ -10,8 +10,6 @@ from jaxtyping import Shaped
 from pydantic import Field
 from torch import Tensor, nn
 
-from epk_gp.core.inputs import Signature
-from epk_gp.core.model import functionalize
 from epk_gp.core.trajectory import Trajectory
 from epk_gp.storage.run import load_trajectory
 from epk_gp.storage.schema import Record, read_data, read_header, read_record
@@ -93,25 +91,6 @@ def network_spec(name: str, X: Shaped[Tensor, "n ..."], num_outputs: int, width:
         raise ValueError(f"--network {name} must have floating-point inputs of shape (n, D) or more: got {X.dtype}.")
     own: dict[str, Any] = {} if width is None else {"width": width}
     return NetworkSpec(name=name, input_shape=list(X.shape[1:]), num_outputs=num_outputs, **own)
-
-
-def validate_network(
-    net: nn.Module, output: Callable[[Any], Tensor] | None, X: Shaped[Tensor, "n ..."], num_classes: int
-) -> None:
-    """Evaluate a network on two inputs before training.
-
-    Raises:
-        ValueError: The network cannot take these inputs, or has fewer outputs than there are classes.
-    """
-    model = functionalize(net, signature=Signature(output=output))
-    params = {name: p.detach() for name, p in net.named_parameters() if name in model.names}
-    try:
-        with torch.no_grad():
-            outputs = model(params, X[:2])
-    except RuntimeError as error:
-        raise ValueError(f"the network must take inputs of shape {tuple(X.shape[1:])}: {error}") from error
-    if outputs.shape[1] < num_classes:
-        raise ValueError(f"the network must have an output per class: {outputs.shape[1]} for {num_classes} classes.")
 
 
 def _from_factory(name: str) -> tuple[nn.Module, Callable[[Any], Tensor] | None]:

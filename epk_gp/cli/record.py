@@ -99,7 +99,6 @@ def record(
     net = net.to(kind)
     if zero_final:
         zero_final_layer(net)
-    networks.validate_network(net, output, X, training.num_classes)
     rates: dict[str, Any] = {"lr": lr, "weight_decay": weight_decay}
     rates |= {"momentum": momentum} if has_momentum else {}
     made = _OPTIMIZERS[optimizer]([p for p in net.parameters() if p.requires_grad], **rates)

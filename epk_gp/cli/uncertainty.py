@@ -4,6 +4,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated, Any
 
+import numpy as np
 import torch
 import typer
 from torch import Tensor
@@ -21,7 +22,7 @@ from epk_gp.gp.uncertain_classifier import UncertainClassifier
 from epk_gp.plots.maps import map_figure
 from epk_gp.plots.scores import scores_figure
 from epk_gp.plots.style import save_figure
-from epk_gp.provenance import Stopwatch, write_arrays, write_json, write_npz
+from epk_gp.provenance import Stopwatch, write_arrays, write_json
 
 _SCORES = ("error", "out_of_distribution", "entropy", "mutual_information", "std")
 _MAPPED = ("x", "y", "training", "network_class", "probability", "std", "entropy", "mutual_information",
@@ -210,7 +211,8 @@ def _write_scores(
             "aurc": {"error score": by_score.aurc, "softmax": by_softmax.aurc},
             "sets_with_the_true_class": float(sets.gather(1, labels[:, None]).double().mean()),
         }
-    write_npz(folder / "scores.npz", arrays)
+    plain: dict[str, Any] = {name: value.detach().cpu().numpy() for name, value in arrays.items()}
+    np.savez(folder / "scores.npz", **plain)
     right = None if labels is None else predicted == labels
     figure = scores_figure(
         X, rows=points.rows, error=error, far=far, ordinary=ordinary, predicted=predicted, right=right, risks=risks

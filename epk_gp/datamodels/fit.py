@@ -26,11 +26,17 @@ from epk_gp.core.checks import (
 from epk_gp.core.inputs import Inputs
 from epk_gp.core.losses import ClassLoss, CrossEntropy, Head, Loss, resolve_head
 from epk_gp.core.trajectory import Trajectory, outputs_at, parse_inputs, validate_trajectory, warn_unless_live
-from epk_gp.datamodels.coordinates import Coordinates, PseudoLabels
-from epk_gp.datamodels.kernels import KernelWork, Questions
+from epk_gp.datamodels.kernels import (
+    FEW_STATES,
+    NUM_STATES,
+    CheckpointNodes,
+    KernelWork,
+    Questions,
+    checkpoint_nodes,
+    path_nodes,
+)
 from epk_gp.datamodels.model import CORRECTION, LEAST_PAIRS, LINEAR, RIDGE, TRAINING, Datamodel, joined
-from epk_gp.datamodels.nodes import FEW_STATES, NUM_STATES, CheckpointNodes, checkpoint_nodes, path_nodes
-from epk_gp.datamodels.training import LARGEST_DENSE, PathTraining, gauss_newton_scores
+from epk_gp.datamodels.training import LARGEST_DENSE, Coordinates, PathTraining, PseudoLabels, gauss_newton_scores
 from epk_gp.kernel_machine.certificate import run_findings, warn_unless_certified
 from epk_gp.kernel_machine.influence import Influence, influence
 from epk_gp.kernel_machine.retrain import require_loss_as_function

@@ -12,22 +12,14 @@ from jaxtyping import Float, Int, Shaped
 from linear_operator import to_linear_operator
 from torch import Tensor
 
-from epk_gp.core.checks import ComputeSettings, door, parse_options, validate_count, validate_positive
+from epk_gp.core.checks import ComputeSettings, door, parse_options, validate_count, validate_number, validate_positive
 from epk_gp.core.inputs import Inputs
 from epk_gp.core.losses import Head, resolve_head
 from epk_gp.core.plans import posterior_points
 from epk_gp.core.show import new_bar, tracked
 from epk_gp.core.trajectory import Trajectory, parse_inputs, validate_trajectory
 from epk_gp.gp.data import TargetKind, make_targets, parse_train_indices, validate_known
-from epk_gp.gp.output_coupling import (
-    Coupling,
-    NetworkMean,
-    OutputCoupling,
-    PriorMean,
-    make_mean,
-    parse_coupling,
-    validate_noise,
-)
+from epk_gp.gp.output_coupling import NOISE_FLOOR, Coupling, NetworkMean, OutputCoupling, PriorMean, make_mean
 from epk_gp.gp.posterior import LogitPosterior, link_of
 from epk_gp.gram.sketch import nodes_trajectory
 from epk_gp.kernels.blocks import BlockCache
@@ -115,8 +107,10 @@ class LogitGP(gpytorch.models.ExactGP):  # type: ignore[misc]  # gpytorch ships 
         validate_trajectory(trajectory)
         parse_options("LogitGP", UNSUPPORTED_OPTIONS, **options)
         head = resolve_head(head, trajectory.loss, trajectory.num_outputs)
-        coupling = parse_coupling(outputs, trajectory.num_outputs)
-        validate_noise(noise)
+        coupling = OutputCoupling(outputs, trajectory.num_outputs)
+        validate_number(noise, "noise")
+        if not NOISE_FLOOR < noise < float("inf"):
+            raise ValueError(f"noise must be a finite variance above {NOISE_FLOOR}: got {noise}.")
         train_indices = parse_train_indices(points, trajectory)
         run, rule, path = _run_of_nodes(trajectory, nodes, rule, path)
         rows = train_copy(trajectory.inputs[train_indices].reshape(len(train_indices), -1).to(torch.float64))

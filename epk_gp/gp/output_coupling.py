@@ -13,7 +13,6 @@ from jaxtyping import Float, Shaped
 from linear_operator.operators import DiagLinearOperator, LinearOperator
 from torch import Tensor
 
-from epk_gp.core.checks import validate_number
 from epk_gp.core.losses import apply_head
 from epk_gp.core.trajectory import Trajectory, network_outputs
 from epk_gp.kernels.blocks import KernelConfig, OutputStructure
@@ -45,6 +44,11 @@ class OutputCoupling(OutputStructure):
         kind: The part of the C x C block of two points that the kernel uses: "full", "independent" or "trace".
         num_outputs: C.
     """
+
+    def __post_init__(self) -> None:
+        """Raise a ValueError if `kind` is unknown."""
+        if self.kind not in ("full", "independent", "trace"):
+            raise ValueError(f"outputs must be 'full', 'independent' or 'trace': got {self.kind!r}.")
 
     @property
     def is_batch(self) -> bool:
@@ -121,29 +125,6 @@ class OutputCoupling(OutputStructure):
             )
         batch_shape = torch.Size([]) if is_shared else self.batch_shape
         return likelihoods.GaussianLikelihood(noise_constraint=constraint, batch_shape=batch_shape)
-
-
-def parse_coupling(outputs: Coupling, num_outputs: int) -> OutputCoupling:
-    """Return the coupling with this name.
-
-    Raises:
-        ValueError: The name is unknown.
-    """
-    if outputs not in ("full", "independent", "trace"):
-        raise ValueError(f"outputs must be 'full', 'independent' or 'trace': got {outputs!r}.")
-    return OutputCoupling(outputs, num_outputs)
-
-
-def validate_noise(noise: float) -> None:
-    """Raise if a number cannot be the initial noise variance of `OutputCoupling.likelihood`.
-
-    Raises:
-        TypeError: It is not a number.
-        ValueError: It is not finite, or not above the smallest learned variance.
-    """
-    validate_number(noise, "noise")
-    if not NOISE_FLOOR < noise < float("inf"):
-        raise ValueError(f"noise must be a finite variance above {NOISE_FLOOR}: got {noise}.")
 
 
 @final

@@ -19,7 +19,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from epk_gp.autodiff.jacobians import secant_jacobians
-from epk_gp.autodiff.products import by_parameter
+from epk_gp.autodiff.uses import by_parameter
 from epk_gp.core.gradients import PassData
 from epk_gp.core.plans import rows_of_weights, rows_per_pass
 from epk_gp.core.replayed_steps import RunReplay
@@ -245,8 +245,8 @@ def layerwise_average(block: Predictions, steps: range, max_nodes: int, take: Ta
     change, size, num_layers = *w.new_zeros(2, len(X), block.num_outputs), 1
     few = block.memory_budget // (16 * net.itemsize * net.plan.activations_per_sample)
     for points in torch.arange(len(X), device=X.device).split(max(1, rows // 2, min(few, _FEW_ROWS))):
-        shared, held = (block.cotangents(points), block.cost, block.head), block.products(int(points[0]), steps)
-        z, layers, part = secant_jacobians(net, (w, d), X[points], *shared, held=held)
+        shared = block.cotangents(points), block.cost, block.head
+        z, layers, part = secant_jacobians(net, (w, d), X[points], *shared)
         found.append((z.transpose(0, 1), part))
         own, num_layers = slice(int(points[0]), int(points[-1]) + 1), len(layers)
         directions = d[:P].split(list(net.model.sizes))

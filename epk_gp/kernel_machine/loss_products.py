@@ -23,8 +23,8 @@ from torch.func import jvp, vmap
 
 from epk_gp.autodiff.dense import Cotangents, PlannedModel
 from epk_gp.autodiff.jacobians import WeightLocation, layer_jacobians
-from epk_gp.autodiff.products import ParameterGradients, by_parameter
 from epk_gp.autodiff.representations import ContractionCost
+from epk_gp.autodiff.uses import ParameterGradients, by_parameter
 from epk_gp.core.gradients import PassData, joined_passes, seen_losses, some_rows
 from epk_gp.core.model import FunctionalModel
 from epk_gp.core.plans import rows_per_pass

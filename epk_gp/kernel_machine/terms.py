@@ -2,7 +2,7 @@
 
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import ClassVar, cast
 
@@ -10,11 +10,10 @@ import torch
 from jaxtyping import Float, Int64, Shaped
 from torch import Tensor
 
-from epk_gp.autodiff.averages import HeldProducts
 from epk_gp.autodiff.dense import Cotangents, PlannedModel, WeightSegment, all_outputs, chosen_outputs
 from epk_gp.autodiff.jacobians import WeightLocation, layer_jacobians, statistics_jacobian
-from epk_gp.autodiff.products import by_parameter
 from epk_gp.autodiff.representations import ContractionCost, LayerJacobian, LeftFactor, NodeWeights
+from epk_gp.autodiff.uses import by_parameter
 from epk_gp.core.checks import ComputeOptions
 from epk_gp.core.plans import OPERATIONS_TOGETHER, rows_per_pass, weight_rows
 from epk_gp.core.replayed_steps import RunReplay
@@ -45,8 +44,6 @@ class Predictions(Evaluation):
     X: Shaped[Tensor, "n ..."]
     classes: Int64[Tensor, " n"] | None
     _recorded_net: PlannedModel | None = None
-    # products of passes over some rows, keyed by the first row: the state, and its products
-    _products: dict[int, tuple[int, HeldProducts]] = field(default_factory=dict, init=False, repr=False)
 
     @property
     def recorded(self) -> Trajectory:
@@ -86,19 +83,6 @@ class Predictions(Evaluation):
     def trained_state(self, s: int) -> Float[Tensor, " PQ"]:
         """Read a state of the run: the same as the path's, except for averaged weights."""
         return self.state(s) if self.trajectory.average is None else flat_state(self.trajectory.trained, s, self.X)
-
-    def products(self, first: int, steps: range) -> HeldProducts:
-        """Return the store for products of a stretch at some rows: a fraction of the budget, for the stretch before.
-
-        Args:
-            first: The first of the rows.
-            steps: The stretch.
-        """
-        state, ends = self._products.pop(first, (-1, None))
-        room = self.memory_budget // 4 - sum(own.nbytes for _, own in self._products.values())
-        held = HeldProducts(ends if state == steps.stop else None, room)
-        self._products[first] = steps.start, held
-        return held
 
     @cached_property
     def lines_together(self) -> int:

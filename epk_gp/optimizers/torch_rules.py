@@ -404,14 +404,6 @@ def groups_of(optimizer: Optimizer, given: UpdateRule | None, names: Mapping[int
     return tuple(groups)
 
 
-def options_of(optimizer: Optimizer) -> list[Any]:
-    """Return all options of the groups and their numbers of parameters: equal results mean equal `groups_of`."""
-    options = [[*group.values(), len(group["params"])] for group in optimizer.param_groups]
-    for group in options if any(Tensor in set(map(type, group)) for group in options) else ():
-        group[:] = [_plain(option) if isinstance(option, Tensor) else option for option in group]
-    return options
-
-
 def _plain(option: Any) -> Any:
     """Return an option with tensors replaced by numbers; None if it is not a number, text or sequence of them."""
     if isinstance(option, tuple | list):
@@ -431,12 +423,7 @@ def as_optimizers(optimizers: Optimizers) -> tuple[Optimizer, ...]:
     several = tuple(map(_unwrapped, optimizers if isinstance(optimizers, list | tuple) else (optimizers,)))
     for optimizer in several:
         if not isinstance(optimizer, Optimizer):
-            library = type(optimizer).__module__.split(".")[0]
-            advice = {
-                "fastai": " Train with opt_func=partial(OptimWrapper, opt=torch.optim.AdamW), pass learner.opt.opt.",
-                "keras": " Networks of Keras are not recorded: write the network as torch modules.",
-            }.get(library, "")
-            raise TypeError(f"optimizer must be a torch.optim.Optimizer: got {type(optimizer).__name__}.{advice}")
+            raise TypeError(f"optimizer must be a torch.optim.Optimizer: got {type(optimizer).__name__}.")
     if not several:
         raise ValueError("there must be at least one optimizer: got an empty sequence.")
     owners: dict[int, Optimizer] = {}

@@ -31,7 +31,6 @@ from epk_gp.plots import style
 _MAX_POINTS = 600  # training points drawn in the maps of a figure
 _MOST_COLUMNS, _LEGEND, _HANDLE = 6, 88, 6  # columns of a legend, its width in characters, and that of a marker
 _ROW = 0.18  # height in inches of a row of a legend
-_COORDINATES = ("$x_1$", "$x_2$")
 _FINE = 241  # nodes per side of the drawn map: a node is one or two pixels
 _LEVELS = 12  # approximate number of shades
 _BLUR = 0.012  # of the side: width for smoothing the steps of a boundary between nodes

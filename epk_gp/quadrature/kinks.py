@@ -21,7 +21,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.overrides import TorchFunctionMode
 
 from epk_gp.autodiff.dense import WeightSegment, group_rows, values_at_end
-from epk_gp.autodiff.functions import EXTREMES, POOLS, THRESHOLDS
+from epk_gp.autodiff.interception import EXTREMES, POOLS, THRESHOLDS
 from epk_gp.core.model import StopForwardError
 from epk_gp.core.torch_overrides import disable_fused_attention
 

@@ -14,7 +14,6 @@ from epk_gp.optimizers.update_rules import UpdateCoefficients, broadcast_to_para
 
 _ROUNDINGS = 16  # allowed roundings of an entry after a few products and sums
 _LEFT = 0.2  # largest share of a difference's norm that a decay may leave, before the comparison with rounding
-_MANY_WEIGHTS, _FIRST_STEPS = 1 << 21, 3  # above, the gradient is copied in the first steps only
 _MOST_CHANGES = 1  # changes of the decays between checked steps; after more, every step is checked
 _TINY = 1e-300
 
@@ -171,10 +170,7 @@ _after_backward: Any = torch.autograd.Variable._execution_engine.queue_callback
 
 
 class ArrivedGradient:
-    """The gradient after the last backward pass of a step, before clipping, masks and noise.
-
-    It is copied; a large gradient only until some steps have shown that nobody writes to it. From then on torch's write
-    counts are enough. Writes through `.data` leave no trace there: checked steps show them.
+    """A copy of the gradient after the last backward pass of a step, before clipping, masks and noise.
 
     Args:
         model: The network.
@@ -185,8 +181,6 @@ class ArrivedGradient:
         self._model, self._parameters = model, parameters
         self._flat: Tensor | None = None
         self._memory: Tensor | None = None
-        self._writes: list[tuple[int, int]] | None = None  # identifiers of its tensors, and the write counts
-        self._trusts_counts, self._num_unwritten = False, 0
 
     def keep_after_backward(self, used: Mapping[str, Tensor]) -> None:
         """Copy it when the running backward pass ends, except for parameters whose gradient an optimizer has used."""
@@ -197,10 +191,6 @@ class ArrivedGradient:
         model, parameters = self._model, self._parameters()
         if parameters is None:
             return  # this is refused at the next batch
-        if model.num_weights > _MANY_WEIGHTS:
-            self._writes = _writes(parameters)
-        if self._trusts_counts:
-            return
         gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
         parts = [g.to_dense() if g.is_sparse else g for g in gradients]
         if self._flat is not None:
@@ -217,13 +207,9 @@ class ArrivedGradient:
             without: Names of parameters without a gradient.
 
         Returns:
-            None if no gradient was seen; NaN if it was not copied and somebody wrote to it.
+            None if no gradient was seen.
         """
-        (flat, self._flat), (writes, self._writes) = (self._flat, None), (self._writes, None)
-        is_written = writes is not None and writes != _writes(self._parameters() or ())
-        if self._trusts_counts:
-            self._trusts_counts = not is_written
-            return torch.full_like(gradient, torch.nan) if is_written else gradient
+        flat, self._flat = self._flat, None
         if flat is None:
             return None
         for name, part in zip(self._model.names, flat.split(self._model.sizes), strict=True) if without else ():
@@ -231,14 +217,8 @@ class ArrivedGradient:
                 part.zero_()
         if not torch.equal(flat, gradient):
             return flat
-        self._memory, self._num_unwritten = flat, 0 if is_written else self._num_unwritten + 1
-        self._trusts_counts = self._model.num_weights > _MANY_WEIGHTS and self._num_unwritten >= _FIRST_STEPS
+        self._memory = flat
         return gradient
-
-
-def _writes(parameters: Sequence[Tensor]) -> list[tuple[int, int]]:
-    """Return identifiers of the gradients' tensors, and torch's write counts."""
-    return [(id(g), 0 if g is None else g._version) for g in [p.grad for p in parameters]]
 
 
 class GradientTerms:

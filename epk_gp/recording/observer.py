@@ -1,5 +1,6 @@
 """The observer of a training loop: its forward passes, the batches it announces, and the steps of its optimizers."""
 
+import math
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -20,13 +21,8 @@ from epk_gp.core.losses import UnstatedLoss, loss_input, targets_like
 from epk_gp.core.model import FEW_WEIGHTS, as_written, device_random_state, flattened
 from epk_gp.core.step import ForwardPass
 from epk_gp.optimizers.library_rules import NoOptimizer
-from epk_gp.optimizers.torch_rules import GivenRules, OptimizerGroup, groups_of, options_of, state_of, states_before
-from epk_gp.optimizers.update_rules import (
-    GRADIENT,
-    NO_UPDATE,
-    WEIGHTS,
-    LinearStep,
-)
+from epk_gp.optimizers.torch_rules import GivenRules, OptimizerGroup, groups_of, state_of, states_before
+from epk_gp.optimizers.update_rules import GRADIENT, NO_UPDATE, WEIGHTS, LinearStep
 from epk_gp.recording.causes import StepMismatchError, parse_batch_targets
 from epk_gp.recording.gradient_fit import ArrivedGradient
 from epk_gp.recording.seen import AnnouncedBatch, CapturedForward, MadeStep, StepInProgress
@@ -75,7 +71,6 @@ class StepObserver:
         self._rules, self._optimizers = {id(own): rule for rule, own in rules}, [own for _, own in rules]
         self._names = {id(p): name for name, p in setup.net.named_parameters()}
         self._groups = {id(own): groups_of(own, rule, self._names) for rule, own in rules}
-        self._options = dict[int, list[Any]]()  # the options from which these groups were read
         self._hooks: list[Any] = []
         self._step = StepInProgress()
         self._inside: list[Optimizer] = []  # optimizers inside whose step() the loop is
@@ -422,11 +417,8 @@ class StepObserver:
     def note_step(self, optimizer: Optimizer) -> None:
         """Note the step of an optimizer unknown to the recorder, if it holds recorded weights."""
         held = (self._names.get(id(p)) for group in optimizer.param_groups for p in group["params"])
-        if (
-            not self._step.stepped
-            and id(optimizer) not in self._rules
-            and not {*self.setup.model.names}.isdisjoint(held)
-        ):
+        is_other = not self._step.stepped and id(optimizer) not in self._rules
+        if is_other and not {*self.setup.model.names}.isdisjoint(held):
             kind = type(optimizer).__name__
             self.other_optimizer = f"Another {kind} stepped: pass the recorder both, or end it and record the new one."
 
@@ -437,26 +429,17 @@ class StepObserver:
             return None  # a class may call its parent's step()
         if any(stepped is optimizer for stepped in self._step.stepped):
             self.complete()
-        rule, states = self.setup.update_rule, [*optimizer.state.values()]
-        is_joint = rule.of_entries is not None and not rule.needs_before and self._are_all(optimizer)
-        if (
-            is_joint
-            and len(states) == len(self.setup.model.names)
-            and all(state.keys() == states[0].keys() for state in states)
-        ):
-            kept = dict.fromkeys(name for name, value in states[0].items() if value is not None)
-            self._step.before = dict.fromkeys(self.setup.model.names, kept)
-            return None
+        needs_before = self.setup.update_rule.needs_before
         held = [p for group in optimizer.param_groups for p in group["params"]]
         own = {self._names[id(p)]: p for p in held if id(p) in self._names}
-        self._step.before = states_before(optimizer, own, rule.needs_before)
+        self._step.before = states_before(optimizer, own, needs_before)
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
-        if closure is None or GRADIENT not in self.setup.update_rule.needs_before:
+        if closure is None or GRADIENT not in needs_before:
             return None
 
         def watched() -> Any:
             value = closure()
-            self._step.before = states_before(optimizer, own, self.setup.update_rule.needs_before)
+            self._step.before = states_before(optimizer, own, needs_before)
             return value
 
         return ((args[0], watched, *args[2:]), kwargs) if len(args) > 1 else (args, {**kwargs, "closure": watched})
@@ -469,18 +452,15 @@ class StepObserver:
         del self._inside[-1:]
         if any(each is optimizer for each in self._inside):
             return
-        if (options := options_of(optimizer)) != self._options.get(id(optimizer)):
-            self._options[id(optimizer)] = options
-            self._groups[id(optimizer)] = groups_of(optimizer, self._rules[id(optimizer)], self._names)
+        self._groups[id(optimizer)] = groups_of(optimizer, self._rules[id(optimizer)], self._names)
         if (joint := self._joint_coefficients(optimizer)) is not None:
             params = optimizer.param_groups[0]["params"]
             self._step.joint = joint
             self._step.gradients = dict(zip(self.setup.model.names, [p.grad for p in params], strict=True))
         else:
             self._read_parameters(optimizer)
-        self._step.rates += [
-            float("nan" if group.get("lr") is None else group["lr"]) for group in optimizer.param_groups
-        ]
+        rates = (group.get("lr") for group in optimizer.param_groups)
+        self._step.rates += [math.nan if rate is None else float(rate) for rate in rates]
         self._step.stepped.append(optimizer)
         if len(self._step.stepped) == len(self._optimizers):
             self.complete()

@@ -172,15 +172,7 @@ class Recorder:
             if self._ranks.size > 1:
                 self._ranks.validate(self._data_digest)
             if folder is not None and self._ranks.is_writer:
-                try:
-                    self._open(folder, header, storage, resume)
-                except BlockingIOError as error:
-                    if self._ranks.warning is None:
-                        raise
-                    raise BlockingIOError(
-                        f"{error} If processes train one network, pass the network that DistributedDataParallel has "
-                        "wrapped, or ddp= where it has wrapped a larger module; otherwise give each process a folder."
-                    ) from error
+                self._open(folder, header, storage, resume)
         if folder is not None and self._ranks.size > 1:
             steps = self._ranks.restore(self._optimizers, self._training, self._history.steps)
             if not self._ranks.is_writer:

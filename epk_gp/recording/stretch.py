@@ -36,18 +36,27 @@ from epk_gp.optimizers.update_rules import (
     Number,
     UpdateCoefficients,
     coefficient_of_all,
+    largest_entry,
     linear_step,
+    predict_step,
     relative_rounding,
     stack_steps,
+    step_tolerance,
 )
 from epk_gp.recording.causes import StepMismatchError
-from epk_gp.recording.check import CheckSchedule, check_records, check_step, edit_of, measure_step, needs_exact_check
+from epk_gp.recording.check import (
+    CheckSchedule,
+    DerivativeProbe,
+    check_records,
+    check_step,
+    edit_of,
+    needs_exact_check,
+)
 from epk_gp.recording.distributed import Ranks
 from epk_gp.recording.gradient_fit import GradientTerms
 from epk_gp.recording.history import CommitSchedule, RunHistory, StepResult
 from epk_gp.recording.mismatches import ObservedStep, StepMeasures
 from epk_gp.recording.passes import TOLERANCE, PassRecords
-from epk_gp.recording.probe import DerivativeProbe
 from epk_gp.recording.seen import CapturedForward, MadeStep
 from epk_gp.recording.setup import TrainingSetup
 from epk_gp.storage.training_state import TrainingState
@@ -152,6 +161,48 @@ def _weights_of(loss: Loss, y: Tensor, counts: Sequence[int]) -> Tensor:
     return torch.cat([of_count[n] for n in counts])
 
 
+_BLOCK = 1 << 18  # weights compared at a time: new memory for large vectors costs more than their sums
+_NUM_SAMPLES = 1024  # weights whose size is sampled first
+
+
+def measure_step(
+    setup: TrainingSetup,
+    made: MadeStep,
+    states: tuple[Float[Tensor, " P"], Float[Tensor, " P"]],
+    before: Float[Tensor, " B"],
+    memory: Tensor | None = None,
+) -> StepMeasures:
+    """Compare a step with the update rule's, block by block.
+
+    Args:
+        setup: The training.
+        made: The optimizers' step.
+        states: The weights before and after the step.
+        before: The momentum buffer before it.
+        memory: A momentum buffer to overwrite, for the one after the step.
+    """
+    update, used, sizes, (start, end) = made.update, made.gradient, setup.model.sizes, states
+    if update.has_matrices or len(before) > len(start):
+        predicted, momentum = predict_step(update, sizes, start, used, before)
+        found = [largest_entry(end - start - predicted)]
+    else:
+        momentum, found = torch.empty_like(start) if memory is None else memory, []
+        coefficients = [coefficient_of_all(value, sizes, start) for value in update]
+        size = min(_BLOCK, len(start)) if start.device.type == "cpu" else len(start)
+        h, step, residual = start.new_empty(3, size)
+        for block in (slice(first, first + size) for first in range(0, len(start), size)):
+            w, m, count = start[block], momentum[block], len(start[block])
+            c = [value[block] if isinstance(value, Tensor) else value for value in coefficients]
+            moved, after = linear_step(c, w, used[block], before[block], (h[:count], m, step[:count]))
+            if after is not m:
+                m.copy_(after)
+            found.append(largest_entry(torch.sub(end[block], w, out=residual[:count]).add_(moved)))
+    difference, few = float(torch.stack(found).max()), start[:: 1 + len(start) // _NUM_SAMPLES]
+    # the rounding of some weights is at most that of all, and that at most the step's: mostly this is enough
+    follows_rule = any(difference <= step_tolerance(w, w.new_zeros(1)) for w in (few, start))
+    return StepMeasures(momentum, difference, follows_rule)
+
+
 def measure_together(
     sizes: Sequence[int], steps: Sequence[WaitingStep], momentum: Float[Tensor, " B"]
 ) -> list[StepMeasures] | None:
@@ -235,13 +286,8 @@ class Stretch:
         *,
         may_wait: bool,
     ) -> None:
-        self._setup, self._ranks, self._history, self._training, self._commits = (
-            setup,
-            ranks,
-            history,
-            training,
-            commits,
-        )
+        self._setup, self._ranks, self._history = setup, ranks, history
+        self._training, self._commits = training, commits
         self._passes, self._identity = PassRecords(setup, start), RowIdentity(setup.X, setup.y, setup.loss)
         self._probe, self._terms = DerivativeProbe(), GradientTerms(setup.model.sizes)
         self.schedule, self.has_refused = CheckSchedule(check_every), False

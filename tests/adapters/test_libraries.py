@@ -13,7 +13,7 @@ from torch.testing import assert_close
 
 import epk_gp as epk
 from epk_gp.adapters.scores import EPKAttributor, EPKInfluence, MostInfluential
-from epk_gp.analysis.counterfactual import random_subsets
+from epk_gp.analysis.score_check import random_subsets
 from gp_cases import gaussian_run, gaussians
 
 pytestmark = pytest.mark.filterwarnings("default")  # the libraries use what others deprecate
@@ -91,15 +91,8 @@ def test_captums_tracin_has_the_same_scores_proponents_and_opponents(run, checkp
         model.load_state_dict(checkpoints[step])
         return cases.LR / cases.M
 
-    theirs = influence.TracInCP(
-        net,
-        train,
-        [*range(cases.STEPS)],
-        load,
-        loss_fn=nn.CrossEntropyLoss(reduction="none"),
-        batch_size=5,
-        sample_wise_grads_per_batch=False,
-    )
+    options = {"loss_fn": nn.CrossEntropyLoss(reduction="none"), "batch_size": 5, "sample_wise_grads_per_batch": False}
+    theirs = influence.TracInCP(net, train, [*range(cases.STEPS)], load, **options)
     ours = EPKInfluence(run, **TRACIN)
     assert_close(ours.influence(test.tensors), theirs.influence(test.tensors))
     assert_close(ours.influence(test.tensors, aggregate=True), theirs.influence(test.tensors, aggregate=True))

@@ -8,7 +8,7 @@ from torch.utils.data import DataLoader, Subset, TensorDataset
 
 import epk_gp as epk
 from epk_gp.adapters.scores import EPKAttributor, EPKInfluence, MostInfluential, SampleScorer
-from epk_gp.analysis.counterfactual import rank_agreement
+from epk_gp.analysis.score_check import rank_agreement
 from helpers import refusal
 
 KINDS = ["classes", "numbers"]
@@ -216,11 +216,7 @@ def test_what_means_nothing_is_refused():
     attributor, inputs = EPKAttributor(run), cases.data("classes")[1].tensors
     for error, message, ask in (
         (TypeError, "trajectory must be", lambda: SampleScorer(None)),
-        (
-            ValueError,
-            "scores must be 'influence' or 'contributions': got 'trak'",
-            lambda: SampleScorer(run, scores="trak"),
-        ),
+        (ValueError, "be 'influence' or 'contributions': got 'trak'", lambda: SampleScorer(run, scores="trak")),
         (ValueError, "train_dataloader must .*: row 0 is none", lambda: attributor.attribute(test, test)),
         (ValueError, "row 2 is none of them", lambda: attributor.self_attribute(DataLoader(twice, batch_size=3))),
         (ValueError, "all of the run's equal samples", lambda: EPKAttributor(equal).self_attribute(some)),

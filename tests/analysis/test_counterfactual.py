@@ -6,7 +6,7 @@ from scipy.stats import spearmanr
 from weighted_loops import CLASSES, POINTS, WeightedLoop
 
 import epk_gp as epk
-from epk_gp.analysis.counterfactual import datamodeling_score, leave_one_out, random_subsets, rank_agreement
+from epk_gp.analysis.score_check import datamodeling_score, leave_one_out, random_subsets, rank_agreement
 
 LOOP = WeightedLoop(lambda p: torch.optim.SGD(p, lr=0.3))
 

@@ -18,8 +18,7 @@ from weighted_loops import CLASSES, POINTS, WeightedLoop
 
 import epk_gp as epk
 from epk_gp.analysis import score_check
-from epk_gp.analysis.counterfactual import random_subsets
-from epk_gp.analysis.score_check import ScoreCheck
+from epk_gp.analysis.score_check import ScoreCheck, random_subsets
 from helpers import make_case
 
 QUIET = {"retrainings": 0, "left_out": 0, "removals": 0}
@@ -152,6 +151,10 @@ def classes(betas: tuple[float, float] | None = (0.9, 0.99)) -> Problem:
     )  # fmt: skip
 
 
+def without_memory() -> Problem:
+    return classes(None)
+
+
 @functools.cache
 def language() -> Problem:
     torch.manual_seed(0)
@@ -176,7 +179,7 @@ def order(problem: Problem) -> Tensor:
     return torch.randperm(problem.run.num_points, generator=torch.Generator().manual_seed(0))
 
 
-@pytest.mark.parametrize("problem", [classes, language, lambda: classes(None)], ids=["Adam", "text", "SGD"])
+@pytest.mark.parametrize("problem", [classes, language, without_memory], ids=["Adam", "text", "SGD"])
 def test_what_is_exact_passes_whoever_computed_it(problem: Any) -> None:
     problem = problem()
     own = by_hand(problem)
@@ -213,7 +216,7 @@ FAULTS: dict[str, tuple[Any, ...]] = {  # how scores are changed, what is said, 
         lambda p: by_hand(p, rounding=torch.bfloat16), "relative error 0.0.*; rounding to bfloat16",
     ),
     "gradients in bfloat16, SGD": (
-        lambda p: by_hand(p, rounding=torch.bfloat16), "error 0.00.*; rounding to bfloat16", lambda: classes(None),
+        lambda p: by_hand(p, rounding=torch.bfloat16), "error 0.00.*; rounding to bfloat16", without_memory,
     ),
     "stored in bfloat16": (stored(torch.bfloat16), "every score is a number of bfloat16"),
     "stored in float16": (stored(torch.float16), "every score is a number of float16"),
@@ -263,13 +266,22 @@ FAULTS: dict[str, tuple[Any, ...]] = {  # how scores are changed, what is said, 
 }  # fmt: skip
 
 
+@functools.cache
+def of_faulty(make: Callable[[], Problem]) -> tuple[ScoreCheck, str]:
+    """Check the scores with each of a problem's faults, and show the check."""
+    problem = make()
+    planted = {name: plant(problem) for name, (plant, _, *own) in FAULTS.items() if [make] == (own or [classes])}
+    check = problem.check(planted)
+    return check, " ".join(str(check).split())
+
+
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_planted_fault_is_named(name: str) -> None:
-    plant, words, *others = FAULTS[name]
-    problem = others[0]() if others else classes()
-    check = problem.check(plant(problem))
-    assert re.search(words, " ".join(check.findings)), check.findings
-    assert all(found in " ".join(str(check).split()) for found in check.findings)
+    _, words, *others = FAULTS[name]
+    check, text = of_faulty(*(others or [classes]))
+    findings = check.systems[name].findings
+    assert re.search(words, " ".join(findings)), findings
+    assert all(found in text for found in findings)
 
 
 def of_queries(values: Tensor, queries: list[int], change: Callable[[Tensor], Tensor]) -> Tensor:
@@ -280,43 +292,43 @@ def noise(like: Tensor) -> Tensor:
     return torch.randn(like.shape, generator=torch.Generator().manual_seed(1), dtype=like.dtype) * like.std()
 
 
-def of_wrong_classes(problem: Problem, compute: Any) -> Callable[[Tensor], Tensor]:
-    asked = problem.asked | {"classes": (problem.asked["classes"] + 1) % 3}
-    found = compute(problem.run, problem.X, **asked)
-    wrong = (found.samples if compute is epk.attribute else found.values)[:, 0]
-    return lambda values: wrong[[3, 5, 6][: len(values)]]
-
-
-KINDS = {"contributions": epk.attribute, "derivatives": epk.influence}
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("queries", [[3], [3, 5, 6]], ids=["one", "three"])
-def test_wrong_queries_among_sound_ones_are_named(kind: str, queries: list[int]) -> None:
+def test_wrong_queries_among_sound_ones_are_named() -> None:
     problem = classes()
-    sound, named = getattr(problem, kind), ", ".join(f"#{q}" for q in queries)
-    faults = {
-        "random": (noise, f"Queries {named} are not the exact {kind}"),
-        "wrong class": (of_wrong_classes(problem, KINDS[kind]), f"Queries {named} are not the exact {kind}"),
-        "samples shuffled": (lambda s: s[:, order(problem)], f"Queries {named} are not the exact {kind}"),
-        "turned": (lambda s: -s, f"scale is off: queries {named} are -1 times the exact {kind}"),
-        "times 3": (lambda s: 3 * s, f"scale is off: queries {named} are 3 times the exact {kind}"),
+    others = problem.asked | {"classes": (problem.asked["classes"] + 1) % 3}
+    wrong = {
+        "contributions": epk.attribute(problem.run, problem.X, **others).samples[:, 0],
+        "derivatives": epk.influence(problem.run, problem.X, **others).values[:, 0],
     }
-    check = problem.check({name: of_queries(sound, queries, change) for name, (change, _) in faults.items()})
-    for name, (_, words) in faults.items():
+    planted, words = dict[str, Tensor](), dict[str, str]()
+    for kind, of_wrong_classes in wrong.items():
+        sound = getattr(problem, kind)
+        for queries in ([3], [3, 5, 6]):
+            named = ", ".join(f"#{q}" for q in queries)
+            is_none, is_scaled = f"Queries {named} are not the exact {kind}", f"scale is off: queries {named} are"
+            faults: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
+                "random": (noise, is_none),
+                "wrong class": (lambda s, own=of_wrong_classes, queries=queries: own[queries], is_none),
+                "samples shuffled": (lambda s: s[:, order(problem)], is_none),
+                "turned": (lambda s: -s, f"{is_scaled} -1 times the exact {kind}"),
+                "times 3": (lambda s: 3 * s, f"{is_scaled} 3 times the exact {kind}"),
+            }
+            for name, (change, said) in faults.items():
+                planted[f"{name}, {kind} {named}"] = of_queries(sound, queries, change)
+                words[f"{name}, {kind} {named}"] = said
+        planted[f"swapped {kind}"] = sound[[0, 1, 2, 5, 4, 3, 6, 7]]
+    planted["half"] = of_queries(problem.derivatives, [0, 2, 4, 6], torch.neg)
+    check = problem.check(planted)
+    for name, said in words.items():
         found = " ".join(check.systems[name].findings)
-        assert words in found, (name, found)
+        assert said in found, (name, found)
         assert "out of order" not in found
-    swapped = problem.check(sound[[0, 1, 2, 5, 4, 3, 6, 7]]).findings
-    assert "The queries look out of order: 2 of 8" in " ".join(swapped)
-    assert not [found for found in swapped if "samples" in found]
-
-
-def test_half_of_the_queries_turned_leave_the_kind_as_it_is() -> None:
-    problem = classes()
-    check = problem.check(of_queries(problem.derivatives, [0, 2, 4, 6], torch.neg))
-    assert check.systems["scores"].nearest == "derivatives"
-    assert "queries #0, #2, #4, #6 are -1 times the exact derivatives" in " ".join(check.findings)
+    for kind in wrong:
+        swapped = check.systems[f"swapped {kind}"].findings
+        assert "The queries look out of order: 2 of 8" in " ".join(swapped)
+        assert not [found for found in swapped if "samples" in found]
+    assert check.systems["half"].nearest == "derivatives"  # half of the queries turned leave the kind as it is
+    half = " ".join(check.systems["half"].findings)
+    assert "queries #0, #2, #4, #6 are -1 times the exact derivatives" in half
 
 
 def test_a_right_sum_does_not_make_contributions() -> None:
@@ -535,12 +547,7 @@ def test_scores_that_cannot_be_judged_are_refused_in_a_sentence() -> None:
         (ValueError, "retrainings must be at least 0: got -1", good, {"retrainings": -1}),
         (TypeError, "seed must be a whole number", good, {"seed": 0.5}),
         (TypeError, "unexpected keyword argument 'checkpoint'", good, {"checkpoint": "folder"}),
-        (
-            ValueError,
-            "must not be given together",
-            good,
-            one | {"function": epk.RowFunction.log_probability(one["classes"])},
-        ),
+        (ValueError, "must not be given together", good, one | {"function": lambda z: z[:, 0]}),
         (ValueError, "X must have shape", good, {"X": X[:, :2]}),
     ):
         with pytest.raises(error, match=message):

@@ -2,13 +2,12 @@
 
 import pytest
 import torch
-from torch import nn
 from torch.func import functional_call
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from epk_gp.autodiff.averages import HeldProducts
-from epk_gp.autodiff.secants import SecantDerivatives, end_of
+from epk_gp.autodiff.averages import end_of
+from epk_gp.autodiff.secants import SecantDerivatives
 from epk_gp.core.model import BATCH_MARK
 from tests.language_models import BY_HAND, BY_TRANSFORMERS, LENGTH, WORDS, Experts
 
@@ -99,29 +98,3 @@ def test_experts_that_both_states_choose_otherwise_are_refused_and_others_are_av
     net, params, d, x = made(Experts, 1.0, rows=3)
     with pytest.raises(ValueError, match="takes places that both states choose otherwise, as a mixture of experts"):
         product(net, params, d, x)
-
-
-def overwriting():
-    """Return a network that writes into what a layer returned."""
-    layers = nn.Embedding(WORDS, 4), nn.Flatten(), nn.Linear(4 * LENGTH, 8), nn.ReLU(inplace=True), nn.Linear(8, 3)
-    return nn.Sequential(*layers)
-
-
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("name", [*BY_HAND, "overwriting"])
-def test_products_that_a_pass_held_are_those_at_the_end_of_the_next(name):
-    net, params, d, x = made(BY_HAND.get(name, overwriting), 0.3, rows=3)
-    held, starts = [HeldProducts(None, 1 << 30)], []
-    for step in (1.0, 0.0):
-        here = {key: (value.detach() + step * d[key]).requires_grad_() for key, value in params.items()}
-        results = []
-        for products in (HeldProducts(None, 0), held[-1] if step else HeldProducts(held[-1], 1 << 30)):
-            own = {key: value.detach().clone().requires_grad_() for key, value in here.items()}
-            with SecantDerivatives(own, d, len(x), held=products):
-                z = functional_call(net, own, (x,))
-            results.append([z.detach(), end_of(z), *torch.autograd.grad(z.sum(), list(own.values()))])
-        for plain, shared in zip(*results, strict=True):
-            assert (plain - shared).abs().max() <= 1e-12 * max(1.0, float(plain.abs().max()))
-        starts.append(results[0][0])
-    assert held[0].nbytes > 0
-    assert not torch.allclose(*starts)

@@ -1,18 +1,15 @@
 """Layers along a line of weights: one call per convolution, and torch's own derivative."""
 
-import itertools
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-import torch.autograd.forward_ad as fwAD
 from torch import nn
 from torch.func import jvp
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from epk_gp.autodiff.dense import PlannedModel, WeightSegment, directional_derivatives, values
-from epk_gp.autodiff.interception import add_multiple
 from epk_gp.autodiff.verification import build_plan
 from epk_gp.core.model import functionalize
 from epk_gp.core.torch_overrides import forward_mode, split_dual
@@ -75,25 +72,6 @@ def test_a_convolution_with_w_and_with_d_is_one_call():
     assert num_convolutions("plain", values) == 2
     assert num_convolutions("plain", directional_derivatives) == 3  # the second one's input has a tangent
     assert num_convolutions("in_groups", values) == 3
-
-
-@pytest.mark.parametrize("have_tangents", list(itertools.product((False, True), repeat=3)))
-def test_a_multiple_has_the_tangent_of_torchs_forward_mode(have_tangents):
-    primals = [torch.randn(4, *[1] * k, dtype=torch.float64).expand(4, *[3] * k) for k in (1, 0, 1)]
-    primals[1] = primals[1].view(4, 1)
-    tangents = [torch.randn_like(value) for value in primals]
-    with forward_mode():
-        arguments = [
-            fwAD.make_dual(value.clone(), tangent) if has_one else value
-            for value, tangent, has_one in zip(primals, tangents, have_tangents, strict=True)
-        ]
-        value, t, along = arguments
-        primal, tangent = fwAD.unpack_dual(add_multiple(*arguments))
-        expected = fwAD.unpack_dual(value + t * along)
-    torch.testing.assert_close(primal, expected.primal)
-    assert (tangent is None) == (not any(have_tangents))
-    if tangent is not None:
-        torch.testing.assert_close(tangent, expected.tangent)
 
 
 def test_another_thread_at_the_level_changes_nothing():

@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 import pickle
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -36,49 +37,41 @@ def test_the_dense_plan_is_found_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(failures) == 1
 
 
+def noting(calls: list[tuple[bool, ...]], fails: Callable[[tuple[bool, ...]], bool]) -> Callable[..., str]:
+    """Return a computation that notes which plans have layers, and may meet a parameter where these have none."""
+
+    def compute(*nets: PlannedModel) -> str:
+        calls.append(tuple(bool(net.plan.bias_of) for net in nets))
+        if fails(calls[-1]):
+            raise UnsupportedParameterUseError("not foreseen")
+        return "computed"
+
+    return compute
+
+
 def test_what_the_dense_plan_cannot_do_is_an_error() -> None:
     trajectory, X = surprising_run()
-    calls = list[bool]()
-
-    def fail_always(net: PlannedModel) -> None:
-        calls.append(bool(net.plan.bias_of))
-        raise UnsupportedParameterUseError("never")
-
-    for expected in ([True, False], [True, False, False]):  # the second time the plan is dense from the start
-        with pytest.raises(UnsupportedParameterUseError, match="never"):
-            with_plan(fail_always, X, trajectory)
+    for expected in ([(True,), (False,)], [(False,)]):  # the second time the plan is dense from the start
+        calls = list[tuple[bool, ...]]()
+        with pytest.raises(UnsupportedParameterUseError, match="not foreseen"):
+            with_plan(noting(calls, lambda _: True), X, trajectory)
         assert calls == expected
 
 
 @pytest.mark.parametrize("failing", [0, 1])
 def test_of_two_networks_the_first_gets_the_dense_plan_first(failing: int) -> None:
     """The network that is asked comes before the recorded one, whichever of both met its parameters otherwise."""
-    run = make_case("relu", steps=1).trajectory
+    run, calls = make_case("relu", steps=1).trajectory, list[tuple[bool, ...]]()
     asked, rows = ask(run, run.inputs[:3], lambda z: z.square())
-    calls = list[tuple[bool, ...]]()
-
-    def compute(*nets: PlannedModel) -> str:
-        calls.append(tuple(bool(net.plan.bias_of) for net in nets))
-        if calls[-1][failing]:
-            raise UnsupportedParameterUseError("not foreseen")
-        return "computed"
-
-    assert with_plan(compute, rows, asked, asked.recorded) == "computed"
+    assert with_plan(noting(calls, lambda plans: plans[failing]), rows, asked, asked.recorded) == "computed"
     assert calls == [(True, True), (False, True), (False, False)][: failing + 2]
     assert (asked.model.cache.needs_dense_plan, run.model.cache.needs_dense_plan) == (True, failing == 1)
 
 
 def test_runs_that_share_a_network_change_their_plan_together() -> None:
-    run, X = surprising_run()
-    seen = list[tuple[bool, ...]]()
-
-    def compute(*nets: PlannedModel) -> None:
-        seen.append(tuple(bool(net.plan.bias_of) for net in nets))
-        if any(seen[-1]):
-            raise UnsupportedParameterUseError("not foreseen")
-
-    with_plan(compute, X, run, tangent_trajectory(run))
-    assert seen == [(True, True), (False, False)]
+    (run, X), calls = surprising_run(), list[tuple[bool, ...]]()
+    with_plan(noting(calls, any), X, run, tangent_trajectory(run))
+    assert calls == [(True, True), (False, False)]
 
 
 @pytest.mark.parametrize("other", [lambda run: pickle.loads(pickle.dumps(run)), copy.deepcopy])

@@ -5,7 +5,6 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 import epk_gp as epk
 import reference
@@ -92,23 +91,22 @@ ASKED: dict[str, Callable[..., tuple[Tensor, Tensor]]] = {
 
 
 def check(run: epk.Trajectory, X: Tensor, head: str) -> None:
-    """Ask everything."""
     both = epk.Points(run.inputs[-4:], torch.tensor([True, True, False, False]))
     for ask in ASKED.values():
         assert_close(*ask(run, epk.Points(X, False), both, head))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("head", HEADS)
-@pytest.mark.parametrize("build", [Experts, OnlyAsked, Sorted, ScaledSometimes])
+@pytest.mark.parametrize(
+    ("build", "head"), [*zip([Experts, OnlyAsked, Sorted, ScaledSometimes], 2 * HEADS, strict=True)]
+)
 def test_rows_that_go_different_ways_are_differentiated_row_by_row(build: Callable[[], nn.Module], head: str) -> None:
     trajectory = trained(build(), inputs(8))
     check(trajectory, inputs(3), head)
     assert not plan_for(trajectory, trajectory.model_for(trajectory.inputs)).plan.supports_interpolation
 
 
-@pytest.mark.parametrize("head", HEADS)
-@pytest.mark.parametrize("build", [OnlyAsked, ScaledSometimes])
+@pytest.mark.parametrize(("build", "head"), [*zip([OnlyAsked, ScaledSometimes], HEADS, strict=True)])
 @pytest.mark.parametrize("ask", ASKED)
 def test_only_the_questions_own_rows_go_another_way(build: Callable[[], nn.Module], head: str, ask: str) -> None:
     """Training rows between the probe's, or only the points asked about: the plan is made once more."""
@@ -127,17 +125,6 @@ def test_the_probe_sees_rows_from_all_over_and_in_no_order() -> None:
     assert (rows.min(), rows.max()) == (0, 100)
     assert torch.equal(rows, rows.flip(0))
     assert len(probe_rows(torch.arange(1))) == len(rows)
-
-
-class Bag(nn.Module):
-    """torch can differentiate `embedding_bag` once, backwards only."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.bag, self.out = nn.EmbeddingBag(9, 6, mode="mean"), nn.Linear(6, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.out(F.softplus(self.bag(x)))
 
 
 class WrongTangent(torch.autograd.Function):
@@ -182,18 +169,21 @@ class WrongInOneOutput(nn.Linear):
 
 # Each with what its plan supports: interpolation, forward mode, `vmap`.
 KINDS: dict[str, tuple[Callable[[], nn.Module], tuple[bool, bool, bool]]] = {
-    "one_backward_pass": (Bag, (False, False, False)),
+    "one_backward_pass": (  # torch can differentiate `embedding_bag` once, backwards only
+        lambda: nn.Sequential(nn.EmbeddingBag(9, 6, mode="mean"), nn.Softplus(), nn.Linear(6, 3)), (False,) * 3,
+    ),
     "wrong_tangent": (lambda: WrongInOneOutput(4, 5), (True, False, True)),
-}
+}  # fmt: skip
 
 
-@pytest.mark.parametrize("head", HEADS)
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize(("name", "head"), [*zip(KINDS, HEADS, strict=True)])
 def test_what_torch_cannot_do_is_done_another_way(name: str, head: str) -> None:
     """One backward pass is enough; of the second, through the places of the rows on the step."""
     make, supported = KINDS[name]
     tokens = torch.arange(24).reshape(6, 4) % 9
-    X, T = (tokens, torch.tensor([[0, 1, 2, 3], [8, 8, 1, 4]])) if make is Bag else (inputs(8), inputs(12))
+    X, T = (
+        (tokens, torch.tensor([[0, 1, 2, 3], [8, 8, 1, 4]])) if name == "one_backward_pass" else (inputs(8), inputs(12))
+    )
     trajectory = trained(make(), X)
     check(trajectory, T, head)
     plan = plan_for(trajectory, trajectory.model_for(X)).plan
@@ -207,7 +197,6 @@ def gated(net: Applied, h: Tensor) -> Tensor:
 
 
 def test_parameters_without_a_gradient_have_a_kernel_of_zero() -> None:
-    """They are used all the same."""
     trajectory = trained(Applied(gated), inputs(8))
     a, b = epk.Points(inputs(3), False), epk.Points(inputs(8)[:2], True)
     assert_close(*ASKED["gram_block"](trajectory, a, b, "logits"))

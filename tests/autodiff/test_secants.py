@@ -6,8 +6,8 @@ from torch import nn
 from torch.func import functional_call
 from torch.nn import functional as F
 
-from epk_gp.autodiff.averages import Exponentials, log_softmax
-from epk_gp.autodiff.secants import SecantDerivatives, end_of
+from epk_gp.autodiff.averages import Exponentials, end_of, log_softmax
+from epk_gp.autodiff.secants import SecantDerivatives
 from epk_gp.core.model import BATCH_MARK
 from tests.helpers import assert_close
 

@@ -1,71 +1,40 @@
 """Parameters that are no layer's weights have gradients row by row; products with some rows are those of all."""
 
-import math
 from dataclasses import replace
 
 import pytest
 import torch
+from language_models import BY_HAND, BY_TRANSFORMERS, LENGTH, WIDTH, WORDS
 from torch import Tensor, nn
 
 from epk_gp.autodiff.dense import Cotangents, PlannedModel, all_outputs, dense_jacobian, flat_columns, pulled_back
 from epk_gp.autodiff.jacobians import WeightLocation, layer_jacobians
-from epk_gp.autodiff.products import ParameterGradients, by_parameter
 from epk_gp.autodiff.representations import ContractionCost, NodeWeights, to_flat_order
-from epk_gp.autodiff.uses import EmbeddingJacobian
+from epk_gp.autodiff.uses import EmbeddingJacobian, ParameterGradients, by_parameter
 from epk_gp.autodiff.verification import build_plan, plan_for
-from epk_gp.core.inputs import Signature
 from epk_gp.core.model import FunctionalModel, functionalize
 from loops import record
 
-WORDS, LENGTH, WIDTH = 11, 6, 8
 
+class TablesAndTokens(nn.Module):
+    """Sums of tables, in place too, of a part of a parameter, and of types of tokens; a padding row, and one number."""
 
-class LanguageModel(nn.Module):
-    """One block of attention, with what language models do beside layers' weights."""
-
-    def __init__(self, positions: str, *, ties: bool, by_hand: bool) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.positions, self.by_hand = positions, by_hand
-        self.words = nn.Embedding(WORDS, WIDTH, padding_idx=3)
-        if positions.startswith("embedded"):
-            self.places = nn.Embedding(LENGTH, WIDTH)
-        if positions == "types":
-            self.types = nn.Embedding(2, WIDTH)
-            self.register_buffer("numbers", torch.zeros(1, LENGTH, dtype=torch.int64))
-        shapes = {"added": (1, LENGTH + 2, WIDTH), "sliced": (LENGTH + 2, WIDTH), "joined": (1, 1, WIDTH)}
-        if positions in shapes:
-            self.learned = nn.Parameter(torch.randn(shapes[positions]))
-        self.norm = nn.LayerNorm(WIDTH, bias=False)
-        self.scale = nn.Parameter(torch.rand(WIDTH)) if by_hand else None
-        self.temperature = nn.Parameter(torch.tensor(1.3))
-        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH, bias=False)
-        self.head = nn.Linear(WIDTH, WORDS)
-        if ties:
-            self.head.weight = self.words.weight
+        self.words, self.places = nn.Embedding(WORDS, WIDTH, padding_idx=3), nn.Embedding(LENGTH, WIDTH)
+        self.mix = nn.Linear(WIDTH, WIDTH)
+        self.types, self.learned = nn.Embedding(2, WIDTH), nn.Parameter(torch.randn(LENGTH + 2, WIDTH))
+        self.register_buffer("numbers", torch.zeros(1, LENGTH, dtype=torch.int64))
+        self.temperature, self.head = nn.Parameter(torch.tensor(1.3)), nn.Linear(WIDTH, WORDS)
+        self.head.weight = self.words.weight
 
     def forward(self, ids: Tensor) -> Tensor:
         n, length = ids.shape
-        x, where = self.words(ids), torch.arange(length)
-        x = {
-            "none": lambda: x,
-            "embedded": lambda: x + self.places(where),
-            "embedded in one row": lambda: x.add_(self.places(where[None])),
-            "types": lambda: x + self.types(self.numbers.expand(n, length)),
-            "added": lambda: x + self.learned[:, :length],
-            "sliced": lambda: x.add_(0.5 * self.learned[:length]),
-            "joined": lambda: torch.cat([self.learned.expand(n, -1, -1), x], dim=1),
-        }[self.positions]()
-        y = self.norm(x)
-        if self.by_hand:
-            y = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + 1e-5) * self.scale
-        q, k, v = self.qkv(y).chunk(3, dim=2)
-        later = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).triu(1)
-        share = (q @ k.mT / math.sqrt(WIDTH)).masked_fill(later, -torch.inf).softmax(2)
-        return self.head((x + self.out(share @ v).tanh()) * self.temperature)[:, -1]
+        x = self.words(ids).add_(self.places(torch.arange(length)[None])).add_(0.5 * self.learned[:length])
+        return self.head((self.mix(x) + self.types(self.numbers.expand(n, length))).tanh().mean(1) * self.temperature)
 
 
 def assert_rows_have_their_gradients(model: FunctionalModel, net: nn.Module, X: Tensor, sizes: tuple[int, ...]) -> None:
-    """Compare the Jacobians of every parameter with plain backward passes, row by row."""
     w = model.flatten(dict(net.named_parameters()))
     plan = build_plan(model, w, X)
     assert plan.dense_params == ()
@@ -91,39 +60,17 @@ def test_gradients_require_none_unless_a_graph_is_asked_for() -> None:
     assert [gradients[graph].requires_grad for graph in (False, True)] == [False, True]
 
 
-POSITIONS = ("none", "embedded", "embedded in one row", "types", "added", "sliced", "joined")
+OF_PEOPLE = ("nanoGPT not tied", "positions as a parameter", "slices of positions", "a learned token", "Llama")
+LANGUAGE_MODELS = {name: {**BY_HAND, **BY_TRANSFORMERS}[name] for name in (*OF_PEOPLE, "GPT-2 eager", "BERT eager")}
 
 
-@pytest.mark.parametrize("ties", [False, True])
-@pytest.mark.parametrize("positions", POSITIONS)
-def test_every_parameter_of_a_language_model_has_its_rows_gradients(positions: str, ties: bool) -> None:
+@pytest.mark.parametrize("name", ["tables and tokens", *LANGUAGE_MODELS])
+def test_every_parameter_of_a_language_model_has_its_rows_gradients(name: str) -> None:
     """Among the numbers of rows is that of the positions, so that neither can be taken for the other."""
     torch.manual_seed(0)
-    net = LanguageModel(positions, ties=ties, by_hand=ties).double()
+    net = LANGUAGE_MODELS.get(name, TablesAndTokens)().double().eval()
     X = torch.randint(WORDS, (2 * LENGTH, LENGTH), generator=torch.Generator().manual_seed(1))
-    assert_rows_have_their_gradients(functionalize(net), net, X, (LENGTH, 3, 1, 2 * LENGTH))
-
-
-@pytest.mark.parametrize("name", ["gpt2", "llama", "bert"])
-def test_every_parameter_of_a_model_of_transformers_has_its_rows_gradients(name: str) -> None:
-    transformers = pytest.importorskip("transformers")
-    common = {"vocab_size": WORDS, "hidden_size": WIDTH, "num_hidden_layers": 1, "intermediate_size": 12}
-    common |= {"num_attention_heads": 4, "attn_implementation": "eager"}
-    torch.manual_seed(0)
-    if name == "gpt2":
-        sizes = {"vocab_size": WORDS, "n_embd": WIDTH, "n_layer": 1, "n_head": 2, "n_positions": 9}
-        net = transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes))
-    elif name == "llama":
-        config = transformers.LlamaConfig(**common, num_key_value_heads=2, tie_word_embeddings=True)
-        net = transformers.LlamaForCausalLM(config)
-    else:
-        config = transformers.BertConfig(**common, max_position_embeddings=LENGTH)
-        net = transformers.BertForSequenceClassification(config)
-    net = net.double().eval()
-    output = (lambda returned: returned.logits) if name == "bert" else (lambda returned: returned.logits[:, -1])
-    model = functionalize(net, signature=Signature(output=output))
-    X = torch.randint(WORDS, (2 * LENGTH, LENGTH), generator=torch.Generator().manual_seed(1))
-    assert_rows_have_their_gradients(model, net, X, (LENGTH, 2))
+    assert_rows_have_their_gradients(functionalize(net), net, X, (LENGTH, 1, 2 * LENGTH))
 
 
 def test_a_table_is_written_out_and_multiplied_some_rows_at_a_time() -> None:

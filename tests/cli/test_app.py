@@ -47,11 +47,8 @@ def test_help_does_not_wait_for_pytorch():
     assert ended.stdout.count("Usage: ") == 2
 
 
-def test_the_package_is_run_as_the_command_under_its_name(capsys):
-    words = [sys.executable, "-m", "epk_gp"]
-    helped, wrong = (subprocess.run([*words, word], capture_output=True, text=True) for word in ("--help", "teach"))
-    assert run("--help") == helped.returncode == 0
-    assert helped.stdout == capsys.readouterr().out
+def test_the_package_is_run_as_the_command_under_its_name():
+    wrong = subprocess.run([sys.executable, "-m", "epk_gp", "teach"], capture_output=True, text=True)
     assert wrong.returncode == 1
     assert wrong.stderr.startswith("epk-gp: error: No such command 'teach'")
 

@@ -38,6 +38,7 @@ def test_verify_says_which_run_it_is_that_its_files_are_whole_and_passes(recorde
     assert out[-1].startswith("verified: the largest error is ")
     said = json.loads((tmp_path / "verify.json").read_text())
     assert said["results"]["passed"]
+    assert said["config"]["points"] == "2 of 6 held-out points"
     for head in ("logits", "log_softmax"):
         assert said["results"][head]["max_error"] < 1e-12
     assert {"epk_gp", "torch", "python"} <= said["versions"].keys()

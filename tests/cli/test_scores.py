@@ -14,7 +14,6 @@ from commands import refused, run
 from epk_gp.analysis.maps import principal_plane
 from epk_gp.cli.data import read_labelled
 from epk_gp.cli.networks import open_run
-from epk_gp.gp.data import count_seen
 from epk_gp.gp.stacking import Stacking
 
 
@@ -108,9 +107,6 @@ def test_scores_are_mapped_over_two_columns_of_a_table(people, tmp_path, capsys)
     torch.testing.assert_close(1 - arrays["probability"].flatten(), u.error, check_dtype=False)
     torch.testing.assert_close(arrays["out_of_distribution"].flatten(), u.out_of_distribution, check_dtype=False)
     assert (tmp_path / "map.png").read_bytes().startswith(b"\x89PNG")
-    by_number = ("--columns", "0=0..10,1=0:female/1:male", "--others", "2=0.5")
-    assert run("uncertainty", people, *by_number, "--grid", 5, "--out", tmp_path / "numbers") == 0
-    assert torch.equal(load_file(tmp_path / "numbers" / "map.safetensors")["std"], arrays["std"])
 
 
 def test_scores_are_mapped_over_the_principal_directions(people, tmp_path):
@@ -121,18 +117,13 @@ def test_scores_are_mapped_over_the_principal_directions(people, tmp_path):
     assert arrays["probability"].shape == (3, 3)
 
 
-def test_halves_share_no_point_and_training_points_are_recognised(judged):
+def test_halves_share_no_point(judged):
     trajectory = open_run(judged / "run", None)
     source = read_labelled("held-out", judged / "run", trajectory)
     first, second = source.halves(0)
     assert sorted(torch.cat([first.rows, second.rows]).tolist()) == list(range(60))
     assert torch.equal(source.X[second.rows], second.X)
     assert not torch.equal(source.halves(1)[0].rows, first.rows)
-    X = trajectory.inputs[5:9]
-    with pytest.warns(UserWarning, match="4 of 8 validation points are equal to training points"):
-        assert count_seen(torch.cat([X, X + 1e-9]), trajectory) == 4
-    with pytest.raises(ValueError, match="must be unseen: 4 of 7 are training points"):
-        count_seen(torch.cat([X, X[:3] + 1e-9]), trajectory)
 
 
 def test_only_classifiers_are_judged(tmp_path, capsys, monkeypatch):
@@ -145,35 +136,23 @@ def test_only_classifiers_are_judged(tmp_path, capsys, monkeypatch):
     assert not (tmp_path / "out").exists()
 
 
-def write_idx(folder, images, labels):
-    """A test part in MNIST's format."""
-    folder.mkdir()
-    for name, values, magic in (("images-idx3", images, 0x803), ("labels-idx1", labels, 0x801)):
-        head = struct.pack(f">I{values.ndim}I", magic, *values.shape)
-        (folder / f"t10k-{name}-ubyte.gz").write_bytes(gzip.compress(head + values.tobytes()))
-
-
-@pytest.fixture(scope="module")
-def images(tmp_path_factory):
-    """A run on images, and a folder of more of them."""
-    folder = tmp_path_factory.mktemp("images")
-    draws = np.random.default_rng(0)
-    X, y = draws.integers(0, 255, (90, 6, 6), dtype=np.uint8), (np.arange(90) % 2).astype(np.uint8)
-    X[y == 1, :3] //= 4
-    np.savez(folder / "data.npz", inputs=X[:30, None] / 255, labels=y[:30].astype(np.int64))
-    write_idx(folder / "more", X[30:], y[30:])
-    record = ("record", "--data", folder / "data.npz", "--width", 4, "--steps", 3, "--out", folder / "run")
-    assert run(*record) == 0
-    return folder
-
-
 @pytest.mark.slow
-def test_a_folder_of_images_gives_validation_points_and_points_without_labels(images, tmp_path, capsys, no_pictures):
-    asked = ("uncertainty", images / "run", "--validation", images / "more")
+def test_a_folder_of_images_gives_validation_points_and_points_without_labels(tmp_path, capsys, no_pictures):
+    y, more = (np.arange(90) % 2).astype(np.uint8), tmp_path / "more"
+    X = np.random.default_rng(0).integers(0, 255, (90, 6, 6), dtype=np.uint8)
+    X[y == 1, :3] //= 4
+    np.savez(tmp_path / "data.npz", inputs=X[:30, None] / 255, labels=y[:30].astype(np.int64))
+    more.mkdir()
+    for name, values, magic in (("images-idx3", X[30:], 0x803), ("labels-idx1", y[30:], 0x801)):
+        head = struct.pack(f">I{values.ndim}I", magic, *values.shape)
+        (more / f"t10k-{name}-ubyte.gz").write_bytes(gzip.compress(head + values.tobytes()))
+    record = ("record", "--data", tmp_path / "data.npz", "--width", 4, "--steps", 3, "--out", tmp_path / "run")
+    assert run(*record) == 0
+    asked = ("uncertainty", tmp_path / "run", "--validation", more)
     assert run(*asked, "--out", tmp_path / "half") == 0
     with np.load(tmp_path / "half" / "scores.npz") as scores:
         assert len(scores["labels"]) == 30
-    assert run(*asked, "--points", images / "more", "--out", tmp_path / "whole") == 0
+    assert run(*asked, "--points", more, "--out", tmp_path / "whole") == 0
     with np.load(tmp_path / "whole" / "scores.npz") as scores:
         assert len(scores["error"]) == 60
         assert "labels" not in scores.files

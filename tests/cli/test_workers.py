@@ -2,10 +2,8 @@
 
 import os
 from concurrent.futures import BrokenExecutor, ProcessPoolExecutor, ThreadPoolExecutor
-from pathlib import Path
 
 import pytest
-import torch
 
 from commands import refused, run
 from epk_gp.cli import attribute
@@ -29,24 +27,12 @@ def threads(monkeypatch: pytest.MonkeyPatch) -> list[int | None]:
     return asked
 
 
-def by_one(recorded: Path, folder: Path) -> bytes:
-    """The file that one process writes."""
-    assert run("attribute", recorded, "--out", folder / "one", *ASKED) == 0
-    return (folder / "one" / ARRAYS).read_bytes()
-
-
 def test_workers_compute_the_bytes_of_one_process(recorded, tmp_path, threads):
     assert run("attribute", recorded, "--out", tmp_path, *ASKED, "--workers", 2) == 0
     assert threads == [2]
-    assert (tmp_path / ARRAYS).read_bytes() == by_one(recorded, tmp_path)
+    assert run("attribute", recorded, "--out", tmp_path / "one", *ASKED) == 0
+    assert (tmp_path / ARRAYS).read_bytes() == (tmp_path / "one" / ARRAYS).read_bytes()
     assert not (tmp_path / "partial").exists()
-
-
-@pytest.mark.slow
-def test_processes_compute_the_bytes_of_one_process(recorded, tmp_path):
-    assert torch.get_num_threads() == 1
-    assert run("attribute", recorded, "--out", tmp_path, *ASKED, "--workers", 2) == 0
-    assert (tmp_path / ARRAYS).read_bytes() == by_one(recorded, tmp_path)
 
 
 def test_the_pool_is_spawned_and_closed():

@@ -1,6 +1,5 @@
 """Wrong, extreme and odd uses of every command: status 1, nothing computed, one line that says what must hold."""
 
-import json
 import zipfile
 from pathlib import Path
 
@@ -263,20 +262,11 @@ def test_points_of_a_file_are_held_out_as_asked(own, tmp_path, capsys, options, 
         assert f" % of {held_out} points" in said.split("held-out ")[1]
 
 
-def test_training_inputs_are_explained_only_aloud(own, recorded, tmp_path, capsys):
-    few = ("--rule", "gauss-legendre:1", "--out", tmp_path, "--tol", 9)
-    assert run("verify", own / "run", *few) == 0
-    assert " training inputs, for the run has no held-out points" in capsys.readouterr().out
-    assert run("verify", recorded, *few) == 0
-    assert "held-out points" in capsys.readouterr().out
-    assert "held-out points" in json.loads((tmp_path / "verify.json").read_text())["config"]["points"]
-
-
 def test_verify_takes_ten_points_and_says_how_to_take_all(own, tmp_path, capsys):
     asked = ("verify", own / "run", "--rule", "gauss-legendre:4", "--tol", 1)
     assert run(*asked) == 0
     said = capsys.readouterr().out.splitlines()[2]
-    assert said.startswith("verifying at 10 of 12 training inputs")
+    assert said.startswith("verifying at 10 of 12 training inputs, for the run has no held-out points")
     assert "--num-points 12 takes all" in said
     assert run(*asked, "--num-points", 12) == 0
     assert "\nverifying at 12 training inputs" in capsys.readouterr().out

@@ -17,18 +17,15 @@ from epk_gp.optimizers.torch_rules import (
     as_optimizers,
     learning_rate,
     momentum_before,
-    orthogonalising_matrix,
     rule_for,
 )
 from epk_gp.optimizers.update_rules import (
     LinearStep,
     UpdateRule,
-    apply_matrices,
     predict_step,
     stack_coefficients,
     validate_unexplained,
 )
-from epk_gp.recording.observer import states_before
 from helpers import assert_close, refusal
 
 PAGE = Path(__file__).parents[2] / "docs" / "capabilities" / "optimizers.md"
@@ -73,25 +70,14 @@ def test_the_rule_s_step_is_torch_s(name, options, monkeypatch):
     assert largest_relative_error(run, gradients) <= 1e-12
 
 
-def test_the_rule_of_another_optimizer_misses():
+def test_the_rule_of_another_optimizer_misses(monkeypatch):
     """The control: Adam's rule on the state of RAdam, which takes its second moments only later."""
     net, X, y = problem("RAdam")
     optimizer = optimizer_for("RAdam", {}, net)
-    rules = {torch.optim.RAdam: RULES[torch.optim.Adam]}
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("epk_gp.optimizers.torch_rules.RULES", rules)
-        optimizer.param_groups[0]["amsgrad"] = False
-        run, gradients = recorded(net, [optimizer], X, y, batches())
-    assert largest_relative_error(run, gradients) > 1e-2
-
-
-@pytest.mark.parametrize("shape", [(3, 5), (5, 3), (4, 4)])
-def test_the_orthogonalising_matrix_does_what_the_iteration_does(shape):
-    U, coefficients = torch.randn(shape).double(), (3.4445, -4.7750, 2.0315)
-    Q = orthogonalising_matrix(U, coefficients, 5, 1e-7)
-    assert Q.shape == (min(shape), min(shape))
-    product = U @ Q if shape[0] > shape[1] else Q @ U
-    torch.testing.assert_close(product, newton_schulz(U, coefficients, 5, 1e-7), rtol=0, atol=1e-12)
+    monkeypatch.setattr("epk_gp.optimizers.torch_rules.RULES", {torch.optim.RAdam: RULES[torch.optim.Adam]})
+    optimizer.param_groups[0]["amsgrad"] = False
+    with pytest.raises(epk.StepMismatchError, match="step 0: .*the weights did not move by Adam's rule"):
+        recorded(net, [optimizer], X, y, batches())
 
 
 def test_muon_in_bfloat16_leaves_a_share_unexplained_that_must_be_given():
@@ -102,38 +88,6 @@ def test_muon_in_bfloat16_leaves_a_share_unexplained_that_must_be_given():
         validate_unexplained(rule, None)
     validate_unexplained(rule, 0.5)
     validate_unexplained(RULES[torch.optim.Adam], None)
-
-
-@pytest.mark.parametrize("matrices", ["left", "right", "both"])
-def test_products_with_matrices_are_those_of_the_blocks_and_have_their_transposes(matrices):
-    torch.manual_seed(0)
-    left, right = torch.randn(3, 3).double(), torch.randn(4, 4).double()
-    step = LinearStep(left=None if matrices == "right" else left, right=None if matrices == "left" else right)
-    sizes = (5, 12)
-    u = stack_coefficients([LinearStep(), step], sizes)
-    v, w = torch.randn(2, 6, 17).double(), torch.randn(17).double()
-    block = v[..., 5:].reshape(2, 6, 3, 4)
-    block = block if step.left is None else left @ block
-    block = block if step.right is None else block @ right
-    expected = torch.cat([v[..., :5], block.reshape(2, 6, 12)], dim=-1)
-    torch.testing.assert_close(apply_matrices(u, sizes, v), expected)
-    adjoint = apply_matrices(u, sizes, w, transposed=True)
-    torch.testing.assert_close(apply_matrices(u, sizes, v) @ w, v @ adjoint)
-
-
-def test_the_states_before_are_copies_of_what_is_needed():
-    net, X, y = problem("Adadelta")
-    optimizer = torch.optim.Adadelta(net.parameters())
-    parameters = dict(net.named_parameters())
-    assert states_before(optimizer, parameters, ("acc_delta",))["0.weight"] == {}
-    F.cross_entropy(net(X), y).backward()
-    optimizer.step()
-    before = states_before(optimizer, parameters, ("acc_delta",))["0.weight"]
-    kept = before["acc_delta"].clone()
-    assert before["square_avg"] is None
-    optimizer.step()
-    assert torch.equal(before["acc_delta"], kept)
-    assert not torch.equal(optimizer.state[net[0].weight]["acc_delta"], kept)
 
 
 def several(net: nn.Module) -> list[torch.optim.Optimizer]:

@@ -28,24 +28,17 @@ def single(dtype: torch.dtype = torch.float32) -> epk.Trajectory:
     return epk.train(net, vectors(11).to(dtype), torch.arange(11) % 3, optimizer=optimizer, steps=22)
 
 
-def test_a_run_in_float32_gives_nearly_the_numbers_of_one_in_float64() -> None:
-    short, long = epk.datamodel(single(), X.float(), Y), epk.datamodel(single(torch.float64), X, Y)
-    assert short.scores.dtype == short.outputs.dtype == short.predict(KEPT).dtype == torch.float32
-    assert error(short.scores, long.scores) < 1e-3
-    assert error(short.predict(KEPT), long.predict(KEPT)) < 1e-3
+def test_numbers_have_the_precision_of_the_questions_and_hardly_depend_on_it() -> None:
+    """Of a run in float32, of one in float64, and of a run in float32 that is asked in float64."""
+    run, wide = single(), X.float().double()
+    short, mixed, long = (epk.datamodel(*own, Y) for own in ((run, X.float()), (run, wide), (single(torch.float64), X)))
+    for model, other, dtype, most in ((short, long, torch.float32, 1e-3), (mixed, short, torch.float64, 1e-4)):
+        assert model.scores.dtype == model.outputs.dtype == model.predict(KEPT).dtype == dtype
+        assert error(model.scores, other.scores) < most
+        assert error(model.predict(KEPT), other.predict(KEPT)) < most
     assert error(short.derivative(), long.derivative()) < 1e-3
-
-
-def test_questions_in_float64_of_a_run_in_float32_are_answered_in_float64() -> None:
-    run = single()
-    mixed, short = epk.datamodel(run, X.float().double(), Y), epk.datamodel(run, X.float(), Y)
-    assert mixed.scores.dtype == mixed.outputs.dtype == mixed.predict(KEPT).dtype == torch.float64
-    assert error(mixed.scores, short.scores) < 1e-4
-    assert error(mixed.predict(KEPT), short.predict(KEPT)) < 1e-4
-    outputs = epk.network_outputs(run, X.float().double())
-    assert torch.allclose(
-        epk.datamodel(run, X.float().double(), classes=Y, head="logits").outputs, outputs[range(4), Y]
-    )
+    outputs = epk.network_outputs(run, wide)[range(4), Y]
+    assert torch.allclose(epk.datamodel(run, wide, classes=Y, head="logits").outputs, outputs)
 
 
 MANY = 180
@@ -101,10 +94,10 @@ def test_tiles_change_no_number(network: str, points: int, monkeypatch: pytest.M
 
 
 def test_a_small_budget_changes_no_number_of_a_wide_network() -> None:
-    """Its gradients, 400 kB a point, go in tiles of a point then."""
+    """Its gradients, 180 kB a point, go in tiles of a point then."""
     torch.manual_seed(1)
-    layers = [torch.nn.Linear(4, 220), torch.nn.Tanh(), torch.nn.Linear(220, 220), torch.nn.Tanh()]
-    net = torch.nn.Sequential(*layers, torch.nn.Linear(220, 3)).double()
+    layers = [torch.nn.Linear(4, 150), torch.nn.Tanh(), torch.nn.Linear(150, 150), torch.nn.Tanh()]
+    net = torch.nn.Sequential(*layers, torch.nn.Linear(150, 3)).double()
     optimizer = torch.optim.Adam(net.parameters(), lr=0.003)
     run = epk.train(net, vectors(11), torch.arange(11) % 3, optimizer=optimizer, steps=6)
     whole, small = (epk.datamodel(run, X, Y, memory_budget=budget) for budget in (1 << 30, 1 << 20))
@@ -145,18 +138,16 @@ def test_an_interrupted_computation_goes_on_where_it_was(tmp_path: Path, monkeyp
     assert not made
 
 
-@pytest.mark.parametrize("change", ["questions", "labels", "kind", "run", "budget"])
-def test_a_checkpoint_belongs_to_one_computation(change: str, tmp_path: Path) -> None:
-    epk.datamodel(LOOP.run, X, Y, checkpoint=tmp_path)
-    other: dict[str, Callable[[], Any]] = {
-        "questions": lambda: epk.datamodel(LOOP.run, X + 1, Y, checkpoint=tmp_path),
-        "labels": lambda: epk.datamodel(LOOP.run, X, Y.flip(0), checkpoint=tmp_path),
-        "kind": lambda: epk.datamodel(LOOP.run, X, classes=Y, checkpoint=tmp_path),
-        "run": lambda: epk.datamodel(Loop(optimizer="adam", steps=15).run, X, Y, checkpoint=tmp_path),
-        "budget": lambda: epk.datamodel(LOOP.run, X, Y, checkpoint=tmp_path, memory_budget=1 << 22),
-    }
-    with pytest.raises(ValueError, match="must be of this very computation"):
-        other[change]()
+def test_a_checkpoint_belongs_to_one_computation(tmp_path: Path) -> None:
+    """To its questions, their labels and kind, its run and its budget."""
+    given = {"trajectory": LOOP.run, "X": X, "y": Y}
+    epk.datamodel(**given, checkpoint=tmp_path)
+    for other in (
+        {"X": X + 1}, {"y": Y.flip(0)}, {"y": None, "classes": Y}, {"memory_budget": 1 << 22},
+        {"trajectory": Loop(optimizer="adam", steps=15).run},
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match="must be of this very computation"):
+            epk.datamodel(**given | other, checkpoint=tmp_path)
 
 
 @pytest.fixture(scope="module")
@@ -168,18 +159,15 @@ def processes() -> Any:
 
 
 def test_workers_give_the_bytes_of_none(processes: Executor, tmp_path: Path) -> None:
-    alone = epk.datamodel(LOOP.run, X, Y)
-    assert same(epk.datamodel(LOOP.run, X, Y, executor=processes), alone)
-    assert same(epk.datamodel(LOOP.run, X, Y, executor=processes, checkpoint=tmp_path), alone)
-    assert same(epk.datamodel(LOOP.run, X, Y, executor=processes, checkpoint=tmp_path), alone)
-
-
-def test_with_workers_the_forecast_and_the_derivative_are_the_same(processes: Executor) -> None:
-    alone = epk.datamodel(LOOP.run, X, Y, pairs=3, derivative=True)
-    found = epk.datamodel(LOOP.run, X, Y, pairs=3, derivative=True, executor=processes)
-    assert torch.equal(found.forecast.measured, alone.forecast.measured)
-    assert torch.equal(found.correction, alone.correction)
-    assert found.forecast.lds == alone.forecast.lds
+    """Of the kernels, the forecast and the derivative, without a checkpoint, with one, and from one."""
+    asked = {"pairs": 3, "derivative": True}
+    alone = epk.datamodel(LOOP.run, X, Y, **asked)
+    for options in ({}, {"checkpoint": tmp_path}, {"checkpoint": tmp_path}):
+        found = epk.datamodel(LOOP.run, X, Y, **asked, executor=processes, **options)
+        assert same(found, alone)
+        assert torch.equal(found.forecast.measured, alone.forecast.measured)
+        assert torch.equal(found.correction, alone.correction)
+        assert found.forecast.lds == alone.forecast.lds
 
 
 @pytest.mark.parametrize("every", [1, 4])

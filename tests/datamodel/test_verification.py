@@ -60,10 +60,10 @@ def test_halves_are_complementary_and_follow_the_seed(forecast_model: Any) -> No
     assert halves.shape == (2 * PAIRS, 12)
     assert bool((halves.sum(dim=1) == 6).all())
     assert bool((halves[::2] + halves[1::2] == 1).all())
-    own = [epk.datamodel(LOOP.run, X, Y, pairs=3, seed=seed).forecast.sample_weights for seed in (3, 4)]
-    assert torch.equal(own[0], halves[:6])
-    assert not torch.equal(own[1], own[0])
-    odd = internals("model")._complementary_halves(11, 3, 0)  # all samples are in one half of each pair
+    draw = internals("model")._complementary_halves
+    assert torch.equal(draw(12, 3, 3), halves[:6])
+    assert not torch.equal(draw(12, 3, 4), halves[:6])
+    odd = draw(11, 3, 0)  # all samples are in one half of each pair
     assert bool((odd[::2] + odd[1::2] == 1).all())
     assert odd.sum(dim=1).tolist() == [5, 6] * 3
 
@@ -118,12 +118,6 @@ def test_a_slope_is_that_of_whole_changes_and_is_taken_only_if_it_helps_on_other
         found = forecast({"path training": predicted}, measured + outputs, halves, outputs).slope
         assert found == slope
     assert abs(float((predicted * measured).sum() / predicted.square().sum()) - 1) > 0.1  # a fit to all pairs
-
-
-def test_a_forecast_shows_itself(forecast_model: Any) -> None:
-    found, text = forecast_model.forecast, str(forecast_model.forecast)
-    assert f"{found.lds:.2f} (95 % [{found.interval[0]:.2f}" in text
-    assert "tensor" not in text
 
 
 def test_the_other_method_counts_only_if_it_is_better_beyond_chance() -> None:
@@ -213,7 +207,9 @@ def test_a_model_names_what_it_holds(forecast_model: Any) -> None:
     assert f"slope {forecast.slope:.2f}" in text
     assert "from 8 networks" in text
     assert forecast_model.method in text
-    assert "Datamodel" in repr(LOOP.model)
+    text = str(forecast)
+    assert f"{forecast.lds:.2f} (95 % [{forecast.interval[0]:.2f}" in text
+    assert "tensor" not in text
 
 
 @pytest.mark.parametrize("name", ["y", "classes", "function"])

@@ -108,7 +108,6 @@ def test_classes_with_names_go_in_and_come_out(named, run, scaler, tmp_path):
 
 @pytest.mark.parametrize("kind", [NAMES.astype(object), np.array([-1.0, 0.0, 2.0])])
 def test_a_recorded_classifier_leads_to_the_scores(kind):
-    """With labels of any kind."""
     (X, y), (X_val, y_val), (X_test, y_test) = gaussians(15, 0), gaussians(20, 1), gaussians(20, 2)
     classifier = EPKClassifier(steps=15, random_state=0).fit(X, kind[y])
     model = classifier.uncertain_classifier(X_val, kind[y_val], nodes=3)

@@ -186,15 +186,12 @@ def test_sets_without_a_class_get_the_most_likely_one(model, points):
 def test_each_class_has_the_threshold_of_its_own_validation_labels(run, points, tmp_path):
     """Also when it was read from a file. A class without a label is named, and in every set."""
     X, y = gaussians(30, 1)
-    model = epk.UncertainClassifier(run, nodes=4, classes=["ant", "bee", "cat"]).fit(
-        X, np.array(["ant", "bee", "cat"])[y]
-    )
+    names = np.array(["ant", "bee", "cat"])
+    model = epk.UncertainClassifier(run, nodes=4, classes=names).fit(X, names[y])
     model.save(tmp_path / "whole")
     read = epk.UncertainClassifier.load(tmp_path / "whole", gaussian_net())
-    expected = conformal_sets(
-        model.set_stacking_.probability(model._judged(points[0])), model.conformity_scores_, 0.2,
-        model.conformity_labels_,
-    )  # fmt: skip
+    p = model.set_stacking_.probability(model._judged(points[0]))
+    expected = conformal_sets(p, model.conformity_scores_, 0.2, model.conformity_labels_)
     for own in (model, read):
         assert torch.equal(own.predict_set(points[0], 0.2, by_class=True, allow_empty=True), expected)
     assert not torch.equal(expected, model.predict_set(points[0], 0.2, allow_empty=True))
@@ -268,24 +265,17 @@ def test_out_of_fold_logits_that_cannot_be_are_refused(run, folds, unchecked):
 
 
 def test_weights_of_a_process_that_gains_nothing_say_so(generator):
-    """Labels drawn from the network's softmax; where the process knows them, the gain is shown."""
-    network = 2 * torch.randn(300, C, dtype=torch.float64, generator=generator)
-    labels = torch.multinomial(network.softmax(1), 1, generator=generator)[:, 0]
-    noise, known = torch.randn_like(network), nn.functional.one_hot(labels, C).double()
-    nothing, something = (stack_logits(network, mean, labels, 3.0) for mean in (0.1 * noise, known))
-    assert "gains  nothing that 300 labels would show" in str(nothing)
+    """Labels drawn from the network's softmax. A temperature that the network needs is no gain of the process."""
+    logits = 2 * torch.randn(300, C, dtype=torch.float64, generator=generator)
+    labels = torch.multinomial(logits.softmax(1), 1, generator=generator)[:, 0]
+    noise, known = 0.1 * torch.randn_like(logits), nn.functional.one_hot(labels, C).double()
+    overconfident, always_right = (5 * logits, torch.zeros_like(logits)), (40 * known, noise)
+    for network, process in ((logits, noise), overconfident, always_right):
+        assert "gains  nothing that 300 labels would show" in str(stack_logits(network, process, labels, 3.0))
+    nothing, something = (stack_logits(logits, mean, labels, 3.0) for mean in (noise, known))
     assert "nothing" not in str(something)
     assert something.network_loss == pytest.approx(nothing.network_loss)
     assert something.network_loss - something.loss > 2 * something.gain_error
-
-
-def test_a_temperature_that_the_network_needs_is_no_gain_of_the_process(generator):
-    """An overconfident network beside a process that says nothing, and one that is always right beside a poor one."""
-    logits = 2 * torch.randn(300, C, dtype=torch.float64, generator=generator)
-    labels = torch.multinomial(logits.softmax(1), 1, generator=generator)[:, 0]
-    sure = 40 * nn.functional.one_hot(labels, C).double()
-    for network, process in ((5 * logits, torch.zeros_like(logits)), (sure, 0.1 * torch.randn_like(logits))):
-        assert "gains  nothing that 300 labels would show" in str(stack_logits(network, process, labels, 1.0))
 
 
 def test_a_score_may_be_weighted(model, points):
@@ -329,9 +319,7 @@ def test_a_damaged_file_is_recognised(model, tmp_path):
         epk.UncertainClassifier.load(tmp_path / "whole", other)
 
 
-@pytest.mark.parametrize(
-    ("features", "power", "expected"), [("exact", None, 2), ("exact", 1, 1), (64, None, 1), (64, 3, 3)]
-)
+@pytest.mark.parametrize(("features", "power", "expected"), [("exact", None, 2), (64, None, 1), (64, 3, 3)])
 def test_a_classifier_follows_chords_and_keeps_its_power_and_says_the_same_when_read(
     features, power, expected, run, points, tmp_path
 ):

@@ -125,6 +125,6 @@ def test_left_out_matrices_are_seen():
     """The control: with the identity in the place of Muon's matrices nothing sums to the network."""
     net, X, y = problem("Muon")
     run, _ = recorded(net, [optimizer_for("Muon", {}, net)], X, y, batches(1))
-    without = epk.Trajectory(**{**vars(run), "updates": tuple(map(zero_matrices, run.updates))})
+    without = epk.Trajectory(**{**vars(run), "updates": tuple(map(zero_matrices, run.updates)), "unexplained": None})
     with pytest.warns(epk.CertificateWarning):
         assert epk.attribute(without, points("Muon"), head="logits").max_error > 1e-3

@@ -6,7 +6,7 @@ import pickle
 
 import pytest
 import torch
-from optimizer_cases import batches, flat, problem
+from optimizer_cases import batches, problem
 from path_runs import OPTIMIZERS
 from path_shares import assert_are_shares, shares
 from statistics_runs import reference_jacobian
@@ -22,6 +22,7 @@ from epk_gp.core.plans import TensorSpec
 from epk_gp.core.states import AveragedStates, averaged_trajectory, averaging_coefficients
 from epk_gp.kernel_machine.axes import by_sample, by_step
 from helpers import assert_close
+from loops import flat
 
 AVERAGES = {
     "ema": (range(1, 13), 0.7), "ema_every_third": (range(3, 13, 3), 0.5), "swa": (range(1, 13), None),

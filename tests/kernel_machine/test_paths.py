@@ -11,7 +11,7 @@ from weighted_loops import Apply
 
 import epk_gp as epk
 from distributed_cases import Shuffled
-from epk_gp.autodiff import secants
+from epk_gp.autodiff import averages
 from epk_gp.core.plans import MemoryPlan
 from epk_gp.core.trajectory import flat_state
 from epk_gp.gram.sketch import nodes_trajectory
@@ -224,8 +224,8 @@ def test_a_single_machine_follows_the_path_of_its_kernel():
 def test_a_layerwise_average_that_misses_the_outputs_is_not_certified(is_faulty, monkeypatch):
     """With a wrong mean derivative of ReLU, as a mistake would have it; and with a straight-through estimator."""
     if is_faulty == "secant":
-        run, right = recorded("relu_sgd"), secants.quotient_slope
-        monkeypatch.setattr(secants, "quotient_slope", lambda *args, **options: 0.9 * right(*args, **options))
+        run, right = recorded("relu_sgd"), averages.quotient_slope
+        monkeypatch.setattr(averages, "quotient_slope", lambda *args, **options: 0.9 * right(*args, **options))
     else:
         rounded = Apply(lambda h: h + ((4 * h).round() / 4 - h).detach())
         net = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), rounded, nn.Linear(6, 3)).double()

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from weighted_loops import Apply
 
 import epk_gp as epk
 from epk_gp.autodiff.dense import WeightSegment
@@ -23,19 +24,8 @@ DOUBLE, SINGLE = torch.float64, torch.float32
 ONE = torch.ones(1, 1, dtype=DOUBLE)
 
 
-class OneWeight(nn.Module):
-    """A function of h = w x, with one trained weight."""
-
-    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
-        super().__init__()
-        self.linear, self.function = nn.Linear(1, 1, bias=False), function
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.function(self.linear(x))
-
-
 def run_of(function: Callable[[Tensor], Tensor], dtype: torch.dtype = DOUBLE) -> epk.Trajectory:
-    net = OneWeight(function).to(dtype)
+    net = nn.Sequential(nn.Linear(1, 1, bias=False), Apply(function)).to(dtype)
     X, y = torch.linspace(0.5, 1.5, 4, dtype=dtype)[:, None], torch.zeros(4, 1, dtype=dtype)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     with warnings.catch_warnings():
@@ -53,19 +43,14 @@ def segment(function: Callable[[Tensor], Tensor], dtype: torch.dtype = DOUBLE) -
 
 
 FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "tanh": torch.tanh,
-    "relu": F.relu,
-    "root": lambda h: h.abs().sqrt(),
-    "root_at_the_start": lambda h: (h + 1).abs().sqrt(),
-    "cancellation": lambda h: torch.sin(3 * h) + 1e4 - 1e4,
+    "tanh": torch.tanh, "relu": F.relu, "root": lambda h: h.abs().sqrt(),
+    "root_at_the_start": lambda h: (h + 1).abs().sqrt(), "cancellation": lambda h: torch.sin(3 * h) + 1e4 - 1e4,
     "straight_through": lambda h: torch.tanh(h + ((4 * h).round() / 4 - h).detach()),  # rounds in the forward pass
-    "stop_gradient": lambda h: h * torch.exp(h).detach(),
-    "bfloat16": lambda h: torch.tanh(h.bfloat16()).to(h.dtype),
-    "jump": lambda h: torch.where(h > 0, 1 + h, h),
+    "stop_gradient": lambda h: h * torch.exp(h).detach(), "bfloat16": lambda h: torch.tanh(h.bfloat16()).to(h.dtype),
+    "jump": lambda h: torch.where(h > 0, 1 + h, h), "many_jumps": lambda h: torch.frac(1e5 * h),
     "blind_kink": lambda h: torch.where(h > 0, torch.exp(h), 1 - h),
     "many_kinks": lambda h: torch.where((50 * h).sin() > 0, (50 * h).sin(), 0 * h),
-    "many_jumps": lambda h: torch.frac(1e5 * h),
-}
+}  # fmt: skip
 INCONSISTENT = QuadratureStatus.INCONSISTENT_DERIVATIVE
 
 
@@ -158,7 +143,7 @@ def test_a_kink_that_is_not_located_costs_more_and_more_than_a_small_bound() -> 
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_evaluations_never_pass_their_bound(name: str) -> None:
     X = torch.linspace(-1, 1, 8, dtype=DOUBLE)[:, None]
-    for bound in (4, 50, 300):
+    for bound in (4, 50):
         found = integrate(segment(FUNCTIONS[name]), X, epk.adaptive(max_evaluations=bound), 1)
         assert float(found.evaluations.max()) <= bound
         weights = torch.zeros(8, dtype=DOUBLE).index_add_(0, found.point, found.weight)

@@ -10,7 +10,9 @@ from torch.nn import functional as F
 from weighted_loops import Apply
 
 import epk_gp as epk
-from epk_gp.autodiff.dense import WeightSegment, directional_derivatives
+from epk_gp.autodiff.dense import PlannedModel, WeightSegment, directional_derivatives
+from epk_gp.autodiff.verification import build_plan
+from epk_gp.core.model import functionalize
 from epk_gp.datasets import three_gaussians
 from epk_gp.quadrature.adaptive import Integral, integrate, union_mesh
 from epk_gp.quadrature.rules import QuadratureStatus
@@ -18,7 +20,6 @@ from helpers import first_step
 
 
 def recurrent(kind: Callable[..., nn.Module], **options: object) -> nn.Module:
-    """Return a recurrent layer that is read at its last place."""
     takes, first = (lambda r: r[0][:, -1]), (lambda x: x)
     if not options.get("batch_first"):
         takes, first = (lambda r: r[0][-1]), (lambda x: x.transpose(0, 1))
@@ -26,8 +27,6 @@ def recurrent(kind: Callable[..., nn.Module], **options: object) -> nn.Module:
 
 
 class Cells(nn.Module):
-    """Cells called in a loop."""
-
     def __init__(self) -> None:
         super().__init__()
         self.first, self.second = nn.LSTMCell(3, 6), nn.GRUCell(6, 5, bias=False)
@@ -138,39 +137,32 @@ def test_rows_at_places_of_their_own_share_a_pass_and_take_few_evaluations(name:
     assert (directional_derivatives(line, X, t)[0] - torch.cat(rows).log_softmax(1)).abs().max() < 1e-12
 
 
-class Detached(nn.Module):
-    """A weight whose gradient is stopped at one of its uses."""
+class OfAWeight(nn.Module):
+    """A function of inputs and one weight, and a layer."""
 
-    def __init__(self) -> None:
+    def __init__(self, function: Callable[[Tensor, Tensor], Tensor]) -> None:
         super().__init__()
-        self.W, self.out = nn.Parameter(torch.randn(3, 5)), nn.Linear(5, 2)
+        self.W, self.out, self.function = nn.Parameter(torch.randn(3, 5)), nn.Linear(5, 2), function
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.out(torch.tanh(x[:, 0] @ self.W) * (x[:, 1] @ self.W.detach()))
+        return self.out(self.function(x, self.W))
 
 
-class Squared(Detached):
-    """A function of a weight that is not linear in it."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.out(torch.tanh(x[:, 0] @ self.W) * (x[:, 1] @ self.W**2))
-
-
-class Transposed(Detached):
-    """Its rows are columns of a product."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.out(torch.tanh(self.W.T @ x[:, 0].T).T)
+NOT_LINEAR: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "detached": lambda x, W: torch.tanh(x[:, 0] @ W) * (x[:, 1] @ W.detach()),
+    "squared": lambda x, W: torch.tanh(x[:, 0] @ W) * (x[:, 1] @ W**2),
+    "transposed": lambda x, W: torch.tanh(W.T @ x[:, 0].T).T,  # its rows are columns of a product
+}
 
 
 @pytest.mark.filterwarnings("ignore::epk_gp.CertificateWarning")  # of the probe at recording
-@pytest.mark.parametrize("kind", [Detached, Squared, Transposed])
-def test_what_is_not_linear_in_a_weight_is_not_followed(kind: type[nn.Module], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", NOT_LINEAR)
+def test_what_is_not_linear_in_a_weight_is_not_followed(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The negative control: the rule is exact on them, or says that it is not, by the ways there were before."""
-    monkeypatch.setitem(NETWORKS, "other", (kind, 0.0))
+    monkeypatch.setitem(NETWORKS, "other", (lambda: OfAWeight(NOT_LINEAR[name]), 0.0))
     line, X = step_of("other")
     assert not line.net.plan.supports_interpolation
-    expected = QuadratureStatus.INCONSISTENT_DERIVATIVE if kind is Detached else QuadratureStatus.CONVERGED
+    expected = QuadratureStatus.INCONSISTENT_DERIVATIVE if name == "detached" else QuadratureStatus.CONVERGED
     assert expected in integrate(line, X, epk.adaptive(), 1).status.tolist()
 
 
@@ -205,13 +197,6 @@ def test_chords_of_twenty_steps_take_at_most_one_and_a_half_evaluations_per_step
     assert machine.evaluations > 10 / 20  # the control: there are kinks
 
 
-class Root(nn.Module):
-    """Its derivative is not finite where its input is zero."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return (x**2) ** 0.75
-
-
 def from_minus_one(activation: nn.Module, end: float) -> WeightSegment:
     """Return the straight line of a network's one weight from -1."""
     X, net = torch.ones(4, 1, dtype=torch.float64), nn.Sequential(nn.Linear(1, 1, bias=False), activation).double()
@@ -231,7 +216,8 @@ def test_kinks_are_searched_before_any_node_only_where_a_unit_switches() -> None
 
 
 def test_a_midpoint_without_a_derivative_is_halved() -> None:
-    line, X = from_minus_one(Root(), 1.0), torch.ones(1, 1, dtype=torch.float64)
+    """It is not finite where the input is zero."""
+    line, X = from_minus_one(Apply(lambda x: (x**2) ** 0.75), 1.0), torch.ones(1, 1, dtype=torch.float64)
     assert directional_derivatives(line, X, torch.full((1,), 0.5, dtype=torch.float64))[1].isnan().all()
     assert integrate(line, X, epk.adaptive(1e-6), 1).residual.max() < 1e-4
 
@@ -279,30 +265,19 @@ KINKED: dict[str, Callable[[Tensor], Tensor]] = {
 }  # fmt: skip
 
 
-class Kinked(nn.Module):
-    """A function of the activations."""
-
-    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
-        super().__init__()
-        self.forward = function
-
-
 @pytest.mark.mostly_slow
 @pytest.mark.parametrize("name", KINKED)
 def test_a_located_kink_costs_a_fraction_of_a_blind_one(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     X = torch.randn(6, 3, dtype=torch.float64)
-    net = nn.Sequential(nn.Linear(3, 16), Kinked(KINKED[name]), nn.LazyLinear(2)).double()
+    net = nn.Sequential(nn.Linear(3, 16), Apply(KINKED[name]), nn.LazyLinear(2)).double()
     net(X)
-    optimizer = torch.optim.SGD(net.parameters(), lr=8.0)
-    trajectory = epk.train(net, X, torch.arange(6) % 2, optimizer=optimizer, steps=1)
-    evaluations = []
-    for locates in (True, False):
-        if not locates:
-            none = lambda line, x, pair, a, b: (a[:0].long(), a[:0], torch.ones_like(a, dtype=torch.bool))  # noqa: E731
-            monkeypatch.setattr("epk_gp.quadrature.adaptive.locate_kinks", none)
-        found = epk.reconstruct(trajectory, X, head="logits", rule=epk.adaptive(1e-12, order=2))
-        assert found.certified
-        # hundreds of intervals about a kink that is not located add roundings of their own
-        assert found.max_error < (1e-13 if locates else 1e-11) * found.network.abs().max()
-        evaluations.append(found.evaluations)
-    assert evaluations[1] > 10 * evaluations[0]
+    model = functionalize(net)
+    w, d = model.flatten(dict(net.named_parameters())), torch.randn(model.num_weights, dtype=torch.float64)
+    line = WeightSegment(PlannedModel(model, build_plan(model, w, X)), w, d, "logits", 1 << 26)
+    found = integrate(line, X, epk.adaptive(1e-12, order=2), 1)
+    assert found.status.max() <= QuadratureStatus.ROUNDING
+    assert (found.end - found.start - found.total).abs().max() < 1e-13 * found.end.abs().max()
+    none = lambda line, x, pair, a, b: (a[:0].long(), a[:0], torch.ones_like(a, dtype=torch.bool))  # noqa: E731
+    monkeypatch.setattr("epk_gp.quadrature.adaptive.locate_kinks", none)
+    ten_times = epk.adaptive(1e-12, order=2, max_evaluations=round(10 * float(found.evaluations.mean())))
+    assert integrate(line, X, ten_times, 1).status.max() == QuadratureStatus.EVALUATION_LIMIT

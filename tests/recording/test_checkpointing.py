@@ -16,26 +16,24 @@ from epk_gp.core.model import functionalize, with_kept_activations
 from epk_gp.core.plans import TensorSpec
 from epk_gp.core.trajectory import flat_state
 from epk_gp.kernel_machine.loss_products import LossProducts
-from loops import assert_exact, data, record, sgd
+from loops import Net, assert_exact, data, record, sgd
 
 X, Y = data()
 TEST = X[:3] + 0.1
 
 
-class Attention(nn.Module):
+def attention():
     """A block of a GPT on three tokens of two channels."""
 
-    def __init__(self):
-        super().__init__()
-        self.norms = nn.ModuleList([nn.LayerNorm(2), nn.LayerNorm(2)])
-        self.qkv, self.out, self.mlp = nn.Linear(2, 6), nn.Linear(2, 2), nn.Linear(2, 2)
-
-    def forward(self, h):
+    def forward(net, h):
         tokens = h.unflatten(1, (3, 2))
-        q, k, v = self.qkv(self.norms[0](tokens)).split(2, dim=-1)
-        tokens = tokens + self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True))
-        tokens = tokens + F.dropout(F.gelu(self.mlp(self.norms[1](tokens))), 0.2, self.training)
+        q, k, v = net.qkv(net.norms[0](tokens)).split(2, dim=-1)
+        tokens = tokens + net.out(F.scaled_dot_product_attention(q, k, v, is_causal=True))
+        tokens = tokens + F.dropout(F.gelu(net.mlp(net.norms[1](tokens))), 0.2, net.training)
         return tokens.flatten(1)
+
+    norms = nn.ModuleList([nn.LayerNorm(2), nn.LayerNorm(2)])
+    return Net(forward, norms=norms, qkv=nn.Linear(2, 6), out=nn.Linear(2, 2), mlp=nn.Linear(2, 2))
 
 
 def block(*layers):
@@ -47,7 +45,7 @@ BLOCKS = {
     "relu": block(nn.ReLU),
     "in_place": block(lambda: nn.ReLU(inplace=True), nn.Dropout),
     "frozen_batch_norm": block(lambda: nn.BatchNorm1d(6).eval(), nn.Tanh),
-    "attention": Attention,
+    "attention": attention,
 }
 OFF, ALWAYS, IN_TRAINING, REENTRANT_IN_TRAINING = (None, True), (False, True), (False, False), (True, False)
 USES = {"always": ALWAYS, "in_training": IN_TRAINING, "reentrant_in_training": REENTRANT_IN_TRAINING}
@@ -192,15 +190,15 @@ class Same(torch.autograd.Function):
         return gradient + 0 * ctx.saved_tensors[0]
 
 
-class Unknown(nn.Module):
-    forward = staticmethod(Same.apply)
+def unknown():
+    return Net(lambda net, x: Same.apply(x))
 
 
 def test_what_a_checkpoint_would_still_recompute_is_refused():
-    net = Checkpointed(block(Unknown), ALWAYS).double()
+    net = Checkpointed(block(unknown), ALWAYS).double()
     with pytest.raises(ValueError, match=r"a function of another kind .* outside of the checkpoint"):
         epk.Recorder(net, sgd(net), X, Y)
-    run = recorded(Checkpointed(block(Unknown), IN_TRAINING).double())
+    run = recorded(Checkpointed(block(unknown), IN_TRAINING).double())
     assert epk.reconstruct(run, TEST).certified
 
 

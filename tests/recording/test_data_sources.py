@@ -104,8 +104,10 @@ def asserted_same(run, expected, test):
     assert torch.equal(parts.total, others.total)
 
 
-@pytest.mark.parametrize("source", SOURCES)
-@pytest.mark.parametrize("is_on_disk", [False, True])
+@pytest.mark.parametrize(
+    ("source", "is_on_disk"), [*((source, True) for source in SOURCES), ("memory maps", False), ("subset", False),
+    ("dataset of dictionaries", False)],
+)  # fmt: skip
 def test_the_run_is_that_with_tensors_in_memory(source, is_on_disk, tmp_path):
     options = {"folder": tmp_path / "run"} if is_on_disk else {}
     is_masked = source in SEVERAL
@@ -113,22 +115,6 @@ def test_the_run_is_that_with_tensors_in_memory(source, is_on_disk, tmp_path):
     asserted_same(train(*SOURCES[source](tmp_path), **options), expected, test)
     if is_on_disk:
         asserted_same(epk.load_trajectory(tmp_path / "run", Net()), expected, test)
-
-
-def test_a_loop_over_a_shuffling_loader_is_recorded_with_the_loader_as_X():
-    loader = DataLoader(IndexedDataset(PAIRS), 32, shuffle=True, generator=torch.Generator().manual_seed(0))
-    net = Net()
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    with epk.Recorder(net, optimizer, loader) as recorder:
-        for indices, (inputs, labels) in loader:
-            optimizer.zero_grad()
-            nn.functional.cross_entropy(net(inputs), labels).backward()
-            recorder.batch(indices)
-            optimizer.step()
-    assert torch.equal(recorder.X, X)
-    assert torch.equal(recorder.y, Y)
-    assert not any(step.passes for step in recorder.steps)  # all rows are those of X
-    assert epk.attribute(recorder.trajectory, TEST).certified
 
 
 def test_reading_leaves_the_random_numbers_as_they_are():

@@ -26,12 +26,18 @@ def assert_same(trajectory, expected):
     assert torch.equal(trajectory.targets, expected.targets)
 
 
-@pytest.mark.mostly_slow
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """The run of each loop on two ranks, and what rank 1 says when it is asked for it."""
+    found = on_ranks(SIZE, ranks.each, tmp_path_factory.mktemp("runs"), [(on_rank, name) for name in LOOPS])
+    return dict(zip(LOOPS, zip(*found, strict=True), strict=True))
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("name", LOOPS)
-def test_a_run_of_two_ranks_is_that_of_the_loop_in_one_process(name, tmp_path):
+def test_a_run_of_two_ranks_is_that_of_the_loop_in_one_process(runs, name):
     """A step has the passes of all ranks, and the moving statistics are those of rank 0."""
-    trajectory, refusal = on_ranks(SIZE, on_rank, tmp_path, name)
-    expected = in_one_process(name)
+    (trajectory, refusal), expected = runs[name], in_one_process(name)
     assert_same(trajectory, expected)
     assert "on rank 0" in refusal
     assert trajectory.num_steps == LOOPS[name].steps
@@ -57,19 +63,11 @@ FAULTS = {
     "fewer": "Likely cause: on rank 1 no call of the network on the batch's rows was seen, but one on inputs of shape",
     "lr": OTHERS + " Likely cause: other options of the optimizer there, such as the learning rate",
     "edit": OTHERS.replace("0 step 0", "2 step 2")
-    + " Likely cause: they, or what the optimizer holds, were changed on "
-    "one rank alone",
+    + " Likely cause: they, or what the optimizer holds, were changed on one rank alone",
     "module": OTHERS + " Likely cause: its gradient is its own. DDP averages gradients in the backward pass of net(X)",
     "none": "nothing",
     "data": "X and y must be the same on all ranks: those of rank 1 are not those of rank 0",
 }
-
-
-@pytest.mark.mostly_slow
-@pytest.mark.parametrize("fault", FAULTS)
-def test_a_fault_on_one_rank_is_named_on_all_and_a_sound_loop_says_nothing(fault, tmp_path):
-    said = on_ranks(SIZE, ranks.with_fault, tmp_path, fault)
-    assert all(FAULTS[fault] in one for one in said), said
 
 
 REFUSED = {
@@ -83,10 +81,12 @@ REFUSED = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("program", "message"), REFUSED.items())
-def test_what_ranks_cannot_record_is_refused_on_all_of_them(program, message, tmp_path):
-    said = on_ranks(SIZE, program, tmp_path)
-    assert [re.search(message, one) is not None for one in said] == [True] * SIZE, said
+def test_a_fault_on_one_rank_and_what_ranks_cannot_record_are_named_on_all_of_them(tmp_path):
+    """A sound loop says nothing."""
+    calls = [*((ranks.with_fault, fault) for fault in FAULTS), *((program,) for program in REFUSED)]
+    expected = [*map(re.escape, FAULTS.values()), *REFUSED.values()]
+    for call, message, *said in zip(calls, expected, *on_ranks(SIZE, ranks.each, tmp_path, calls), strict=True):
+        assert [re.search(message, one) is not None for one in said] == [True] * SIZE, (call, said)
 
 
 def test_ddp_takes_a_wrapper_alone():
@@ -96,9 +96,9 @@ def test_ddp_takes_a_wrapper_alone():
 
 
 @pytest.mark.slow
-def test_influence_and_retraining_follow_the_statistics_of_each_rank(tmp_path):
+def test_influence_and_retraining_follow_the_statistics_of_each_rank(runs):
     """Each rank begins a step with the statistics of rank 0, and those that it leaves are not used; by differences."""
-    trajectory, _ = on_ranks(SIZE, on_rank, tmp_path, "accumulated_batch_norm")
+    trajectory, _ = runs["accumulated_batch_norm"]
     found = epk.influence(trajectory, TEST, head="logits")
     assert found.certified
     for sample in range(3):
@@ -127,10 +127,11 @@ def test_a_run_whose_rank_died_is_resumed_to_the_same_end(tmp_path):
 
 
 PROGRAMS = Path(__file__).parents[2] / "docs" / "recipes" / "programs"
-LAUNCHES = {  # a program: steps, and what starts its processes
-    "ddp": (6, ("torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=1")),
-    "accelerate_ddp": (6, ("accelerate.commands.launch", "--multi_gpu", "--num_processes=2", "--main_process_port=0")),
-    "lightning_ddp": (6, ()),
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
+LAUNCHES = {  # what starts a program's processes; `accelerate launch` starts them as torchrun does
+    "ddp": (*TORCHRUN, "--max-restarts=1"),
+    "accelerate_ddp": TORCHRUN,
+    "lightning_ddp": (),
 }
 DIES = """
 import os
@@ -141,6 +142,7 @@ if rank == 1 and step == 4 and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
 
 
 @pytest.mark.slow
+@pytest.mark.pages
 def test_pages_programs_record_two_processes_that_their_launchers_start(tmp_path):
     """All are started at once. Under torchrun a rank dies at its fifth step; the second attempt goes on."""
     for module in ("accelerate", "pytorch_lightning"):
@@ -149,7 +151,7 @@ def test_pages_programs_record_two_processes_that_their_launchers_start(tmp_path
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
     environment["PYTHONPATH"] = str(Path(epk.__file__).parents[1])
     begun = {}
-    for program, (_, launcher) in LAUNCHES.items():
+    for program, launcher in LAUNCHES.items():
         source, folder = (PROGRAMS / f"{program}.py").read_text(), tmp_path / program
         if program == "ddp":
             step = "        optimizer.step()\n"
@@ -157,17 +159,14 @@ def test_pages_programs_record_two_processes_that_their_launchers_start(tmp_path
             source = source.replace(step, step + DIES.replace("\n", "\n        ") + "\n")
         folder.mkdir()
         (folder / "program.py").write_text(source)
-        command = [sys.executable, *(("-m", *launcher) if launcher else ()), "program.py"]
-        begun[program] = subprocess.Popen(
-            command, cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-        )
+        command, pipes = [sys.executable, *launcher, "program.py"], dict.fromkeys(("stdout", "stderr"), subprocess.PIPE)
+        begun[program] = subprocess.Popen(command, cwd=folder, env=environment, text=True, **pipes)
     try:
         done = {program: (*process.communicate(timeout=90), process.returncode) for program, process in begun.items()}
     finally:
         for process in begun.values():
             process.kill()
-    for program, (steps, _) in LAUNCHES.items():
-        said, errors, code = done[program]
+    for program, (said, errors, code) in done.items():
         assert code == 0, errors
-        assert f"certified True, {steps} steps" in said
+        assert "certified True, 6 steps" in said
         assert ("exitcode: 1" in errors) == (program == "ddp"), "the first attempt fails, and no other one"

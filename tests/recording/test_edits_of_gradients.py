@@ -178,8 +178,7 @@ def assert_exact(run, shares, tolerance=1e-10):
 
 @pytest.mark.mostly_slow
 @pytest.mark.parametrize(
-    ("name", "optimizer"), [(name, kind) for name in PENALTIES for kind in OPTIMIZERS
-    if kind == "sgd" or name not in ("half", "long rate")],
+    ("name", "optimizer"), [*product(PENALTIES, ["sgd"]), ("two rates", "adam"), ("weights", "adam"), ("all", "adamw")],
 )  # fmt: skip
 def test_a_penalty_is_the_term_decay_and_all_terms_are_those_of_brute_force(name, optimizer):
     penalty, rate = PENALTIES[name]
@@ -209,8 +208,8 @@ def outputs_of(change, *, penalty, edit, sample=2):
 @pytest.mark.mostly_slow
 @pytest.mark.filterwarnings("ignore::epk_gp.CertificateWarning")
 @pytest.mark.parametrize(
-    ("edit", "penalty"), [*product(EDITS, ["none"]), *product(("norm", "entries", "a layer", "adaptive", "normed",
-    "scaled", "masked and clipped", "without one", "penalty by hand, norm"), ["weights"])],
+    ("edit", "penalty"), [*product(EDITS, ["none"]), *product(("norm", "entries", "adaptive", "masked and clipped",
+    "without one", "penalty by hand, norm"), ["weights"])],
 )  # fmt: skip
 def test_every_edit_is_exact_in_steps_that_are_not_checked_too_and_influence_is_right_or_not_certified(edit, penalty):
     by_hand, (added, rate) = (0.03 if "penalty" in edit else 0.0), PENALTIES[penalty]
@@ -229,8 +228,10 @@ def test_every_edit_is_exact_in_steps_that_are_not_checked_too_and_influence_is_
 
 
 @pytest.mark.mostly_slow
-@pytest.mark.parametrize(("dtype", "scale"), [(torch.float64, 1000.0), (torch.float32, 2.0**16)])
-@pytest.mark.parametrize("edit", [None, "norm", "masked", "penalty by hand"])
+@pytest.mark.parametrize(
+    ("edit", "dtype", "scale"), [(None, torch.float64, 1000.0), ("penalty by hand", torch.float64, 1000.0),
+    ("norm", torch.float32, 2.0**16), ("masked", torch.float32, 2.0**16)],
+)  # fmt: skip
 def test_the_factor_of_a_gradient_scaler_is_no_part_of_the_record(edit, dtype, scale):
     scaled, plain = (
         trained(PENALTIES["all"][0], net=mlp(dtype), edit=EDITS.get(edit), scale=own).trajectory
@@ -338,8 +339,7 @@ UNEXPLAINED = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("every", [1, 1000])
-@pytest.mark.parametrize("name", UNEXPLAINED)
+@pytest.mark.parametrize(("name", "every"), list(zip(UNEXPLAINED, (1, 1000, 1000, 1), strict=True)))
 def test_what_no_factor_and_no_decay_explains_is_refused_or_a_term_that_influence_never_certifies(name, every):
     loop, cause = UNEXPLAINED[name]
     with pytest.raises(epk.StepMismatchError, match=f"step 0: .*{cause}.* unexplained=SHARE records it"):
@@ -353,8 +353,9 @@ def test_what_no_factor_and_no_decay_explains_is_refused_or_a_term_that_influenc
 
 
 @pytest.mark.mostly_slow
-@pytest.mark.parametrize("every", [1, 1000])
-@pytest.mark.parametrize("clip", [ClipNorm(0.1), ClipNorm(0.3, 1.0), ClipValue(0.02), ClipNorm(1e-3)], ids=str)
+@pytest.mark.parametrize(
+    ("clip", "every"), [(ClipNorm(0.1), 1), (ClipNorm(0.3, 1.0), 1000), (ClipValue(0.02), 1), (ClipNorm(1e-3), 1000)]
+)
 def test_a_stated_clipping_must_be_the_loops(clip, every):
     """Each way of clipping under each other's statement, and without one."""
     for loop in (clip, ClipNorm(0.2), None):
@@ -376,10 +377,8 @@ def test_one_clipped_step_does_not_show_by_which_norm_a_run_is_clipped():
 
 SGD = lambda p: torch.optim.SGD(p, lr=0.3)  # noqa: E731
 LONG_LOOPS = {
-    "sgd-cnn": (SGD, "cnn"),
     "momentum-mlp": (lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, weight_decay=1e-4), "mlp"),
     "adam-cnn": (lambda p: torch.optim.Adam(p, lr=0.02), "cnn"),
-    "adamw-mlp": (lambda p: torch.optim.AdamW(p, lr=0.05, weight_decay=0.1), "mlp"),
     "rmsprop-mlp": (lambda p: torch.optim.RMSprop(p, lr=0.01, momentum=0.5, centered=True), "mlp"),
 }
 
@@ -408,8 +407,7 @@ def test_a_long_run_that_learns_its_data_by_heart_is_no_false_alarm(optimizer, k
     assert float32_loop(optimizer, kind, 110).num_steps == 110
 
 
-@pytest.mark.parametrize("kind", ["mlp", "cnn"])
-@pytest.mark.parametrize("rate", [2e-2, 1e-4, 2e-5])
+@pytest.mark.parametrize(("rate", "kind"), [(2e-2, "mlp"), (1e-4, "cnn"), (2e-5, "mlp"), (2e-5, "cnn")])
 def test_a_small_penalty_is_recorded_as_weight_decay(rate, kind):
     run = float32_loop(SGD, kind, 8, rate).trajectory
     assert epk.reconstruct(run, float32_problem(kind)[1][:3]).certified

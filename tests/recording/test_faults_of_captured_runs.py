@@ -255,7 +255,6 @@ def skip_announcement(loop):
     loop.recorder.batch = lambda *_, **__: vars(loop.recorder).pop("batch")
 
 
-UNMIXED = ("plain", "dropout", "batch_norm", "augmentation", "weights", "accumulation", "two_optimizers")
 AS_RECORDED = ("plain", "dropout", "batch_norm", "accumulation")  # the network sees X[batch]
 NORM = ("batch_norm", "accumulated_batch_norm")
 OTHER_GRADIENT = "the change of the weights must be"
@@ -388,8 +387,8 @@ SOUND = {
         between_the_optimizers(lambda loop: loop.net[-1].weight.grad.mul_(2))),
     "random_numbers_elsewhere": (("dropout",), "value", lambda loop: torch.rand(5)),
     "another_seed": (("dropout", "two_optimizers"), "begin", lambda loop: torch.manual_seed(0)),
-    "validation_before": (("plain", "dropout", *NORM), "forward", in_evaluation_mode),
-    "validation_after": (("plain", "dropout", *NORM), "announce", in_evaluation_mode),
+    "validation_before": (("plain", *NORM), "forward", in_evaluation_mode),
+    "validation_after": (("dropout", *NORM), "announce", in_evaluation_mode),
     "training_mode_without_gradients_before": (NORM, "forward", without_gradients),
     "training_mode_without_gradients_after": ((*NORM, "dropout"), "announced", without_gradients),
     "training_mode_with_gradients": (NORM, "value", lambda loop: loop.net(loop.X[4:])),
@@ -402,18 +401,19 @@ SOUND = {
     "frozen_normalisation": (NORM, "begin", lambda loop: loop.net[1].eval()),
     "statistics_edited_between_steps": (NORM, "begin", edit(mean, 0.1)),
     "statistics_forgotten": (NORM, "begin", lambda loop: loop.net[1].reset_running_stats()),
-    "one_noisy_label": (AS_RECORDED, "forward",
+    "one_noisy_label": (("plain", "accumulation"), "forward",
         setting("q", lambda loop: torch.cat([loop.q[:1].roll(1, 1), loop.q[1:]]))),
-    "loss_scaled": (UNMIXED, "forward", with_loss(lambda loop: 1.01 * (loop.weight * loop.losses()).mean())),
+    "loss_scaled": (("plain", "batch_norm", "weights", "accumulation", "two_optimizers"), "forward",
+        with_loss(lambda loop: 1.01 * (loop.weight * loop.losses()).mean())),
     "backward_twice": (("plain", "weights", "accumulation"), "value",
         lambda loop: loop.value().backward(retain_graph=True)),
     "another_factor": (("accumulation",), "announce", setting("weight", lambda _: 0.25)),
-    "labels_in_another_order": (AS_RECORDED, "forward", setting("q", lambda loop: loop.q.roll(1, 0))),
+    "labels_in_another_order": (("batch_norm", "dropout"), "forward", setting("q", lambda loop: loop.q.roll(1, 0))),
     "penalty": (("plain", "mixup"), "forward",
         with_loss(lambda loop: loop.losses().mean() + 0.01 * first_weight(loop).square().sum())),
     "hardest_half": (("batch_norm", "dropout"), "forward",
         with_loss(lambda loop: loop.losses().topk(len(loop.z) // 2).values.mean())),
-    "inputs_edited_after_the_pass": (("plain", "dropout", "augmentation", "mixup"), "announce",
+    "inputs_edited_after_the_pass": (("plain", "augmentation", "mixup"), "announce",
         lambda loop: loop.x.mul_(2)),
     "data_edited": (("dropout",), "begin", lambda loop: loop.X.mul_(1.1)),
     "gradients_cleared_between_batches": (("accumulation",), "forward",

@@ -1,6 +1,7 @@
 """`transformers.Trainer` as it is used: padding, language models, smoothing, LoRA, the best model."""
 
 import math
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -150,7 +151,15 @@ def flat(items):
     return transformers.DataCollatorWithFlattening()(texts) | {"index": torch.tensor([i["index"] for i in items])}
 
 
-def fit(monkeypatch, folder, model, data, collate, *, loss=None, output=logits, trainer=None, **arguments):
+def train(folder, model, items, collate, callback, *, trainer=None, **arguments):
+    arguments = {"per_device_train_batch_size": 4, "num_train_epochs": 1, "save_strategy": "no"} | arguments
+    arguments = {"logging_strategy": "no", "remove_unused_columns": False, "output_dir": str(folder)} | arguments
+    arguments |= {"use_cpu": True, "report_to": [], "disable_tqdm": True, "learning_rate": 0.02, "seed": 1}
+    options = {"train_dataset": IndexedDataset(items, key="index"), "callbacks": [callback], "data_collator": collate}
+    transformers.Trainer(model, transformers.TrainingArguments(**arguments), **options, **(trainer or {})).train()
+
+
+def fit(monkeypatch, folder, model, data, collate, *, loss=None, output=logits, **arguments):
     """Train with a watched recorder; `loss` None is the default, and "unstated" is none."""
     monkeypatch.setattr("epk_gp.recording.huggingface.Recorder", WatchedTrainer)
     X, y, items = data
@@ -158,12 +167,7 @@ def fit(monkeypatch, folder, model, data, collate, *, loss=None, output=logits, 
     unexplained = {"unexplained": 0.05} if arguments.get("bf16") else {}
     options |= {} if output is None else {"output": output}
     callback = HuggingFaceRecorderCallback(X, None if loss else y, **options, **unexplained)
-    arguments = {"per_device_train_batch_size": 4, "num_train_epochs": 1, "save_strategy": "no"} | arguments
-    arguments |= {"use_cpu": True, "report_to": [], "disable_tqdm": True, "learning_rate": 0.02, "seed": 1}
-    arguments |= {"logging_strategy": "no", "remove_unused_columns": False, "output_dir": str(folder)}
-    options = {"train_dataset": IndexedDataset(items, key="index"), "callbacks": [callback], "data_collator": collate}
-    training = transformers.TrainingArguments(**arguments)
-    transformers.Trainer(model, training, **options, **(trainer or {})).train()
+    train(folder, model, items, collate, callback, **arguments)
     X_test = {name: value[:2] for name, value in X.items()}
     return finish(callback._recorder, model, X_test, X, torch.zeros(M), output or last)
 
@@ -185,9 +189,7 @@ CLASSIFIERS = {
     "right": (bert, "right", {}),
     "left": (bert, "left", ACCUMULATED),
     "wider_than_X": (bert, "multiple", {"num_train_epochs": 2}),
-    "by_length": (bert, "right", {"train_sampling_strategy": "group_by_length"}),
-    "checkpointed": (bert, "right", {"gradient_checkpointing": True}),
-    "sgd": (bert, "right", {"optim": "sgd"}),
+    "by_length": (bert, "right", {"train_sampling_strategy": "group_by_length", "gradient_checkpointing": True}),
     "adafactor": (bert, "right", {"optim": "adafactor", "weight_decay": 0.1}),
     "lora": (lambda: with_lora(bert(), ["query", "value"], "SEQ_CLS"), "right", {"num_train_epochs": 2}),
 }
@@ -212,8 +214,6 @@ LANGUAGE_MODELS = {
     "left": (gpt2, "left", INSIDE | ACCUMULATED),
     "lora": (lambda: with_lora(gpt2(), ["c_attn"], "CAUSAL_LM", fan_in_fan_out=True), "right", INSIDE),
     "stated": (gpt2, "right", STATED | {"per_device_train_batch_size": 5, "gradient_accumulation_steps": 2}),
-    "stated_left": (gpt2, "left", STATED | ACCUMULATED),
-    "stated_llama": (wide_llama, "right", STATED | {"train_sampling_strategy": "group_by_length"}),
     "stated_llama_left": (wide_llama, "left",
         STATED | {"gradient_accumulation_steps": 3, "average_tokens_across_devices": False}),
 }  # fmt: skip
@@ -247,14 +247,12 @@ def prompted(items):
 TWO = {"gradient_accumulation_steps": 2}
 SMOOTHED = TWO | {"label_smoothing_factor": 0.1}
 IN_FLOAT32 = {
-    "prompted": (gpt2, "right", {"output": None}),
+    "prompted": (gpt2, "right", {"output": None, "gradient_checkpointing": True}),
     "prompted_llama": (llama, "right", {"output": None} | TWO),
     "noise": (llama, "right", {"output": None, "neftune_noise_alpha": 5.0}),
-    "checkpointed": (gpt2, "right", {"output": None, "gradient_checkpointing": True}),
     # The trainer divides by the labels of all batches of a step; batches and recorded labels have other widths.
     "factor": (gpt2, "right", {"output": last} | TWO),
     "factor_left": (gpt2, "left", {"output": last} | SMOOTHED),
-    "factor_llama": (llama, "right", {"output": last} | TWO),
     "factor_llama_left": (llama, "left", {"output": last} | SMOOTHED),
 }
 
@@ -270,13 +268,10 @@ def test_what_the_trainer_does_to_a_causal_model_and_to_its_loss_is_recorded(mon
         assert bool((seen.targets.values[:, 1:] != -100).any())
 
 
-@pytest.mark.mostly_slow
-@pytest.mark.parametrize("arguments", [{}, {"gradient_accumulation_steps": 2}])
-def test_tokens_that_are_masked_at_random_are_found(monkeypatch, tmp_path, arguments):
-    X, _, items = sentences(is_labelled=False)
-    options = {"output": first} | arguments
-    collate = for_language_models(mlm=True)
-    assert_exact(fit(monkeypatch, tmp_path, masked_bert(), (X, X["input_ids"], items), collate, **options))
+def test_tokens_that_are_masked_at_random_are_found(monkeypatch, tmp_path):
+    (X, _, items), collate = sentences(is_labelled=False), for_language_models(mlm=True)
+    data, options = (X, X["input_ids"], items), TWO | {"output": first}
+    assert_exact(fit(monkeypatch, tmp_path, masked_bert(), data, collate, **options))
 
 
 def test_label_smoothing_is_taken_from_the_trainer(monkeypatch, tmp_path):
@@ -291,12 +286,37 @@ def test_label_smoothing_is_taken_from_the_trainer(monkeypatch, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("default::epk_gp.core.show.CertificateWarning")
-@pytest.mark.parametrize("count", [1, 2])
-def test_in_bf16_the_weights_of_accumulated_batches_are_read(monkeypatch, tmp_path, count):
+def test_in_bf16_the_weights_of_accumulated_batches_are_read(monkeypatch, tmp_path):
     """The trainer leaves the division by their number to models that take it, and this one does not divide."""
-    options = {"bf16": True, "optim": "sgd", "gradient_accumulation_steps": count}
+    options = TWO | {"bf16": True, "optim": "sgd"}
     result = fit(monkeypatch, tmp_path, bert().float(), sentences(), collator(), **options)
     assert all(abs(float(step.sample_weights.sum()) - len(step.passes)) < 0.02 for step in result.trajectory.steps)
+
+
+def test_a_trainer_that_was_refused_or_that_an_error_ended_trains_again_with_the_same_model(tmp_path):
+    """As in a notebook, whose cell is mended and run again."""
+    (X, y, items), model, collate = sentences(), bert(), collator()
+    first, second = (HuggingFaceRecorderCallback(X, y) for _ in range(2))
+    first.close()  # of what has not begun
+    with pytest.raises(RuntimeError, match=r"training has not started. Call trainer.train"):
+        _ = first.trajectory
+    with pytest.raises(ValueError, match="remove_unused_columns=False"):
+        train(tmp_path, model, items, collate, first, remove_unused_columns=True)
+    without = lambda items: {key: value for key, value in collate(items).items() if key != "index"}  # noqa: E731
+    with pytest.raises(ValueError, match="under 'index': got attention_mask, input_ids, labels.*Wrap the data in"):
+        train(tmp_path, model, items, without, first)
+
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    for fails in (False, True, False):
+        hook = model.register_forward_hook(interrupt) if fails else None
+        with pytest.raises(KeyboardInterrupt) if fails else nullcontext():
+            train(tmp_path, model, items, collate, second)
+        if fails:
+            hook.remove()
+        else:
+            assert_terms_are_exact(second.trajectory, {name: value[:2] for name, value in X.items()})
 
 
 @pytest.mark.slow

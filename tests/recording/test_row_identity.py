@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Subset, TensorDataset, random_split
-from wrong_indices import CHANGES, PATTERNS, SUBTLE, count_outcomes, draw_case, outcome, scaled
+from wrong_indices import CHANGES, PATTERNS, SUBTLE, draw_case, outcome, scaled
 from wrong_indices import record as record_changed
 
 import epk_gp as epk
@@ -318,15 +318,10 @@ def test_an_error_names_the_places_of_wrong_indices(name):
         record_changed(net, *data(), rows, PATTERNS[name](rows, data()[1]), lambda x, _: augmented(x))
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", range(5))
 def test_drawn_right_indices_pass_and_drawn_wrong_ones_do_not(seed):
     assert outcome(seed, right=True)[0] == "right", draw_case(seed, right=True)
     assert outcome(seed, right=False)[0] in ("refused", "uncertified"), draw_case(seed, right=False)
-
-
-@pytest.mark.slow
-def test_more_drawn_indices():
-    assert count_outcomes(24, first=100)[1] == []
 
 
 def test_every_pattern_and_every_change_is_drawn():

@@ -16,25 +16,22 @@ import epk_gp as epk
 from epk_gp.core.step import NOT_OF_DATA
 from epk_gp.kernel_machine.axes import by_step
 from helpers import refusal
-from loops import assert_exact, assert_has_no_influence, data, mlp, sgd
+from loops import Net, assert_exact, assert_has_no_influence, data, mlp, sgd
 
 X, Y = data()
 BATCHES = [torch.tensor(rows) for rows in ([0, 3, 5, 7], [1, 2, 9, 3], [8, 0, 4, 6])]
 X_TEST = torch.randn(3, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(5))
 
 
-class TwoReturned(nn.Module):
+def two_returned():
     """A network that returns features and what is computed from them: a gradient may come into both."""
 
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(3)
-        self.body, self.head = nn.Linear(4, 5), nn.Linear(5, 3)
-        self.double()
+    def forward(net, x):
+        h = torch.tanh(net.body(x))
+        return {"features": h, "outputs": net.head(h)}
 
-    def forward(self, x):
-        h = torch.tanh(self.body(x))
-        return {"features": h, "outputs": self.head(h)}
+    torch.manual_seed(3)
+    return Net(forward, body=nn.Linear(4, 5), head=nn.Linear(5, 3)).double()
 
 
 def outputs_of(returned):
@@ -136,7 +133,7 @@ def shares_by_hand(net, loss, lr=0.1):
     return total
 
 
-@pytest.mark.parametrize("make", [mlp, TwoReturned], ids=["one_tensor", "two_tensors"])
+@pytest.mark.parametrize("make", [mlp, two_returned], ids=["one_tensor", "two_tensors"])
 @pytest.mark.parametrize("loss", LOSSES, ids=[loss.__name__ for loss in LOSSES])
 def test_contributions_are_the_parts_of_the_gradient_that_came_through_each_row(loss, make):
     net = make()
@@ -190,7 +187,7 @@ def test_whatever_a_loop_does_to_outputs_is_in_the_gradient_that_comes_into_them
     def batch(recorder, rows):
         recorder.batch(torch.cat([(rows + k) % 10 for k in range(3)]) if loss is triplet else rows)
 
-    net = TwoReturned()
+    net = two_returned()
     optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
     recorder = train(net, optimizer, loss, y=None, loss=None, output=outputs_of, batch=batch)
     parts = assert_exact(recorder.trajectory, X_TEST, tolerance=1e-8)
@@ -199,15 +196,15 @@ def test_whatever_a_loop_does_to_outputs_is_in_the_gradient_that_comes_into_them
 
 
 def test_a_run_on_disk_is_the_run_in_memory_and_resumes(tmp_path):
-    in_memory = record(TwoReturned(), critic).trajectory
-    recorder = record(TwoReturned(), critic, folder=tmp_path / "run")
-    opened = epk.load_trajectory(tmp_path / "run", TwoReturned(), output=outputs_of)
+    in_memory = record(two_returned(), critic).trajectory
+    recorder = record(two_returned(), critic, folder=tmp_path / "run")
+    opened = epk.load_trajectory(tmp_path / "run", two_returned(), output=outputs_of)
     assert opened.digest == in_memory.digest == recorder.trajectory.digest
     assert opened.targets.shape == (10, 0)
     one, other = (epk.attribute(run, X_TEST) for run in (in_memory, opened))
     assert torch.equal(one.samples, other.samples)
     assert torch.equal(one.sources[NOT_OF_DATA], other.sources[NOT_OF_DATA])
-    again = record(TwoReturned(), focal, folder=tmp_path / "run", resume=True)
+    again = record(two_returned(), focal, folder=tmp_path / "run", resume=True)
     assert again.num_steps == 6
     assert epk.attribute(again.trajectory, X_TEST).certified
 
@@ -222,17 +219,11 @@ def test_a_run_without_a_loss_reconstructs_its_network_and_has_a_kernel_but_no_i
     assert_has_no_influence(run, X_TEST, "needs the loss as a function of the outputs")
 
 
-class ReturnsItsLoss(nn.Linear):
-    """Two tensors with rows: through which of them the loss goes is not seen."""
-
-    def forward(self, x):
-        z = super().forward(x)
-        return z, z.square().mean(), 2 * z
-
-
 def test_wrong_uses_are_refused_at_the_door():
     net = mlp()
     optimizer = sgd(net)
+    # of two tensors with rows, through which of them the loss goes is not seen
+    with_mean = Net(lambda net, x: (z := net.inner(x), z.square().mean(), 2 * z), inner=mlp())
 
     def run(value, indices, net=net, **options):
         options = {"loss": None, "y": None, "batches": BATCHES[:1]} | options
@@ -258,7 +249,7 @@ def test_wrong_uses_are_refused_at_the_door():
         "-1, for a row that is no training point, needs":
             lambda: run(focal, [-1, 0, 1, 2], y=Y, loss=epk.CrossEntropy()),
         "a gradient came into one of shape":
-            lambda: run(with_its_loss, BATCHES[0], ReturnsItsLoss(4, 3).double(), output=lambda returned: returned[0]),
+            lambda: run(with_its_loss, BATCHES[0], with_mean, output=lambda returned: returned[0]),
         "no gradient came into what the network returned": lambda: run(without_backward, BATCHES[0]),
         "must be seen: no call of the network on the batch's rows": lambda: run(focal, BATCHES[0][:2]),
         "indices must lie in 0..9: got -2": lambda: run(focal, [-2, 0, 1, 2]),
@@ -356,9 +347,9 @@ HEADS = {
 
 @pytest.mark.parametrize("name", HEADS)
 def test_what_comes_into_other_tensors_than_the_loss_takes_is_recorded_too(name, tmp_path):
-    run = assert_as_unstated(TwoReturned, HEADS[name], tmp_path, 3 if name == "some_rows" else 0)
+    run = assert_as_unstated(two_returned, HEADS[name], tmp_path, 3 if name == "some_rows" else 0)
     assert run.steps[0].passes[0].cotangents.values.shape[1] == 8  # features and outputs
-    plain = record_other(TwoReturned, lambda r, rows: F.cross_entropy(r["outputs"], Y[rows]), loss=epk.CrossEntropy())
+    plain = record_other(two_returned, lambda r, rows: F.cross_entropy(r["outputs"], Y[rows]), loss=epk.CrossEntropy())
     assert [step.passes for step in plain.steps] == [()] * 3
 
 

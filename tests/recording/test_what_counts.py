@@ -1,5 +1,7 @@
 """What a step is made of is seen: passes that only look are no part of it, and what replaces a part of it is named."""
 
+from itertools import product
+
 import pytest
 import torch
 from torch import nn
@@ -9,7 +11,7 @@ from torch.nn.utils import parametrizations, prune
 import epk_gp as epk
 from epk_gp.core.model import functionalize
 from helpers import assert_close
-from loops import Attentive, assert_exact, data, flat, mlp, record, sgd
+from loops import Attentive, Net, assert_exact, data, flat, mlp, record, sgd
 
 POINTS, ROWS, STEPS = 24, 8, 3
 
@@ -83,13 +85,13 @@ LOOKS = [look_at_each_loss, look_at_every_row, look_backwards, look_at_inputs, l
 
 
 LOOKING = [
-    *(("mlp", False, look) for look in LOOKS), ("attention", True, look_at_every_row), ("dropout", False,
-    look_at_every_row), ("attention", False, look_backwards), ("convolution", True, look_backwards),
+    *(("mlp", False, look, {}) for look in LOOKS), ("dropout", False, look_at_every_row, {}),
+    ("attention", True, look_at_every_row, {"loss": None}), ("convolution", True, look_backwards, {}),
+    ("attention", False, look_backwards, {"loss": None}), ("mlp", False, look_at_inputs, {"loss": None}),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("options", [{}, {"loss": None}], ids=["stated", "unstated"])
-@pytest.mark.parametrize(("name", "adam", "look"), LOOKING)
+@pytest.mark.parametrize(("name", "adam", "look", "options"), LOOKING)
 def test_backward_passes_that_only_look_are_no_part_of_a_step(name, adam, look, options):
     run, plain = Loop(name, adam, look, **options).trajectory, Loop(name, adam, id, **options).trajectory
     assert run.digest == plain.digest  # the weights, and what is recorded of each pass
@@ -160,9 +162,11 @@ CHANGES = {
 }
 
 
-@pytest.mark.parametrize("at", ["before", "announced", "after"])
-@pytest.mark.parametrize(("change", "name"), CHANGES.values(), ids=CHANGES)
-def test_modules_and_parameters_that_a_loop_changes_are_named(change, name, at):
+@pytest.mark.parametrize(
+    ("name", "at"), [*product(CHANGES, ["before"]), ("appended", "announced"), ("pruned", "after")]
+)
+def test_modules_and_parameters_that_a_loop_changes_are_named(name, at):
+    change, name = CHANGES[name]
     message = f"step {1 + (at == 'after')}: the network must keep its modules and parameters: {name} was added, removed"
     with pytest.raises(epk.StepMismatchError, match=message):
         train(mlp(), change, at)
@@ -177,25 +181,23 @@ def test_a_module_that_is_back_before_the_next_batch_is_no_change():
     assert train(mlp(), features).num_steps == 3
 
 
-class Spectrum(nn.Module):
+def spectrum(before, modes):
     """Complex weights as pairs of numbers, after an odd number of others."""
 
-    def __init__(self, before, modes):
-        super().__init__()
-        self.scale = nn.Parameter(torch.ones(before))
-        self.pairs, self.out = nn.Parameter(torch.randn(modes, 2)), nn.Linear(5, 3)
+    def forward(net, x):
+        h = torch.fft.rfft(torch.cat([x, net.scale.sum() * x[:, :1]], dim=1))
+        kept = h[:, :modes] * torch.view_as_complex(net.pairs)
+        return net.out(torch.tanh(torch.fft.irfft(torch.cat([kept, h[:, modes:]], dim=1), n=5)))
 
-    def forward(self, x):
-        h = torch.fft.rfft(torch.cat([x, self.scale.sum() * x[:, :1]], dim=1))
-        kept = h[:, : len(self.pairs)] * torch.view_as_complex(self.pairs)
-        return self.out(torch.tanh(torch.fft.irfft(torch.cat([kept, h[:, len(self.pairs) :]], dim=1), n=5)))
+    scale, pairs = nn.Parameter(torch.ones(before)), nn.Parameter(torch.randn(modes, 2))
+    return Net(forward, scale=scale, pairs=pairs, out=nn.Linear(5, 3)).double()
 
 
 @pytest.mark.parametrize(("before", "modes"), [(1, 2), (2, 3), (3, 1)])
 def test_complex_weights_may_begin_anywhere_among_the_weights_and_are_read_under_vmap(before, modes):
     X = data()[0]
     for make in (sgd, lambda net: torch.optim.Adam(net.parameters(), 0.01)):
-        net = Spectrum(before, modes).double()
+        net = spectrum(before, modes)
         trajectory = train(net, optimizer=make(net)).trajectory
         assert_exact(trajectory, X[:3], net)
         assert make is not sgd or epk.reconstruct(trajectory, X[:3], head="logits").certified
@@ -205,47 +207,37 @@ def test_complex_weights_may_begin_anywhere_among_the_weights_and_are_read_under
     assert_close(together, torch.stack([model(model.unflatten(w), X) for w in W]))
 
 
-def test_ordinary_weights_are_views():
-    net = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1)).double()
-    weights, model = flat(net), functionalize(net, tuple(name for name, _ in net.named_parameters()))
-    assert [v.data_ptr() - weights.data_ptr() for v in model.unflatten(weights).values()] == [0, 48, 72, 96]
-
-
-class Words(nn.Module):
+def words(*, by_torch, kind=nn.Embedding):
     """An embedding whose rows have a largest norm, by torch, which writes them, or by a factor."""
 
-    def __init__(self, *, by_torch, kind=nn.Embedding):
-        super().__init__()
-        self.embed, self.out = kind(9, 4, max_norm=0.7 if by_torch else None), nn.Linear(4, 3)
+    def forward(net, ids):
+        w = net.embed.weight
+        if not by_torch:
+            w = w * (0.7 / w.norm(dim=1, keepdim=True)).clamp(max=1)
+        h = net.embed(ids) if by_torch else F.embedding(ids, w)
+        return net.out(torch.tanh(h).reshape(len(ids), -1, 4).mean(dim=1))
 
-    def forward(self, ids):
-        if self.embed.max_norm is not None:
-            return self.out(torch.tanh(self.embed(ids)).flatten(1).view(len(ids), -1, 4).mean(dim=1))
-        w = self.embed.weight
-        return self.out(torch.tanh(F.embedding(ids, w * (0.7 / w.norm(dim=1, keepdim=True)).clamp(max=1))).mean(dim=1))
+    return Net(forward, embed=kind(9, 4, max_norm=0.7 if by_torch else None), out=nn.Linear(4, 3)).double()
 
 
 def test_a_forward_pass_that_writes_to_weights_is_refused_and_its_cure_is_exact():
     ids = torch.randint(0, 9, (10, 5))
     for kind in (nn.Embedding, nn.EmbeddingBag):
         with pytest.raises(ValueError, match=r"in place \('embed.weight'\).* for Embedding\(max_norm=...\) a product"):
-            train(Words(by_torch=True, kind=kind).double(), X=ids)
-    net = Words(by_torch=False).double()
+            train(words(by_torch=True, kind=kind), X=ids)
+    net = words(by_torch=False)
     assert epk.attribute(train(net, X=ids).trajectory, ids[:2], head="logits").certified
 
 
-class Counting(nn.Module):
+def counting(dtype, size, *, always):
     """Counts its passes in training, and scales by that: always, or in training alone."""
 
-    def __init__(self, dtype, size=None, *, always=True):
-        super().__init__()
-        self.inner, self.always = mlp(), always
-        self.register_buffer("count", torch.zeros(() if size is None else size, dtype=dtype))
+    def forward(net, x):
+        if net.training:
+            net.count += 1
+        return net.inner(x) * (1 + 0.1 * net.count.sum() if always or net.training else 1)
 
-    def forward(self, x):
-        if self.training:
-            self.count += 1
-        return self.inner(x) * (1 + 0.1 * self.count.sum() if self.always or self.training else 1)
+    return Net(forward, inner=mlp(), count=torch.zeros(() if size is None else size, dtype=dtype))
 
 
 @pytest.mark.parametrize("size", [None, 3])
@@ -253,20 +245,16 @@ class Counting(nn.Module):
 def test_integer_buffers_that_training_moves_are_told_to_be_floating_point(size, always):
     message = r"'count' changed\..* floating-point one \(torch.int64" if always else r"has count=.* floating-point buf"
     with pytest.raises(epk.StepMismatchError, match=message):
-        train(Counting(torch.int64, size, always=always))
-    trajectory = train(Counting(torch.float64, size, always=always)).trajectory
+        train(counting(torch.int64, size, always=always))
+    trajectory = train(counting(torch.float64, size, always=always)).trajectory
     assert epk.attribute(trajectory, trajectory.inputs[:2], head="logits").certified
 
 
-class Temperature(nn.Module):
+def temperature(*, in_forward):
     """CLIP's scale: a parameter that the loss uses, or forward()."""
-
-    def __init__(self, *, in_forward):
-        super().__init__()
-        self.inner, self.scale, self.in_forward = mlp(), nn.Parameter(torch.ones((), dtype=torch.float64)), in_forward
-
-    def forward(self, x):
-        return self.inner(x) * self.scale.exp() if self.in_forward else self.inner(x)
+    scale = nn.Parameter(torch.ones((), dtype=torch.float64))
+    forward = lambda net, x: net.inner(x) * net.scale.exp() if in_forward else net.inner(x)  # noqa: E731
+    return Net(forward, inner=mlp(), scale=scale)
 
 
 @pytest.mark.parametrize("late", [False, True], ids=["before_the_pass", "after_it"])
@@ -277,12 +265,12 @@ def test_a_parameter_that_only_the_loss_uses_is_named_and_both_cures_are_exact(l
     def scale():
         return net.scale.exp()
 
-    net = Temperature(in_forward=False)
+    net = temperature(in_forward=False)
     with pytest.raises(epk.StepMismatchError, match="no gradient comes to 'scale' through the network's outputs"):
         train(net, losses=losses, loss=None)
     X = data()[0]
-    assert epk.attribute(train(Temperature(in_forward=True)).trajectory, X[:2], head="logits").certified
-    net = Temperature(in_forward=False)
+    assert epk.attribute(train(temperature(in_forward=True)).trajectory, X[:2], head="logits").certified
+    net = temperature(in_forward=False)
     own, inner = torch.optim.SGD([net.scale], lr=0.1), sgd(net.inner)
     hook = inner.register_step_post_hook(lambda *args: own.step())
     trajectory = train(net, losses=losses, loss=None, optimizer=inner).trajectory
@@ -290,8 +278,7 @@ def test_a_parameter_that_only_the_loss_uses_is_named_and_both_cures_are_exact(l
     assert epk.attribute(trajectory, X[:2], head="logits").certified
 
 
-@pytest.mark.parametrize("batch_norm", [False, True])
-@pytest.mark.parametrize("zero", [{0}, {1}, {0, 1}])
+@pytest.mark.parametrize(("zero", "batch_norm"), [({0}, True), ({1}, False), ({0, 1}, True)])
 def test_a_batch_whose_loss_is_0_has_no_weight(zero, batch_norm):
     (X, y), factors = data(), [float(number not in zero) for number in range(2)]
     net = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Linear(6, 3)).double() if batch_norm else mlp()
@@ -321,8 +308,9 @@ def test_rows_that_no_backward_pass_went_through_are_named_on_a_cpu_too(dtype):
             optimizer.step()
 
 
-@pytest.mark.parametrize("steps", [2, 4])
-@pytest.mark.parametrize("make", [lambda net: sgd(net, 0.05), lambda net: torch.optim.Adam(net.parameters())])
+@pytest.mark.parametrize(
+    ("make", "steps"), [(lambda net: sgd(net, 0.05), 4), (lambda net: torch.optim.Adam(net.parameters()), 2)]
+)
 def test_an_optimizer_that_is_made_in_the_loop_is_named(make, steps):
     (X, y), net = data(), mlp()
     own, message = sgd(net), f"Another {type(make(net)).__name__} stepped: pass the recorder both"

@@ -172,14 +172,6 @@ def two_numbers(logits):
     return torch.stack([logits[:, -1, 0] - logits[:, -1, 1], logits.square().mean(dim=(1, 2))], dim=1)
 
 
-def test_a_class_is_no_word_of_the_text(tmp_path):
-    run, X, y = report_case("words")
-    content = written(tmp_path, run, X, function=epk.RowFunction.log_probability(y), tokenizer="abcdefghi", explained=1)
-    (explanation,) = content["points"][0]["explanations"].values()
-    assert "words" not in explanation
-    assert content["points"][0]["input"]["words"] == ["abcdefghi"[k] for k in X[0].tolist()]
-
-
 @pytest.mark.parametrize(
     ("given", "message"),
     [
@@ -242,6 +234,10 @@ def test_shares_of_words_that_cannot_be_had_or_are_not_certified_are_said(tmp_pa
     content = written(tmp_path, run, X, y, tokenizer="abcdefghi", explained=1)
     said = dict(content["card"][-1]["rows"])["shares of words"]
     assert said == "left out: the targets are no words of the texts"
+    content = written(tmp_path, run, X, function=epk.RowFunction.log_probability(y), tokenizer="abcdefghi", explained=1)
+    (explanation,) = content["points"][0]["explanations"].values()
+    assert "words" not in explanation  # a class is no word of the text
+    assert content["points"][0]["input"]["words"] == ["abcdefghi"[k] for k in X[0].tolist()]
     monkeypatch.setattr("epk_gp.kernel_machine.tokens.relative_rounding", lambda dtype: 0.0)
     run, X, y = letters_run()
     with pytest.warns(epk.CertificateWarning, match="the report is not certified: the terms of a sequence miss its"):
