@@ -51,7 +51,7 @@ from epk_gp.estimators import EPKClassifier
 from epk_gp.gp.regression import leave_one_out as process_without_one
 from epk_gp.gp.stacking import conformal_sets
 from epk_gp.kernel_machine.axes import Axis, by_label, by_layer, by_sample, by_step
-from epk_gp.kernel_machine.baselines import single_machine, tangent_trajectory
+from epk_gp.kernel_machine.reconstruct import single_machine, tangent_trajectory
 
 FOLDER = tempfile.mkdtemp()  # for runs that are loaded again, and for what commands write
 atexit.register(shutil.rmtree, FOLDER, ignore_errors=True)

@@ -18,7 +18,7 @@ from torch.utils.data import TensorDataset
 import epk_gp as epk
 from epk_gp.analysis.score_check import datamodeling_score, leave_one_out, random_subsets, rank_agreement
 from epk_gp.datasets import Dataset
-from epk_gp.kernel_machine.baselines import tangent_trajectory
+from epk_gp.kernel_machine.reconstruct import tangent_trajectory
 from epk_gp.plots import PALETTE
 from epk_gp.plots.style import GREY, new_figure, short, styled
 from epk_gp.quadrature.rules import Rule

@@ -7,7 +7,7 @@ from matplotlib.figure import Figure
 
 import epk_gp as epk
 from drawings import compare_outputs
-from epk_gp.kernel_machine.baselines import single_machine
+from epk_gp.kernel_machine.reconstruct import single_machine
 from epk_gp.plots.style import new_figure, styled
 from harness import Experiment, main, uncertified_results
 from problems import SMALL_TOY, Toy, record_toy

@@ -14,7 +14,7 @@ from torch.func import functional_call, grad, vmap
 import epk_gp as epk
 from epk_gp.analysis.labels import LabelErrors, area_under_margin
 from epk_gp.gp.stacking import most_likely_temperature
-from epk_gp.kernel_machine.baselines import tangent_trajectory
+from epk_gp.kernel_machine.reconstruct import tangent_trajectory
 from peers import hidden, logits, pixels, training_data
 from rbf_process import fit_rbf_process, median_distance
 from uncertainty_problems import Judged, network_of, train_unrecorded

@@ -15,7 +15,7 @@ import epk_gp as epk
 from epk_gp.analysis.measures import error_detection
 from epk_gp.core.trajectory import network_outputs
 from epk_gp.datasets import Dataset
-from epk_gp.kernel_machine.baselines import tangent_trajectory
+from epk_gp.kernel_machine.reconstruct import tangent_trajectory
 from rbf_process import fit_rbf_process, median_distance
 from uncertainty_problems import Judged, Problem, network_of, train_unrecorded
 

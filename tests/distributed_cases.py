@@ -106,6 +106,7 @@ def _trace(run: Any, **options: Any) -> Tensor:
 
 _ATTRIBUTE = _explained(epk.attribute, 48, rule=RULE)
 _ADAPTIVE = epk.adaptive(tol=1e-6)
+_OF_ROWS = epk.RowFunction(lambda z, y: z.log_softmax(dim=1) * y, torch.arange(144.0).double().view(48, 3).sin())
 CALLS = {
     call.name: call
     for call in (
@@ -123,6 +124,7 @@ CALLS = {
         Call("adam", "adam", _ATTRIBUTE, steps=3),
         Call("dropout", "dropout", _ATTRIBUTE, steps=3),
         Call("batch_norm", "batch_norm", _ATTRIBUTE, steps=3),
+        Call("function", "momentum", _explained(epk.attribute, 48, rule=RULE, function=_OF_ROWS), steps=3),
         Call("many", "momentum", _many, steps=3),
         Call("many_plain", "plain", _many, steps=3),
         Call("influence", "adam", _explained(epk.influence, 9), steps=3),

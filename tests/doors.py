@@ -15,7 +15,7 @@ from torch import Tensor
 import epk_gp as epk
 from epk_gp.analysis.score_check import leave_one_out
 from epk_gp.kernel_machine.axes import by_sample, by_step
-from epk_gp.kernel_machine.baselines import single_machine
+from epk_gp.kernel_machine.reconstruct import single_machine
 from helpers import gram_block_per_class as per_class
 from helpers import gram_diagonal_blocks as diagonal
 from helpers import refusal
@@ -122,7 +122,7 @@ DOORS = {
         Door("kernel_machine.retrain.Retraining", lambda run, X, **o: half_retrained(run).outputs(X, **o), HEAD),
         Door("analysis.score_check.leave_one_out", leave_one_out, HEAD),
         Door("analysis.score_check.check_scores", scores_check, HEAD, lambda check: check.change),
-        Door("kernel_machine.baselines.single_machine", single_machine, RULE, lambda machine: machine.outputs),
+        Door("kernel_machine.reconstruct.single_machine", single_machine, RULE, lambda machine: machine.outputs),
         Door("core.trajectory.network_outputs", epk.network_outputs, HEAD, head="logits"),
         Door("gp.models.LogitGP", logit_gp, RULE | {"memory_budget"}, lambda posterior: posterior.mean, "logits"),
     )

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 import epk_gp as epk
 from epk_gp.core.losses import NegativeLogLikelihood, as_loss, resolve_head
-from epk_gp.kernel_machine.baselines import single_machine, tangent_trajectory
+from epk_gp.kernel_machine.reconstruct import single_machine, tangent_trajectory
 from helpers import assert_close, gram_block_per_class, with_value
 from loops import CASES, data, trained
 
@@ -26,9 +26,9 @@ X, Y = data()
 TEST = X[:2] + 0.3
 # They have no kernel machine of a regression to give, and are tested by themselves below.
 OTHER_DOORS = {
-    "kernel_machine.baselines.single_machine",
+    "kernel_machine.reconstruct.single_machine",
     "kernel_machine.tokens.attribute_tokens",
-    "kernel_machine.plan.plan_attribution",  # a cost, of the same request as `attribute`
+    "kernel_machine.attribute.plan_attribution",  # a cost, of the same request as `attribute`
     "trained.between.between",  # of no run: tests/trained
     "datamodels.fit.datamodel",  # log-odds, unless classes are asked for: tests/datamodel
     "cli.attribute.attribute",
@@ -219,7 +219,7 @@ def test_what_a_door_cannot_take_is_refused_in_one_sentence(door: Door, run: epk
             found[case] = door.refusal(run, points, error, message)
     for head in ("softmax", "", "LOGITS"):
         found[f"head {head!r}"] = door.refusal(run, TEST, ValueError, HEAD, head=head)
-    if door.name != "kernel_machine.baselines.single_machine":
+    if door.name != "kernel_machine.reconstruct.single_machine":
         found["one output"] = door.refusal(one_output, TEST, ValueError, ONE_OUTPUT, head="log_softmax")
     if "rule" in door.takes:
         for rule in (4, "gauss", None, epk.gauss_legendre):

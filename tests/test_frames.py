@@ -19,7 +19,7 @@ from epk_gp.core.show import Tabular
 from epk_gp.estimator import line
 from epk_gp.gp import regression
 from epk_gp.kernel_machine.axes import by_label, by_layer, by_step
-from epk_gp.kernel_machine.baselines import single_machine
+from epk_gp.kernel_machine.reconstruct import single_machine
 from gp_cases import gaussian_net, gaussian_run, gaussians
 from page_code import pages_tool
 

@@ -25,7 +25,7 @@ from epk_gp.analysis.measures import calibration, gram_spectrum, ood_metrics
 from epk_gp.datasets import three_gaussians
 from epk_gp.gp.regression import leave_one_out
 from epk_gp.kernel_machine.axes import by_label, by_layer, by_parameter, by_sample
-from epk_gp.kernel_machine.baselines import tangent_trajectory
+from epk_gp.kernel_machine.reconstruct import tangent_trajectory
 from epk_gp.storage.run import check_run
 from helpers import gram_block_per_class
 

@@ -8,7 +8,7 @@ from networks import network
 from worker import Run, serve
 
 import epk_gp as epk
-from epk_gp.kernel_machine.baselines import tangent_trajectory
+from epk_gp.kernel_machine.reconstruct import tangent_trajectory
 
 
 def make(problem: dict[str, Any], arrays: dict[str, np.ndarray]) -> Run:

@@ -35,7 +35,7 @@ from epk_gp.analysis.measures import calibration as quality
 from epk_gp.analysis.measures import ood_metrics
 from epk_gp.datasets import DATA_VARIABLE, Dataset, digits, mnist_folder
 from epk_gp.gp.stacking import most_likely_temperature
-from epk_gp.kernel_machine.baselines import tangent_trajectory
+from epk_gp.kernel_machine.reconstruct import tangent_trajectory
 from epk_gp.provenance import Stopwatch
 from epk_gp.trained.ntk import as_trajectory
 

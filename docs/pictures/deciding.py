@@ -22,7 +22,7 @@ from epk_gp.core.checks import ComputeOptions
 from epk_gp.datasets import Dataset, mnist_folder
 from epk_gp.gp.label_process import condition_exactly, median_lengthscale, squared_distances
 from epk_gp.gp.stacking import most_likely_temperature, stack_logits
-from epk_gp.kernel_machine.baselines import tangent_trajectory
+from epk_gp.kernel_machine.reconstruct import tangent_trajectory
 from epk_gp.plots import new_figure, save_figure, score_histogram, training_image
 from epk_gp.plots.style import EXACT, GREY, PALETTE, RIGHT, SMALL, WRONG, styled
 

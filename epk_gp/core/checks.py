@@ -337,16 +337,6 @@ class ComputeOptions:
         unset = {field.name: field.default for field in fields(self)}
         return cast(ComputeSettings, {name: value for name, value in given.items() if value != unset[name]})
 
-    def require_unset(self, call: str, *names: str) -> None:
-        """Raise if a field is set that has no meaning for this call.
-
-        Raises:
-            ValueError: One of the named fields has another value than None.
-        """
-        for name in names:
-            if getattr(self, name) is not None:
-                raise ValueError(f"{call} must be computed without {name}: got {getattr(self, name)!r}. Leave it out.")
-
 
 class ComputeSettings(TypedDict, total=False):
     """The fields of `ComputeOptions` as keyword arguments."""

@@ -26,7 +26,7 @@ from epk_gp.gp.label_process import InputFeatures, InputsKernel, LabelKernel, La
 from epk_gp.gp.posterior import LogitPosterior, isotropic_softmax_uncertainty
 from epk_gp.gp.stacking import ClassUncertainty, Judgement, Stacking, calibrate, classes_in_every_set, conformal_sets
 from epk_gp.gram.sketch import is_one_state
-from epk_gp.kernel_machine.baselines import tangent_trajectory
+from epk_gp.kernel_machine.reconstruct import tangent_trajectory
 from epk_gp.kernels.blocks import BlockCache
 from epk_gp.quadrature.rules import WeightPath, chords, straight
 from epk_gp.storage import files

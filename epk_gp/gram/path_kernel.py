@@ -118,7 +118,7 @@ class PathKernel:
         pairs: SetPairs,
         weights: Float[Tensor, "P K n L m"],
         wanted: tuple[bool, bool] = (True, True),
-        options: ComputeOptions = ComputeOptions(),
+        **options: Unpack[ComputeSettings],
     ) -> tuple[Shaped[Tensor, "U n ..."] | None, Shaped[Tensor, "V m ..."] | None]:
         """Differentiate a weighted sum of kernel values between pairs of sets with respect to the points.
 
@@ -130,20 +130,20 @@ class PathKernel:
             pairs: The pairs, out of U sets on the left and V on the right.
             weights: Weights with K = L = C, or 1 if a pair has one output or the trace.
             wanted: Whether the derivative of each side is wanted; the other side is held fixed, even if it is the same.
-            options: Options of the computation.
+            options: `memory_budget`; an `executor` is not used. See `ComputeOptions`.
 
         Returns:
             The derivatives in the shapes of the sets; None for a side that is not wanted.
         """
-        self._validate_pairs("pairs_input_gradients", pairs, options)
+        parsed = self._parse_pairs("pairs_input_gradients", pairs, **options)
 
         def compute(net: PlannedModel) -> tuple[Tensor | None, Tensor | None]:
-            kernel = self.with_net(net, options, is_per_class=pairs.kind != "full")
+            kernel = self.with_net(net, parsed, is_per_class=pairs.kind != "full")
             return pairs_input_gradients(kernel, pairs, weights, wanted)
 
         return with_plan(compute, pairs.left.X, self.trajectory)
 
-    def pairs_block(self, pairs: SetPairs, options: ComputeOptions = ComputeOptions()) -> Float[Tensor, "P K n L m"]:
+    def pairs_block(self, pairs: SetPairs, **options: Unpack[ComputeSettings]) -> Float[Tensor, "P K n L m"]:
         """Compute the kernel between the points of P pairs of sets.
 
         Layer Jacobians are computed as for `pairs_input_gradients`. If all outputs of all points are needed, `block`
@@ -151,16 +151,16 @@ class PathKernel:
 
         Args:
             pairs: The pairs.
-            options: Options of the computation.
+            options: `memory_budget`; an `executor` is not used. See `ComputeOptions`.
 
         Returns:
             K(a_pn, b_pm)[k, l], K = L = C, or 1 if a pair has one output or the trace.
         """
-        self._validate_pairs("pairs_block", pairs, options)
+        parsed = self._parse_pairs("pairs_block", pairs, **options)
 
         @torch.no_grad()
         def compute(net: PlannedModel) -> Tensor:
-            return pairs_block(self.with_net(net, options, is_per_class=pairs.kind != "full"), pairs)
+            return pairs_block(self.with_net(net, parsed, is_per_class=pairs.kind != "full"), pairs)
 
         return with_plan(compute, pairs.left.X, self.trajectory)
 
@@ -203,12 +203,13 @@ class PathKernel:
         if options.accumulate not in (None, self.trajectory.model.spec_for(a.X).dtype, torch.float64):
             raise ValueError(f"accumulate must be torch.float64 or None: got {options.accumulate}.")
 
-    def _validate_pairs(self, call: str, pairs: SetPairs, options: ComputeOptions) -> None:
-        options.require_unset(call, "checkpoint", "accumulate")
+    def _parse_pairs(self, call: str, pairs: SetPairs, **options: Unpack[ComputeSettings]) -> ComputeOptions:
+        parsed = parse_options(call, ("progress", "checkpoint", "accumulate"), **options)
         if not isinstance(self.rule, rules.QuadratureRule):
             raise TypeError(f"derivatives need the same nodes at all points, as in gauss_legendre(4): got {self.rule}.")
         left, right = (Points(s.X.flatten(0, 1), s.is_train.flatten()) for s in (pairs.left, pairs.right))
-        self.validate_points(left, right, options)
+        self.validate_points(left, right, parsed)
+        return parsed
 
 
 def validate_points(trajectory: Trajectory, points: object, name: str) -> None:

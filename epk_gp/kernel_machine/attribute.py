@@ -1,10 +1,11 @@
-"""Exact contributions of each training point to each output of each prediction."""
+"""Exact contributions of each training point to each output of each prediction, and their cost before they are made."""
 
 import copy
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
+from itertools import pairwise
 from typing import Any, ClassVar, Unpack, overload
 
 import torch
@@ -23,7 +24,7 @@ from epk_gp.core.inputs import Inputs
 from epk_gp.core.losses import Head
 from epk_gp.core.plans import MAPPED_ADJOINTS
 from epk_gp.core.show import Entry, Summary, Tabular, count, kind_of, number
-from epk_gp.core.states import described_states
+from epk_gp.core.states import described_states, recomputation_of
 from epk_gp.core.trajectory import Trajectory, flat_state, parse_inputs
 from epk_gp.gram.path_kernel import PathKernel, require_training
 from epk_gp.kernel_machine import certificate
@@ -38,10 +39,10 @@ from epk_gp.kernel_machine.terms import (
     Predictions,
     TermSums,
     is_plain_descent,
+    leaves_residuals,
     sources_of,
 )
 from epk_gp.quadrature.rules import Rule, WeightPath, adaptive, layerwise, straight
-from epk_gp.work.run import Sums, run
 
 # A result with a larger amplification warns that its terms cancel: small networks have 1.5 to 7, ResNets 20 to 40.
 _LARGE_AMPLIFICATION = 10
@@ -414,14 +415,8 @@ def split_predictions(
 
 
 def _split(work: AttributionWork, options: ComputeOptions) -> tuple[tuple[GroupedAttribution, ...], TermSums]:
-    whole, trajectory, X, kernel = work.whole, work.kernel.trajectory, work.X, work.kernel
-    initial, network = map(whole.select_outputs, kernel.end_outputs(X))
-    totals, rest = work.totals(work.as_rows(initial), torch.arange(work.num_rows)), Sums()
-    for piece, sums in run(work, options, "attribution"):
-        rows = work.blocks[piece.place[0]]
-        for name, total in totals.named.items():
-            total[rows] += sums.added.pop(name)
-        rest.merge(sums)
+    whole, trajectory, kernel = work.whole, work.kernel.trajectory, work.kernel
+    initial, network, totals, rest = work.summed(options, "attribution")
     mismatches, ends = work.residuals.mismatches, (work.as_rows(initial), work.as_rows(network))
     steps = max(1, trajectory.num_steps)
     numbers = certificate.integral_facts(rest, work.num_rows * steps) | mismatches.numbers
@@ -477,3 +472,90 @@ def _largest_error(result: Attribution | GroupedAttribution) -> float:
     """Return the largest |total - network|; 0 without points."""
     errors = (result.total - result.network).abs()
     return float(errors.max()) if errors.numel() else 0.0
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The division of an attribution into pieces, and its cost.
+
+    Attributes:
+        pieces: Number of pieces, which workers share: more workers than pieces do not help.
+        result_bytes: Bytes of the result.
+        piece_bytes: Bytes of the largest piece.
+        disk_bytes: Bytes of the run's chunks and, at most, of temporary files.
+        memory_bytes: Bytes of the vectors of weights in memory: adjoints, residuals, states.
+        trainings: Operations of its parts, as multiples of the run's training: "states" made again, "steps" compared
+            with the recorded ones, the "test side", the "training side".
+    """
+
+    pieces: int
+    result_bytes: int
+    piece_bytes: int
+    disk_bytes: int
+    memory_bytes: int
+    trainings: Mapping[str, float]
+
+
+def plan_attribution(
+    trajectory: Trajectory,
+    X: Inputs,
+    *,
+    by: By | None = None,
+    head: Head | None = None,
+    rule: Rule = adaptive(tol=1e-12),
+    path: WeightPath | None = None,
+    classes: Int64[Tensor, " n"] | None = None,
+    function: Function | None = None,
+    **options: Unpack[ComputeSettings],
+) -> Plan:
+    """Count the cost of `attribute` with the same arguments, without computing it.
+
+    Args:
+        trajectory: The run.
+        X: n inputs, taken as test copies.
+        by: The argument of `attribute`.
+        head: The argument of `attribute`.
+        rule: The argument of `attribute`.
+        path: The argument of `attribute`.
+        classes: The argument of `attribute`.
+        function: The argument of `attribute`.
+        options: `memory_budget`; see `ComputeOptions`.
+
+    Raises:
+        TypeError, ValueError: As in `attribute`.
+    """
+    parsed = parse_options("plan_attribution", ("accumulate", "checkpoint", "executor"), **options)
+    kernel, X, groupings = parse_request(trajectory, X, by, (head, rule, path), (classes, function))
+    run = kernel.trajectory
+
+    def compute(net: PlannedModel, recorded_net: PlannedModel) -> Plan:
+        asked = (net, kernel, X, groupings, classes, parsed)
+        return _counted(attribution_work(*asked, recorded_net=recorded_net, splits_statistics=by is not None))
+
+    return with_plan(compute, X, run, run.recorded)
+
+
+def _counted(work: AttributionWork) -> Plan:
+    """Return the plan of an attribution; docs/capabilities/long-runs.md explains the letters."""
+    whole, P, blocks = work.whole, work.whole.net.model.num_weights, len(work.blocks)
+    run, itemsize, k = whole.recorded.trained, whole.net.itemsize, len(work.X) * whole.num_outputs
+    S, kept, made, states = run.num_steps, run.states, 0, 0
+    if (recomputation := recomputation_of(run)) is not None:
+        kept, replay = recomputation.kept, recomputation.computation(0, whole.net.model.spec)
+        made = (1 + (len(replay.bounds) > len(kept.numbers))) * (1 + blocks)
+        states = 2 * replay.step_bytes * max((end - first for first, end in pairwise(replay.bounds)), default=0)
+    adjoints = 3 * P * itemsize * min(k, work.rows_per_block * work.outputs_per_row)
+    vectors = [adjoints, S * P * itemsize * leaves_residuals(whole)]
+    B = sum(run.num_points if step.batch is None else len(step.batch) for step in run.steps) / max(1, S)
+    T = run.targets[:1].numel() if run.targets.ndim > 1 and not run.targets.is_floating_point() else 1
+    nodes = 2 if whole.is_layerwise else work.kernel.rule.typical_nodes
+    test = k * nodes / max(1.0, B) * work.num_stretches / max(1, S)
+    return Plan(
+        pieces=sum(1 for _ in work.pieces),
+        result_bytes=work.num_bytes(work.num_rows),
+        piece_bytes=work.piece_bytes,
+        disk_bytes=sum(chunk.bytes for chunk in getattr(kept, "chunks", ()))
+        + sum(size for size in vectors if size > work.memory_budget),
+        memory_bytes=states + sum(size for size in vectors if size <= work.memory_budget),
+        trainings={"states": float(made), "steps": 1.0, "test side": test, "training side": blocks + k / (3 * T)},
+    )

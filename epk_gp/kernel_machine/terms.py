@@ -14,19 +14,20 @@ from epk_gp.autodiff.dense import Cotangents, PlannedModel, WeightSegment, all_o
 from epk_gp.autodiff.jacobians import WeightLocation, layer_jacobians, statistics_jacobian
 from epk_gp.autodiff.representations import ContractionCost, LayerJacobian, LeftFactor, NodeWeights
 from epk_gp.autodiff.uses import by_parameter
+from epk_gp.core.checks import ComputeOptions
 from epk_gp.core.plans import OPERATIONS_TOGETHER, rows_per_pass, weight_rows
 from epk_gp.core.replayed_steps import RunReplay
 from epk_gp.core.states import recomputation_of
 from epk_gp.core.step import NOT_OF_DATA, fingerprint
 from epk_gp.core.trajectory import Trajectory, flat_state, has_coarse_steps
 from epk_gp.gram.accumulator import NodeBatch, add_to_averages
-from epk_gp.gram.evaluation import Evaluation
 from epk_gp.gram.path_kernel import PathKernel
+from epk_gp.gram.planned_kernel import Evaluation
 from epk_gp.kernel_machine.axes import Axis, CombinedAxes, parameter_parts
 from epk_gp.kernel_machine.certificate import StepResiduals, coarsest_dtype, integral_sums
 from epk_gp.quadrature.adaptive import Integral
 from epk_gp.quadrature.rules import LayerwisePath, path_identity, stretches_of
-from epk_gp.work.run import Piece, Place, RunWork, Sums, pieces_of_ranges
+from epk_gp.work.run import Piece, Place, RunWork, Sums, pieces_of_ranges, run
 
 Groupings = tuple[tuple[Axis, ...], ...]
 
@@ -511,6 +512,16 @@ class AttributionWork(PathWork):
     def totals(self, reference: Float[Tensor, "R K"], rows: Int64[Tensor, " R"]) -> TermSums:
         """Return zero sums of some rows, on the device and in the dtype of a tensor."""
         return TermSums(self.whole.recorded, self.groupings, reference)
+
+    def summed(self, options: ComputeOptions, title: str) -> tuple[Tensor, Tensor, TermSums, Sums]:
+        """Carry out all pieces: return the outputs at both ends, the sums of all rows, and the other results joined."""
+        initial, network = map(self.whole.select_outputs, self.kernel.end_outputs(self.X))
+        totals, rest = self.totals(self.as_rows(initial), torch.arange(self.num_rows)), Sums()
+        for piece, sums in run(self, options, title):
+            for name, total in totals.named.items():
+                total[self.blocks[piece.place[0]]] += sums.added.pop(name)
+            rest.merge(sums)
+        return initial, network, totals, rest
 
     def num_bytes(self, num_rows: int) -> int:
         """Count the bytes of the sums of some rows."""

@@ -129,22 +129,21 @@ class TokenTerms(AdjointTerms):
 
     def takes_whole(self, totals: TermSums, passes: Sequence[PassData]) -> bool:
         """Return whether a pass contains one of the sequences."""
-        held = totals.sequences if isinstance(totals, TokenSums) else self.chosen
+        held = cast(TokenSums, totals).sequences
         return any(bool(torch.isin(data.samples, held.to(data.samples.device)).any()) for data in passes)
 
     def add_whole(
         self, totals: TermSums, products: LossProducts, step: Step, data: PassData, H: Float[Tensor, "R P"]
     ) -> None:
         """Add the contributions of the targets of the sequences in a pass, one output after another."""
-        if not isinstance(totals, TokenSums):
-            return
+        own = cast(TokenSums, totals)
         for row, direction in enumerate(H):
-            n, k = divmod(row, totals.sequences.shape[1])
-            is_chosen = data.samples[:, None] == totals.sequences[n, k].to(data.samples.device)
+            n, k = divmod(row, own.sequences.shape[1])
+            is_chosen = data.samples[:, None] == own.sequences[n, k].to(data.samples.device)
             rows = is_chosen.any(dim=1).nonzero().squeeze(1)
             if len(rows):
                 found = products.of_targets(step, data, direction, rows)
-                target = totals.tokens[n, k, :, _positions(products.block.recorded, data, found.shape[1])]
+                target = own.tokens[n, k, :, _positions(products.block.recorded, data, found.shape[1])]
                 target -= is_chosen[rows].T.to(found) @ found
 
 

@@ -57,7 +57,7 @@ from epk_gp.quadrature.adaptive import Integral
 from epk_gp.quadrature.rules import adaptive, layerwise, straight
 from epk_gp.trained.checkpoints import Checkpoint, CheckpointStates, Named, listed
 from epk_gp.trained.ntk import as_trajectory
-from epk_gp.work.run import Sums, run
+from epk_gp.work.run import Sums
 
 SplitBy = Literal["stretch", "module", "parameter", "head"]
 # By attention module, and in it by parameter: (before, heads) of the parameter's entries as (before, heads, rest).
@@ -463,13 +463,7 @@ def _sums(
     if work.whole.is_layerwise and not work.rates:  # no row of weights is kept, and each checkpoint is read once
         K = 1 if classes is not None or work.rows_at_once < work.whole.num_outputs else work.whole.num_outputs
         work = replace(work, outputs_per_row=K, rows_per_block=len(X) * work.whole.num_outputs // K)
-    whole = work.whole
-    initial, network = map(whole.select_outputs, kernel.end_outputs(X))
-    totals, rest = work.totals(work.as_rows(initial), torch.arange(work.num_rows)), Sums()
-    for piece, sums in run(work, options, "stretches"):
-        for name, total in totals.named.items():
-            total[work.blocks[piece.place[0]]] += sums.added.pop(name)
-        rest.merge(sums)
+    whole, (initial, network, totals, rest) = work.whole, work.summed(options, "stretches")
     own = {name: totals.named[name] for name in ("pieces", "samples", "explained")}
     own = {name: value.reshape(*initial.shape, *value.shape[2:]) for name, value in own.items()}
     total = initial + own["pieces"].sum(dim=(2, 3))

@@ -19,7 +19,7 @@ from epk_gp.core.show import warn_caller
 from epk_gp.core.step import fingerprint_data
 from epk_gp.core.trajectory import Trajectory, parse_inputs
 from epk_gp.gram.path_kernel import PathKernel
-from epk_gp.kernel_machine.baselines import tangent_trajectory
+from epk_gp.kernel_machine.reconstruct import tangent_trajectory
 from epk_gp.kernels.blocks import Outputs, parse_outputs
 from epk_gp.kernels.epk import CACHE_BYTES, EPKKernel
 from epk_gp.quadrature.rules import QuadratureRule

@@ -18,7 +18,7 @@ from epk_gp.autodiff.interception import UnsupportedParameterUseError
 from epk_gp.autodiff.representations import ContractionCost
 from epk_gp.autodiff.scalars import ask
 from epk_gp.autodiff.verification import plan_for, with_plan
-from epk_gp.kernel_machine.baselines import tangent_trajectory
+from epk_gp.kernel_machine.reconstruct import tangent_trajectory
 from helpers import assert_close, make_case, surprising_run
 
 

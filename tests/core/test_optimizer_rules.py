@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 import epk_gp as epk
 from epk_gp.core.losses import NegativeLogLikelihood
-from epk_gp.kernel_machine.baselines import single_machine
+from epk_gp.kernel_machine.reconstruct import single_machine
 from epk_gp.optimizers.torch_rules import (
     RULES,
     as_optimizers,

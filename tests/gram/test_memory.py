@@ -106,9 +106,9 @@ WORKS = {  # those whose control loses its plan come last: it does not come back
         budget=16, loose=1024, more=16,
     ),
     "retrain": Work(
-        "_, X, run = record(500, 500, 100); weights = torch.rand(200, len(X), dtype=torch.float64)",
+        "_, X, run = record(500, 500, 100); weights = torch.rand(100, len(X), dtype=torch.float64)",
         "epk.retrain(run, weights, memory_budget={budget})",
-        budget=16, loose=1024, more=16, result=200 * (100 * 32 + 32 + 32 * 3 + 3) * 8,
+        budget=16, loose=1024, more=16, result=100 * (100 * 32 + 32 + 32 * 3 + 3) * 8,
     ),
     # 400 images in one tile, of which no more go through a pass than it may hold
     "images": Work(

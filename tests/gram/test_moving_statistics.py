@@ -6,11 +6,10 @@ import pytest
 import torch
 from statistics_runs import cnn, mlp, reference_jacobian, rows, train_by_hand
 from torch import nn
-from torch.autograd import gradcheck
 
 import epk_gp as epk
 from epk_gp.core.trajectory import flat_state, network_outputs
-from epk_gp.kernel_machine.baselines import tangent_trajectory
+from epk_gp.kernel_machine.reconstruct import tangent_trajectory
 from epk_gp.quadrature.rules import QuadratureRule, gauss_legendre
 from helpers import assert_blocks
 
@@ -68,16 +67,6 @@ def test_statistics_that_stand_still_give_another_kernel(run):
     K, other = (epk.gram_block(each, run.points, run.points, rule=RULE) for each in (run.trajectory, still))
     assert (K - other).abs().max() > 1e-3 * K.abs().max()
     assert torch.linalg.eigvalsh(K.reshape(9, 9)).min() > -1e-12 * K.abs().max()
-
-
-@pytest.mark.parametrize("name", ["mlp", "cnn"])
-def test_the_kernel_has_the_derivative_of_its_values(name):
-    run = Run(name)
-    kernel = epk.EPKKernel(run.trajectory, "full", "log_softmax", RULE)
-    x = run.X[:2].flatten(1).clone().requires_grad_()
-    copy = torch.cat([epk.train_copy(run.X[:1]), epk.test_copy(run.X[1:2])])[:, -1:]
-    for diag in (False, True):
-        assert gradcheck(lambda x, d=diag: kernel.forward(*[torch.cat([x, copy], 1)] * 2, diag=d), (x,), fast_mode=True)
 
 
 @pytest.mark.parametrize("state", [0, -1])

@@ -15,7 +15,7 @@ from epk_gp.core.plans import MemoryPlan
 from epk_gp.kernel_machine.attribute import Attribution, GroupedAttribution
 from epk_gp.kernel_machine.axes import Axis, by_label, by_layer, by_parameter, by_sample, by_step
 from epk_gp.kernel_machine.terms import TERMS, AttributionWork
-from helpers import NETWORKS, Terminal, assert_close, make_case
+from helpers import NETWORKS, assert_close, make_case
 
 AXES = {
     "sample": by_sample,
@@ -149,15 +149,6 @@ def test_a_request_is_parsed_once(run, options):
     finally:
         sys.setprofile(None)
     assert {name: calls.count(name) for name in parsers} == dict.fromkeys(parsers, 1)
-
-
-def test_a_call_shows_its_progress_where_it_is_asked_to(run, monkeypatch):
-    terminal = Terminal()
-    monkeypatch.setattr(sys, "stderr", terminal)
-    epk.attribute(*run)
-    assert terminal.getvalue() == ""
-    epk.attribute(*run, progress=True)
-    assert "attribution: 100%" in terminal.getvalue()
 
 
 # Where the adjoints of all outputs of a point do not fit into the budget, outputs go through the run apart

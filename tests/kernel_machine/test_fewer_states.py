@@ -292,7 +292,7 @@ def test_no_bit_of_a_state_differs_and_the_run_is_certified_like_one_with_all_st
     assert recomputation_of(thinned).kept.numbers == (0, 5, 10, 12)
     assert sum(int((thinned.states[s] != whole.states[s]).sum()) for s in range(LONG + 1)) == 0
     assert recomputation_of(thinned).finding is None
-    own, other = epk.attribute(thinned, asked(thinned)), epk.attribute(whole, asked(whole))
+    own, other = (epk.attribute(run, asked(run), classes=torch.tensor([1, 0])) for run in (thinned, whole))
     assert own.certified
     assert own.states == ""
     for term in ("samples", "decay", "statistics", "unexplained", "total"):

@@ -17,7 +17,7 @@ from epk_gp.core.trajectory import flat_state
 from epk_gp.gram.sketch import nodes_trajectory
 from epk_gp.kernel_machine import attribute
 from epk_gp.kernel_machine.axes import by_parameter, by_sample, by_step
-from epk_gp.kernel_machine.baselines import single_machine
+from epk_gp.kernel_machine.reconstruct import single_machine
 from epk_gp.quadrature.rules import LayerwisePath, QuadratureStatus
 from helpers import NETWORKS, assert_close, gram_diagonal_blocks, make_case
 
@@ -46,7 +46,7 @@ def test_sums_are_exact_along_every_path(name, path):
         assert {*parts.statuses} <= {QuadratureStatus.CONVERGED, QuadratureStatus.ROUNDING}
     else:
         result = epk.reconstruct(run, X, path=path)
-        assert result.certified
+        assert (result.certified, result.path) == (True, str(path))
         assert result.max_error <= 1e-11
         assert parts.evaluations == pytest.approx(result.evaluations)
 

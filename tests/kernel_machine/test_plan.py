@@ -10,8 +10,8 @@ import epk_gp as epk
 from distributed_cases import RULE, Shuffled, inputs
 from distributed_cases import recorded as training_run
 from epk_gp.core.plans import MemoryPlan
+from epk_gp.kernel_machine.attribute import plan_attribution
 from epk_gp.kernel_machine.axes import by_label, by_sample
-from epk_gp.kernel_machine.plan import plan_attribution
 from epk_gp.kernel_machine.terms import AttributionWork
 from epk_gp.work.run import Sums
 

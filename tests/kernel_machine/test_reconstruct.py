@@ -12,7 +12,7 @@ from epk_gp.core.plans import MemoryPlan
 from epk_gp.kernel_machine import descent
 from epk_gp.kernel_machine import terms as problem_module
 from epk_gp.kernel_machine.axes import by_layer, by_sample, by_step
-from epk_gp.kernel_machine.baselines import single_machine, tangent_trajectory
+from epk_gp.kernel_machine.reconstruct import single_machine, tangent_trajectory
 from epk_gp.kernel_machine.terms import IntegratedLines
 from helpers import NETWORKS, Case, assert_close, make_case
 

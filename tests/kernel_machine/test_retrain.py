@@ -150,7 +150,7 @@ LOOPS: dict[str, WeightedLoop] = {
     "NAdam": changing(MAKE["NAdam"], betas=(0.8, 0.5), momentum_decay=0.4),
     "RAdam": changing(MAKE["RAdam"], betas=(0.8, 0.7)),
     "SGD": changing(sgd, nesterov=True, weight_decay=0.1, maximize=True),
-    **{f"added_{name}": adding(make) for name, make in MAKE.items()},
+    **{f"added_{name}": adding(MAKE[name]) for name in ("SGD", "Adam", "RMSprop", "RAdam")},
     "added_with_options": adding(adam, eps=0.1, betas=(0.8, 0.6)), "regrouped": regrouping(),
     "clipped_norm": clipped(ClipNorm(0.1), adamw, is_stated=False),
     "clipped_value": clipped(ClipValue(0.02), is_stated=False), "clipped_inf": clipped(ClipNorm(0.05, INF), adam),

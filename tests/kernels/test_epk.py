@@ -53,13 +53,6 @@ def test_a_mean_diagonal_is_that_of_evenly_spaced_points_in_float64(counter, mon
     assert scale == pytest.approx(float(EPKKernel(run)(x, diag=True).mean()), rel=1e-14)
 
 
-def test_images_are_flattened_and_restored():
-    case = make_case("cnn", steps=2)
-    X, run = case.test, case.trajectory
-    expected = gram_block(run, Points(X, False), Points(X, True))
-    assert_close(EPKKernel(run)(test_copy(X), train_copy(X)).to_dense(), reduced(expected, "full"))
-
-
 def test_integers_travel_as_whole_floats():
     case = make_case("attention", steps=2)
     kernel, X = EPKKernel(case.trajectory, normalize="mean_diagonal"), case.test.flatten(1)

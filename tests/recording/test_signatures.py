@@ -14,7 +14,7 @@ import epk_gp as epk
 import reference
 from epk_gp.core.gradients import batch_gradient
 from epk_gp.core.trajectory import batch_of
-from epk_gp.kernel_machine.baselines import single_machine
+from epk_gp.kernel_machine.reconstruct import single_machine
 from helpers import assert_close
 from loops import assert_exact, sgd
 from loops import record as record_loop

@@ -8,38 +8,9 @@ import torch
 from checkpoint_names import count_orders
 from safetensors.torch import save_file
 from torch import nn
-from torch.nn import functional as F
 
 import epk_gp as epk
-
-
-def small_net() -> nn.Module:
-    """Return a network with moving statistics."""
-    torch.manual_seed(1)
-    return nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Softplus(), nn.Linear(6, 3)).double()
-
-
-def trained(net, X, y, lr=0.02, steps=12, every=4):
-    """Train with Adam, and return the network's state dict every so many steps."""
-    optimizer, states = torch.optim.Adam(net.parameters(), lr), [copy.deepcopy(net.state_dict())]
-    for step in range(steps):
-        optimizer.zero_grad()
-        F.cross_entropy(net(X), y).backward()
-        optimizer.step()
-        if step % every == every - 1:
-            states.append(copy.deepcopy(net.state_dict()))
-    return states
-
-
-@pytest.fixture(scope="module")
-def rows():
-    """Return a network, its checkpoints and its data."""
-    generator = torch.Generator().manual_seed(0)
-    X = torch.randn(20, 4, dtype=torch.float64, generator=generator)
-    y = torch.randint(3, (20,), generator=generator)
-    net = small_net()
-    return net, trained(net, X, y), X, y
-
+from checkpoint_runs import small_net, trained
 
 NAMES = {  # in the order of training, and whether they say so
     ("epoch=00-val_loss=0.90.ckpt", "epoch=01-val_loss=0.52.ckpt", "epoch=02-val_loss=0.61.ckpt"): True,

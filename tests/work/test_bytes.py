@@ -47,18 +47,17 @@ def test_a_second_plan_goes_on_in_the_same_folder(name, has_executor, folder):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["diagonal", "features"])
-def test_pieces_of_workers_serve_calls_of_one_thread(name, folder):
+def test_pieces_of_workers_serve_calls_of_one_thread(folder):
     """Workers compute with one thread, whatever their owner has: other numbers of threads round otherwise."""
-    call, before = CALLS[name], torch.get_num_threads()
+    call, run, before = CALLS["features"], run_of("features"), torch.get_num_threads()
     try:
         torch.set_num_threads(2)
-        call(run_of(name), executor=Shuffled(), checkpoint=folder)
+        call(run, executor=Shuffled(), checkpoint=folder)
         with pytest.raises(ValueError, match="must be of this very computation"):
-            call(run_of(name), checkpoint=folder)
+            call(run, checkpoint=folder)
         torch.set_num_threads(1)
         executor = Shuffled()
-        call(run_of(name), executor=executor, checkpoint=folder)
+        call(run, executor=executor, checkpoint=folder)
         assert not executor.order
     finally:
         torch.set_num_threads(before)
@@ -77,7 +76,7 @@ def test_a_reader_that_is_interrupted_lets_go_of_the_folder(folder):
 
 
 @pytest.mark.mostly_slow
-@pytest.mark.parametrize("name", ["block", "attribute", "influence", "retrain", "diagonal", "reconstruct", "features"])
+@pytest.mark.parametrize("name", ["block", "attribute", "influence", "features"])
 def test_partial_sums_of_another_computation_are_refused(name, tmp_path):
     call, run = CALLS[name], run_of(name)
     call(run, checkpoint=tmp_path / "own")

@@ -235,8 +235,7 @@ def test_success_and_a_reader_that_stops_remove_a_temporary_folder():
 
 
 @EVERY
-@pytest.mark.parametrize("where", ["submit", "result"])
-@pytest.mark.parametrize("then", ["none", "shuffled"])
+@pytest.mark.parametrize(("where", "then"), [("submit", "shuffled"), ("result", "none"), ("result", "shuffled")])
 def test_a_job_that_was_stopped_is_gone_on_with(name, where, then, tmp_path, monkeypatch):
     call, folder, computed, expected = CALLS[name], tmp_path / "pieces", [], alone(name)
     for kind in (GramWork, DiagonalWork, AttributionWork, ReconstructionWork):
