@@ -176,8 +176,9 @@ class TrainingReplay:
         for data in passes:
             replayed, after = self.gradient(state, data, exact=exact), data.forward.statistics_after
             total += replayed.gradient
-            after, dtype = end if after is None else after, self.model.spec.dtype
-            error = max(error, statistics_error(replayed.statistics, after, dtype, unexplained))
+            after, dtypes = end if after is None else after, (self.model.spec.dtype, state.dtype)
+            coarser = max(dtypes, key=lambda dtype: torch.finfo(dtype).eps)  # a state may be read in float32
+            error = max(error, statistics_error(replayed.statistics, after, coarser, unexplained))
         return total, error
 
     def leaves_and_losses(

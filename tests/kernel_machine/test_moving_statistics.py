@@ -9,6 +9,7 @@ from statistics_runs import Shared, cnn, in_plain_words, mlp, rows, train_by_han
 from torch import nn
 from torch.nn.utils.parametrizations import spectral_norm
 
+import epk_gp as epk
 from epk_gp.autodiff.dense import WeightSegment
 from epk_gp.autodiff.verification import plan_for
 from epk_gp.core.model import functionalize
@@ -95,6 +96,12 @@ def test_a_derivative_without_the_statistics_is_not_certified(name):
     statuses = {QuadratureStatus(int(status)) for step in steps for status in step.status}
     assert any(not status.is_supported for status in statuses)
     assert max(float(step.residual.max()) for step in steps) > 1e-3
+
+
+def test_a_float64_run_read_in_float32_is_certified():
+    """Statistics are compared up to the rounding of the weights that they follow from."""
+    _, trajectory, X = recorded("mlp_tanh", num_steps=12)
+    assert epk.reconstruct(trajectory, X.float()).certified
 
 
 def test_kinks_behind_batch_normalisation_are_located(monkeypatch):
