@@ -50,9 +50,9 @@ test test-types test-pages test-fast: export MPLBACKEND := Agg
 demo: $(CORE)
 	$(BIN)/epk-gp demo --out $(OUT)
 
-# All tests but those of `make test-pages`.
+# All tests but those of `make test-pages`; those of `make test-types` once, with their checks.
 test: lint test-types
-	$(BIN)/python -m pytest $(PYTEST_ARGS) -m "not pages" || [ $$? -eq $(NO_TESTS) ]
+	$(BIN)/python -m pytest $(PYTEST_ARGS) -m "not pages and not types" || [ $$? -eq $(NO_TESTS) ]
 
 # The slow tests that run every page, notebook, tutorial, experiment and picture, the benchmarks, and reports in a browser.
 # What they passed on is noted and committed: `.ci/run` makes them wherever something else is there. Before a release, always.

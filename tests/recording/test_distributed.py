@@ -89,7 +89,7 @@ def test_a_fault_on_one_rank_and_what_ranks_cannot_record_are_named_on_all_of_th
         assert [re.search(message, one) is not None for one in said] == [True] * SIZE, (call, said)
 
 
-def test_ddp_takes_a_wrapper_alone():
+def test_ddp_takes_a_wrapper_alone(unchecked):
     net, _ = LOOPS["plain"].make()
     with pytest.raises(TypeError, match="ddp must be a DistributedDataParallel: got Sequential"):
         epk.Recorder(net, torch.optim.SGD(net.parameters(), lr=0.1), *data(), ddp=net)
