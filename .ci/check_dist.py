@@ -23,7 +23,7 @@ RESOLUTIONS = {
     "lowest-direct": ["--resolution", "lowest-direct", "--requirements", str(ROOT / "pyproject.toml")],
     "newest": [],
 }
-NEED_MORE = """*browser.py autodiff/test_language_models.py kernel_machine/test_certificate.py
+NEED_MORE = """*browser.py autodiff/test_language_models.py autodiff/test_uses.py kernel_machine/test_certificate.py
     kernel_machine/test_functions.py recording/test_edits_of_gradients.py recording/test_hugging_face.py
     recording/test_library_optimizers.py test_architecture.py test_benchmarks.py test_interop.py
     test_notebooks.py test_paper.py test_workflows.py""".split()  # noqa: SIM905
