@@ -9,7 +9,7 @@ from torch import Tensor
 
 from epk_gp.autodiff.dense import PlannedModel
 from epk_gp.autodiff.verification import with_plan
-from epk_gp.core.checks import ComputeOptions, ComputeSettings, door, parse_options
+from epk_gp.core.checks import MEMORY_BUDGET, ComputeOptions, ComputeSettings, door, parse_options
 from epk_gp.core.inputs import Points, validate_same_layout
 from epk_gp.core.losses import Head, resolve_head
 from epk_gp.core.model import FunctionalModel
@@ -118,7 +118,8 @@ class PathKernel:
         pairs: SetPairs,
         weights: Float[Tensor, "P K n L m"],
         wanted: tuple[bool, bool] = (True, True),
-        **options: Unpack[ComputeSettings],
+        *,
+        memory_budget: int = MEMORY_BUDGET,
     ) -> tuple[Shaped[Tensor, "U n ..."] | None, Shaped[Tensor, "V m ..."] | None]:
         """Differentiate a weighted sum of kernel values between pairs of sets with respect to the points.
 
@@ -130,20 +131,20 @@ class PathKernel:
             pairs: The pairs, out of U sets on the left and V on the right.
             weights: Weights with K = L = C, or 1 if a pair has one output or the trace.
             wanted: Whether the derivative of each side is wanted; the other side is held fixed, even if it is the same.
-            options: `memory_budget`; an `executor` is not used. See `ComputeOptions`.
+            memory_budget: Bytes for the computation.
 
         Returns:
             The derivatives in the shapes of the sets; None for a side that is not wanted.
         """
-        parsed = self._parse_pairs("pairs_input_gradients", pairs, **options)
+        options = self._pairs_options(pairs, memory_budget)
 
         def compute(net: PlannedModel) -> tuple[Tensor | None, Tensor | None]:
-            kernel = self.with_net(net, parsed, is_per_class=pairs.kind != "full")
+            kernel = self.with_net(net, options, is_per_class=pairs.kind != "full")
             return pairs_input_gradients(kernel, pairs, weights, wanted)
 
         return with_plan(compute, pairs.left.X, self.trajectory)
 
-    def pairs_block(self, pairs: SetPairs, **options: Unpack[ComputeSettings]) -> Float[Tensor, "P K n L m"]:
+    def pairs_block(self, pairs: SetPairs, *, memory_budget: int = MEMORY_BUDGET) -> Float[Tensor, "P K n L m"]:
         """Compute the kernel between the points of P pairs of sets.
 
         Layer Jacobians are computed as for `pairs_input_gradients`. If all outputs of all points are needed, `block`
@@ -151,16 +152,16 @@ class PathKernel:
 
         Args:
             pairs: The pairs.
-            options: `memory_budget`; an `executor` is not used. See `ComputeOptions`.
+            memory_budget: Bytes for the computation.
 
         Returns:
             K(a_pn, b_pm)[k, l], K = L = C, or 1 if a pair has one output or the trace.
         """
-        parsed = self._parse_pairs("pairs_block", pairs, **options)
+        options = self._pairs_options(pairs, memory_budget)
 
         @torch.no_grad()
         def compute(net: PlannedModel) -> Tensor:
-            return pairs_block(self.with_net(net, parsed, is_per_class=pairs.kind != "full"), pairs)
+            return pairs_block(self.with_net(net, options, is_per_class=pairs.kind != "full"), pairs)
 
         return with_plan(compute, pairs.left.X, self.trajectory)
 
@@ -203,13 +204,14 @@ class PathKernel:
         if options.accumulate not in (None, self.trajectory.model.spec_for(a.X).dtype, torch.float64):
             raise ValueError(f"accumulate must be torch.float64 or None: got {options.accumulate}.")
 
-    def _parse_pairs(self, call: str, pairs: SetPairs, **options: Unpack[ComputeSettings]) -> ComputeOptions:
-        parsed = parse_options(call, ("progress", "checkpoint", "accumulate"), **options)
+    def _pairs_options(self, pairs: SetPairs, memory_budget: int) -> ComputeOptions:
+        """Check pairs and the budget, which is the only option of a computation over pairs."""
+        options = ComputeOptions(memory_budget=memory_budget)
         if not isinstance(self.rule, rules.QuadratureRule):
             raise TypeError(f"derivatives need the same nodes at all points, as in gauss_legendre(4): got {self.rule}.")
         left, right = (Points(s.X.flatten(0, 1), s.is_train.flatten()) for s in (pairs.left, pairs.right))
-        self.validate_points(left, right, parsed)
-        return parsed
+        self.validate_points(left, right, options)
+        return options
 
 
 def validate_points(trajectory: Trajectory, points: object, name: str) -> None:

@@ -240,7 +240,9 @@ class KernelConfig:
         key = self._key("pairs", x, y, content_key(matrices))
         found = self.cache.get(key)
         if found is None:
-            block = self.path_kernel.pairs_block(self.set_pairs(x, y, matrices), **self.options.settings)
+            block = self.path_kernel.pairs_block(
+                self.set_pairs(x, y, matrices), memory_budget=self.options.memory_budget
+            )
             found = self._kept(key, block.permute(0, 2, 1, 4, 3).flatten(1, 2).flatten(2), x)
         return found.reshape(*matrices.shape, *found.shape[1:])
 

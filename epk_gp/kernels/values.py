@@ -277,7 +277,7 @@ def _asked_gradients(ctx: Any, weights: Tensor) -> list[Tensor | None]:
         is_shared = all(wanted) and own_sets[0] == own_sets[1] and _is_symmetric(points[0], points[1], weights)
         pairs = config.set_pairs(points[0], points[0 if is_shared else 1], matrices, own_sets)
         gradients_of = config.path_kernel.pairs_input_gradients
-        found = gradients_of(pairs, of_outputs, wanted, **config.options.settings)
+        found = gradients_of(pairs, of_outputs, wanted, memory_budget=config.options.memory_budget)
         if is_shared and points[0] is not points[1] and found[0] is not None:
             found = (found[0] / 2,) * 2
     gradients = list[Tensor | None]()
